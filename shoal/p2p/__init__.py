@@ -1,0 +1,13 @@
+"""Peers, and how they talk: identity, addresses, transport, typed messages. Imports no torch and no other room.
+
+What this room promises to the rooms above it:
+
+- A message that a handler sees came from the peer that is named with it (the transport proves it), was within its size
+  bound, and was decoded and checked against its declared type. Nothing received is unpickled or evaluated.
+- Every request ends: with a reply, with the reason of a refusal, with `PeerLost` as soon as the connection is gone, or
+  with `TimeoutError` at its deadline.
+- A lost peer is an event, told once, after everything that had already arrived from that peer was handled.
+- A buffer handed to `send` may be written again as soon as `send` returns.
+
+It runs on one asyncio loop, the reactor's (`reactor.py`), or on the virtual clock of `shoal.simulation`.
+"""

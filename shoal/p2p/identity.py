@@ -1,0 +1,117 @@
+"""Who a peer is: an ed25519 key pair. The public key is the peer id; the transport's key is derived from it."""
+
+from __future__ import annotations
+
+import base64
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from nacl.bindings import (
+    crypto_sign_ed25519_pk_to_curve25519,
+    crypto_sign_ed25519_sk_to_curve25519,
+    crypto_sign_seed_keypair,
+)
+from nacl.exceptions import BadSignatureError, CryptoError
+from nacl.signing import SigningKey, VerifyKey
+
+KEY_BYTES = 32
+SIGNATURE_BYTES = 64
+# multibase base32 of CIDv1(libp2p-key, identity multihash, protobuf PublicKey{type: Ed25519, data: key}): one of the
+# two text forms that libp2p specifies (RFC 0001), so tools of that field read our ids. Base58 would need more code.
+_TEXT_PREFIX = bytes([0x01, 0x72, 0x00, 0x24, 0x08, 0x01, 0x12, 0x20])
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PeerID:
+    """A peer's name: its ed25519 public key, `key`, 32 bytes. Ordered and hashable by those bytes.
+
+    `str(peer_id)` is its text form (libp2p's CIDv1 in base32, 65 characters), `PeerID.parse` reads it back.
+    """
+
+    key: bytes
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:
+            raise ValueError(f"a peer id is the {KEY_BYTES} bytes of an ed25519 public key, not {self.key!r}")
+
+    def __str__(self) -> str:
+        return "b" + base64.b32encode(_TEXT_PREFIX + self.key).decode().lower().rstrip("=")
+
+    def __repr__(self) -> str:
+        return f"<PeerID …{str(self)[-8:]}>"
+
+    @property
+    def short(self) -> str:
+        """The last eight characters of the text form: enough to tell peers apart in a log."""
+        return str(self)[-8:]
+
+    @classmethod
+    def parse(cls, text: str) -> PeerID:
+        """The peer id that `text` writes. Raises ValueError if it writes none."""
+        try:
+            raw = base64.b32decode(text[1:].upper() + "=" * (-(len(text) - 1) % 8))
+        except ValueError as error:
+            raise ValueError(f"{text!r} is not a peer id: {error}") from error
+        if not text.startswith("b") or not raw.startswith(_TEXT_PREFIX) or len(raw) != len(_TEXT_PREFIX) + KEY_BYTES:
+            raise ValueError(f"{text!r} is not a peer id: expected 'bafzaajaiaejc…', an ed25519 libp2p key in base32")
+        return cls(raw[len(_TEXT_PREFIX) :])
+
+    def curve_key(self) -> bytes:
+        """The Curve25519 public key (32 bytes) by which the transport knows this peer. Raises ValueError if the id is
+        no point of the curve: nobody can be that peer."""
+        try:
+            return crypto_sign_ed25519_pk_to_curve25519(self.key)
+        except (CryptoError, RuntimeError) as error:
+            raise ValueError(f"{self} is not a valid ed25519 public key") from error
+
+    def verify(self, data: bytes, signature: bytes) -> bool:
+        """Whether `signature` (64 bytes) over `data` was made with this peer's secret key."""
+        try:
+            VerifyKey(self.key).verify(data, signature)
+        except (BadSignatureError, ValueError):
+            return False
+        return True
+
+
+class Identity:
+    """A peer's key pair: proves who it is, and signs what it publishes.
+
+    Args:
+        seed: the 32 secret bytes; drawn from the system's randomness when not given.
+    """
+
+    def __init__(self, seed: bytes | None = None) -> None:
+        self._key = SigningKey(seed) if seed is not None else SigningKey.generate()
+        self.peer_id = PeerID(bytes(self._key.verify_key))
+
+    def sign(self, data: bytes) -> bytes:
+        """The 64-byte ed25519 signature over `data`."""
+        return self._key.sign(data).signature
+
+    def curve_keys(self) -> tuple[bytes, bytes]:
+        """(public, secret) Curve25519 keys of the transport, 32 bytes each, derived from this identity."""
+        _, secret = crypto_sign_seed_keypair(bytes(self._key))
+        return self.peer_id.curve_key(), crypto_sign_ed25519_sk_to_curve25519(secret)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Identity:
+        """The identity kept in `path` (32 bytes, readable by the owner only); made there if the file does not exist.
+
+        Raises ValueError if the file holds something else, OSError if it can't be read or written.
+        """
+        path = Path(path)
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            seed = path.read_bytes()
+            if len(seed) != KEY_BYTES:
+                raise ValueError(
+                    f"{path} holds {len(seed)} bytes; an identity file holds the {KEY_BYTES} bytes of an ed25519 seed. "
+                    "Name another file, or delete this one to make a new identity."
+                ) from None
+            return cls(seed)
+        identity = cls()
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(bytes(identity._key))
+        return identity

@@ -1,0 +1,380 @@
+"""A peer on the network: typed messages, requests with deadlines, and the book of known addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from shoal.p2p.errors import P2PError, PeerLost, PeerUnreachable, Refused
+from shoal.p2p.identity import Identity, PeerID
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.transport import Buffer, Transport
+
+log = logging.getLogger(__name__)
+
+MAX_SERVICE_NAME = 128
+MAX_REASON = 1024
+MAX_TIMEOUT = 3600.0
+MAX_CALLS_PER_PEER = 512  # requests of one peer that are being handled
+MAX_KNOWN_PEERS = 16384
+MAX_ADDRESSES_PER_PEER = 8
+DIAL_TIMEOUT = 10.0
+
+_NOTICE, _REQUEST, _REPLY, _FAILURE = range(4)
+
+
+class Envelope(msgspec.Struct, array_like=True, frozen=True):
+    """The header frame of every message. `call` ties a reply to its request; `timeout` is the request's, in seconds."""
+
+    kind: Annotated[int, msgspec.Meta(ge=_NOTICE, le=_FAILURE)]
+    service: Annotated[str, msgspec.Meta(max_length=MAX_SERVICE_NAME)]
+    call: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+    timeout: Annotated[float, msgspec.Meta(ge=0, le=MAX_TIMEOUT)]
+    body: msgspec.Raw
+
+
+class Service:
+    """A name and the set of message types that it knows: `Service("dht", Ping | Find | Found)`.
+
+    Args:
+        name: at most 128 characters; unique on a node.
+        messages: a msgspec struct type with a tag, or a union of them: requests, replies and notices alike.
+    """
+
+    def __init__(self, name: str, messages: Any) -> None:
+        if len(name) > MAX_SERVICE_NAME:
+            raise ValueError(f"the service name {name!r} is longer than {MAX_SERVICE_NAME} characters")
+        self.name = name
+        self.decoder = msgspec.msgpack.Decoder(messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a request was answered with: a message, and buffers beside it."""
+
+    body: msgspec.Struct
+    buffers: Sequence[Buffer] = ()
+
+
+Answer = Reply | msgspec.Struct | None
+Handler = Callable[[PeerID, Any, Sequence[memoryview]], Answer | Awaitable[Answer]]
+LostCallback = Callable[[PeerID, str], None]
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+@dataclass(slots=True)
+class _Call:
+    peer: PeerID
+    service: Service
+    future: asyncio.Future[Reply]
+
+
+class Node:
+    """Talks to other nodes over a `Transport`. Lives on one loop: all methods are called on that loop's thread.
+
+    A handler is `handler(peer, message, buffers)`. It returns (or is a coroutine that returns) the reply to a request,
+    and nothing to a notice; it raises `Refused(reason)` to decline either. Handlers of one peer start in the order in
+    which its messages came.
+
+    Args:
+        identity: who this peer is.
+        transport: carries the messages; not used by anybody else.
+    """
+
+    def __init__(self, identity: Identity, transport: Transport) -> None:
+        self.identity = identity
+        self.peer_id = identity.peer_id
+        self.transport = transport
+        self.addresses: list[Multiaddr] = []  # where this node listens
+        self.bytes_sent = 0  # of buffers, to other peers
+        self.bytes_received = 0
+        self._book: dict[PeerID, list[Multiaddr]] = {}
+        self._services: dict[str, tuple[Service, Handler]] = {}
+        self._calls: dict[int, _Call] = {}
+        self._next_call = 1
+        self._dialling: dict[PeerID, asyncio.Task[None]] = {}
+        self._handling: dict[PeerID, int] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._lost_callbacks: list[LostCallback] = []
+        self._envelopes = msgspec.msgpack.Decoder(Envelope)
+        self._encoder = msgspec.msgpack.Encoder()
+        self.closed = False
+        transport.start(self._on_message, self._on_lost)
+
+    # -- addresses and connections
+
+    async def listen(self, address: Multiaddr) -> Multiaddr:
+        """Accept connections at `address`; returns it with the port in use and this peer's id."""
+        bound = await self.transport.listen(address)
+        self.addresses.append(bound)
+        return bound
+
+    def learn(self, peer: PeerID, addresses: Iterable[Multiaddr]) -> None:
+        """Remember where `peer` listens. Addresses that name another peer are left out."""
+        known = [a.with_peer(peer) for a in addresses if a.peer_id in (None, peer)][:MAX_ADDRESSES_PER_PEER]
+        if known and peer != self.peer_id:
+            self._book.pop(peer, None)
+            self._book[peer] = known
+            if len(self._book) > MAX_KNOWN_PEERS:
+                del self._book[next(iter(self._book))]
+
+    def known_addresses(self, peer: PeerID) -> list[Multiaddr]:
+        """Where `peer` is known to listen; this node's own addresses for itself."""
+        return self.addresses if peer == self.peer_id else self._book.get(peer, [])
+
+    def is_connected(self, peer: PeerID) -> bool:
+        """Whether a message to `peer` can be sent now; always true of this node itself."""
+        return peer == self.peer_id or self.transport.is_connected(peer)
+
+    async def connect(self, peer: PeerID, timeout: float = DIAL_TIMEOUT) -> None:
+        """Make sure that there is a connection to `peer`, dialling its known addresses in turn.
+
+        Raises PeerUnreachable (HandshakeFailed if somebody else answers), also when `timeout` seconds have passed.
+        """
+        if self.is_connected(peer):
+            return
+        if self.closed:
+            raise PeerUnreachable("this node is closed")
+        task = self._dialling.get(peer)
+        if task is None:
+            task = self._dialling[peer] = self.spawn(self._dial(peer))
+            task.add_done_callback(lambda _: self._dialling.pop(peer, None))
+        try:
+            # Several callers may wait for one dial; one that gives up must not end it for the others.
+            await asyncio.wait_for(asyncio.shield(task), min(timeout, DIAL_TIMEOUT))
+        except TimeoutError:
+            raise PeerUnreachable(f"{peer!r} did not answer within {min(timeout, DIAL_TIMEOUT):g} s") from None
+
+    async def _dial(self, peer: PeerID) -> None:
+        error = PeerUnreachable(f"{peer!r} is not connected, and no address of it is known")
+        for address in self.known_addresses(peer):
+            try:
+                async with asyncio.timeout(DIAL_TIMEOUT / 2):
+                    return await self.transport.dial(address)
+            except PeerUnreachable as failure:
+                error = failure
+            except TimeoutError:
+                error = PeerUnreachable(f"{address} did not answer within {DIAL_TIMEOUT / 2:g} s")
+        raise error
+
+    def on_lost(self, callback: LostCallback) -> Callable[[], None]:
+        """Have `callback(peer, reason)` called when a connected peer is lost; returns a function that ends that."""
+        self._lost_callbacks.append(callback)
+        return lambda: self._lost_callbacks.remove(callback) if callback in self._lost_callbacks else None
+
+    # -- messages out
+
+    def notify(
+        self, peers: Sequence[PeerID], service: Service, message: msgspec.Struct, buffers: Sequence[Buffer] = ()
+    ) -> None:
+        """Send `message` to each connected peer of `peers`, expecting no reply. Buffers may be reused on return."""
+        self._post(peers, _NOTICE, service.name, 0, 0.0, message, buffers)
+
+    async def call(
+        self,
+        peer: PeerID,
+        service: Service,
+        message: msgspec.Struct,
+        expect: type[Body],
+        *,
+        timeout: float,
+        buffers: Sequence[Buffer] = (),
+    ) -> Body:
+        """Send a request and return its reply, connecting first if need be.
+
+        Raises Refused with the other side's reason, PeerUnreachable, PeerLost, TimeoutError after `timeout` seconds,
+        and P2PError if the reply is not an `expect`.
+        """
+        body = (await self.call_for_buffers(peer, service, message, timeout=timeout, buffers=buffers)).body
+        if not isinstance(body, expect):
+            asked, got = type(message).__name__, type(body).__name__
+            raise P2PError(f"{peer!r} answered {asked} with {got}, not {expect.__name__}")
+        return body
+
+    async def call_for_buffers(
+        self,
+        peer: PeerID,
+        service: Service,
+        message: msgspec.Struct,
+        *,
+        timeout: float,
+        buffers: Sequence[Buffer] = (),
+    ) -> Reply:
+        """As `call`, for replies that carry buffers."""
+        async with asyncio.timeout(timeout):
+            await self.connect(peer)
+            number, self._next_call = self._next_call, self._next_call + 1
+            future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+            self._calls[number] = _Call(peer, service, future)
+            try:
+                self._post([peer], _REQUEST, service.name, number, min(timeout, MAX_TIMEOUT), message, buffers)
+                return await future
+            finally:
+                del self._calls[number]
+
+    def _post(
+        self,
+        peers: Sequence[PeerID],
+        kind: int,
+        service: str,
+        call: int,
+        timeout: float,
+        message: msgspec.Struct,
+        buffers: Sequence[Buffer] = (),
+    ) -> None:
+        body = msgspec.Raw(self._encoder.encode(message))
+        header = self._encoder.encode(Envelope(kind, service, call, timeout, body))
+        others = [peer for peer in peers if peer != self.peer_id]
+        if others:
+            self.bytes_sent += len(others) * sum(memoryview(buffer).nbytes for buffer in buffers)
+            self.transport.send(others, header, buffers)
+        if len(others) != len(peers):
+            # To itself, a node speaks through the same door as everybody: encoded, checked, and never re-entrant.
+            copies = [memoryview(bytes(buffer)) for buffer in buffers]
+            asyncio.get_running_loop().call_soon(self._on_message, self.peer_id, memoryview(header), copies)
+
+    # -- messages in
+
+    def serve(self, service: Service, handler: Handler) -> None:
+        """Handle the messages of `service`. Raises ValueError if its name is taken on this node."""
+        if service.name in self._services:
+            raise ValueError(f"{service.name!r} is already served on this node: choose another name (prefix, run id)")
+        self._services[service.name] = (service, handler)
+
+    def stop_serving(self, service: Service) -> None:
+        """Refuse the messages of `service` from now on."""
+        self._services.pop(service.name, None)
+
+    def _on_message(self, peer: PeerID, header: memoryview, buffers: Sequence[memoryview]) -> None:
+        if self.closed:
+            return
+        self.bytes_received += sum(buffer.nbytes for buffer in buffers)
+        try:
+            envelope = self._envelopes.decode(header)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self._refuse(peer, "", 0, f"not a message: {error}")
+            return
+        if envelope.kind in (_REPLY, _FAILURE):
+            self._on_answer(peer, envelope, buffers)
+            return
+        try:
+            if envelope.service not in self._services:
+                raise Refused(f"unknown service {envelope.service!r}")
+            service, handler = self._services[envelope.service]
+            message = service.decoder.decode(envelope.body)
+            answer = handler(peer, message, buffers)
+        except Refused as error:
+            self._refuse(peer, envelope.service, envelope.call, str(error))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self._refuse(peer, envelope.service, envelope.call, f"not a message of {envelope.service!r}: {error}")
+        except Exception:  # a defect of ours: it must end neither the connection nor the loop
+            log.exception("handling a message of %r to %r failed", peer, envelope.service)
+            self._refuse(peer, envelope.service, envelope.call, "internal error")
+        else:
+            if isinstance(answer, Awaitable):
+                self._handle_later(peer, envelope, answer)
+            elif envelope.kind == _REQUEST:
+                self._answer(peer, envelope, answer)
+
+    def _handle_later(self, peer: PeerID, envelope: Envelope, answer: Awaitable[Answer]) -> None:
+        async def handle() -> None:
+            try:
+                async with asyncio.timeout(envelope.timeout or MAX_TIMEOUT):
+                    result = await answer
+            except Refused as error:
+                self._refuse(peer, envelope.service, envelope.call, str(error))
+            except (TimeoutError, P2PError) as error:
+                reason = f"could not be handled: {error or 'deadline passed'}"
+                self._refuse(peer, envelope.service, envelope.call, reason)
+            except Exception:
+                log.exception("handling a message of %r to %r failed", peer, envelope.service)
+                self._refuse(peer, envelope.service, envelope.call, "internal error")
+            else:
+                if envelope.kind == _REQUEST:
+                    self._answer(peer, envelope, result)
+            finally:
+                self._handling[peer] -= 1
+                if not self._handling[peer]:
+                    del self._handling[peer]
+
+        if self._handling.get(peer, 0) >= MAX_CALLS_PER_PEER:
+            if isinstance(answer, Coroutine):
+                answer.close()
+            self._refuse(peer, envelope.service, envelope.call, f"more than {MAX_CALLS_PER_PEER} requests at a time")
+            return
+        self._handling[peer] = self._handling.get(peer, 0) + 1
+        self.spawn(handle())
+
+    def _answer(self, peer: PeerID, request: Envelope, answer: Answer) -> None:
+        if answer is None:
+            self._refuse(peer, request.service, request.call, "this is a notice, not a request: it has no reply")
+            return
+        reply = answer if isinstance(answer, Reply) else Reply(answer)
+        self._post([peer], _REPLY, request.service, request.call, 0.0, reply.body, reply.buffers)
+
+    def _refuse(self, peer: PeerID, service: str, call: int, reason: str) -> None:
+        log.info("refused a message of %r to %r: %s", peer, service, reason)
+        self._post([peer], _FAILURE, service, call, 0.0, Failure(reason[:MAX_REASON]))
+
+    def _on_answer(self, peer: PeerID, envelope: Envelope, buffers: Sequence[memoryview]) -> None:
+        call = self._calls.get(envelope.call)
+        if envelope.kind == _FAILURE:
+            try:
+                reason = _failures.decode(envelope.body).reason
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                reason = f"an undecodable refusal: {error}"
+            if call is None or call.peer != peer:
+                log.warning("%r refused a message to %r: %s", peer, envelope.service, reason)
+            elif not call.future.done():
+                call.future.set_exception(Refused(reason))
+        elif call is not None and call.peer == peer and not call.future.done():
+            try:
+                call.future.set_result(Reply(call.service.decoder.decode(envelope.body), buffers))
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                call.future.set_exception(P2PError(f"{peer!r} sent an invalid reply: {error}"))
+
+    def _on_lost(self, peer: PeerID, reason: str) -> None:
+        for call in list(self._calls.values()):
+            if call.peer == peer and not call.future.done():
+                call.future.set_exception(PeerLost(f"{peer!r} was lost: {reason}"))
+        for callback in list(self._lost_callbacks):
+            callback(peer, reason)
+
+    # -- life
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a task that belongs to this node: cancelled when it closes, its unexpected errors logged."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, P2PError):
+            log.error("a task of %r failed", self.peer_id, exc_info=error)
+
+    async def close(self) -> None:
+        """Cancel what is under way, end all connections, stop listening. Calling it again does nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.transport.close()
+
+
+class Failure(msgspec.Struct, array_like=True, frozen=True):
+    """Why a message was refused."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+
+
+_failures = msgspec.msgpack.Decoder(Failure)

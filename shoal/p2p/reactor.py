@@ -1,0 +1,71 @@
+"""The one background thread of a process: it runs the asyncio loop on which everything that talks lives."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Reactor:
+    """A daemon thread with an asyncio loop. Work crosses over as coroutines in and futures out.
+
+    Use `Reactor.acquire()` and `release()`: all users in a process share one reactor, which ends with its last user.
+    """
+
+    _lock = threading.Lock()
+    _shared: Reactor | None = None
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._users = 0
+        self._thread = threading.Thread(target=self._run, name="shoal-reactor", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def acquire(cls) -> Reactor:
+        """The process's reactor, started if nobody uses it yet. Each caller must `release()` it once."""
+        with cls._lock:
+            if cls._shared is None or not cls._shared._thread.is_alive():
+                cls._shared = cls()
+            cls._shared._users += 1
+            return cls._shared
+
+    def release(self) -> None:
+        """Say that this user is done; the last one stops the loop and joins the thread."""
+        with Reactor._lock:
+            self._users -= 1
+            if self._users:
+                return
+            if Reactor._shared is self:
+                Reactor._shared = None
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run `coroutine` on the loop; its result or error is in the future. Cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run `coroutine` on the loop and wait for its result. Raises RuntimeError on the reactor's own thread."""
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("a call that waits for the reactor was made on the reactor's thread: it would never end")
+        return self.submit(coroutine).result()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            leftovers = asyncio.all_tasks(self.loop)
+            for task in leftovers:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*leftovers, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()

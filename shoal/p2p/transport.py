@@ -1,0 +1,80 @@
+"""The interface of everything that carries messages between peers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from shoal.p2p.errors import MessageTooLarge
+from shoal.p2p.identity import PeerID
+from shoal.p2p.multiaddr import Multiaddr
+
+Buffer = bytes | bytearray | memoryview
+
+MAX_HEADER_BYTES = 1 << 20
+MAX_BUFFER_BYTES = 4 << 20
+MAX_BUFFERS = 4
+
+MessageHandler = Callable[[PeerID, memoryview, Sequence[memoryview]], None]
+LostHandler = Callable[[PeerID, str], None]
+
+
+class Transport(ABC):
+    """Carries messages between this peer and others. One message is a header and up to MAX_BUFFERS buffers.
+
+    All methods are called on the loop's thread, and both handlers are called there. What a caller may rely on:
+
+    - messages of one peer arrive whole, in the order sent, or not at all and then the peer is reported lost;
+    - `on_message` names the authenticated sender; the views that it is given stay valid as long as they are referenced;
+    - `on_lost(peer, reason)` is called once when the last connection to a peer ends, whoever dialled, after the last
+      message that had arrived from it; a peer to which this side disconnected is not reported.
+    """
+
+    peer_id: PeerID
+
+    def start(self, on_message: MessageHandler, on_lost: LostHandler) -> None:
+        """Name the handlers; called once, before anything else."""
+        self._on_message = on_message
+        self._on_lost = on_lost
+
+    @abstractmethod
+    async def listen(self, address: Multiaddr) -> Multiaddr:
+        """Accept connections there; returns the address with the port in use and this peer's id. OSError if taken."""
+
+    @abstractmethod
+    async def dial(self, address: Multiaddr) -> None:
+        """Connect to the peer that `address` names, or return at once if connected to it already.
+
+        Raises PeerUnreachable if nobody answers, HandshakeFailed if somebody else does. The caller sets the deadline.
+        """
+
+    @abstractmethod
+    def is_connected(self, peer: PeerID) -> bool:
+        """Whether messages can be sent to that peer now."""
+
+    @abstractmethod
+    def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = ()) -> None:
+        """Queue one message to each of `peers`, copying it once; never waits.
+
+        A peer that is not connected, or whose queue is full (which ends its connection), gets nothing: `on_lost` tells.
+        Raises MessageTooLarge before anything is queued.
+        """
+
+    @abstractmethod
+    def disconnect(self, peer: PeerID) -> None:
+        """End all connections to that peer; what is queued to it is dropped."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop listening and end all connections, after a short time for what is queued to leave."""
+
+
+def check_size(header: Buffer, buffers: Sequence[Buffer]) -> None:
+    """Raise MessageTooLarge if a message exceeds the bounds that every transport enforces on receipt as well."""
+    if len(header) > MAX_HEADER_BYTES:
+        raise MessageTooLarge(f"a header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
+    if len(buffers) > MAX_BUFFERS:
+        raise MessageTooLarge(f"{len(buffers)} buffers in one message exceed {MAX_BUFFERS}")
+    for buffer in buffers:
+        if memoryview(buffer).nbytes > MAX_BUFFER_BYTES:
+            raise MessageTooLarge(f"a buffer of {memoryview(buffer).nbytes} bytes exceeds {MAX_BUFFER_BYTES}")
