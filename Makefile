@@ -1,0 +1,78 @@
+# Every target makes the environment that it needs by itself; when that is done it costs nothing.
+#   make demo ARGS="--peers 3 --no-kill"      make test PYTEST_ARGS="tests/flat -x"      make PYTHON=/path/to/python3.12
+
+VENV := .venv
+BENCH_VENV := .venv-hivemind
+ARGS ?=
+PYTEST_ARGS ?= -q
+
+# The first of these that is Python 3.11 or newer; asked for only when an environment is made.
+PYTHON ?= $(shell for python in python3.11 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
+
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+# "torch==X", exactly as the constraints say. It is installed on its own and first: a looser requirement, such as that
+# of a package that depends on it, may fetch gigabytes of another build.
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+# What mypy checks, as far as it exists.
+TYPED := shoal tests $(wildcard examples benchmarks)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    train a small GPT with several peers on this machine; kills one, takes in another (ARGS=...)"
+	@echo "make test    run the tests (PYTEST_ARGS=...)"
+	@echo "make lint    style, types and the arrows between rooms"
+	@echo "make bench   time averaging against hivemind, which gets an environment of its own (ARGS=...)"
+	@echo "make clean   remove the environments, caches and output"
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/shoal demo $(ARGS)
+
+# One test at a time, so that those with several processes and a deadline have the machine for themselves.
+test: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy $(TYPED)
+	$(VENV)/bin/lint-imports
+
+bench: $(VENV)/.installed $(BENCH_VENV)/.installed
+	$(VENV)/bin/python benchmarks/averaging.py --hivemind-python $(BENCH_VENV)/bin/python $(ARGS)
+
+clean:
+	rm -rf $(VENV) $(BENCH_VENV) runs build dist
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Environments. A stamp is written last, so what was interrupted is taken up again.
+
+$(VENV)/.created $(BENCH_VENV)/.created:
+	@test -n "$(PYTHON)" || { echo "Shoal needs Python 3.11 or newer, and there is no such python3.11 or python3 on" \
+		"the PATH. Install one, or say where it is: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "PYTHON=$(PYTHON) does not run, or is" \
+		"older than the Python 3.11 that Shoal needs." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments: it has" \
+		"no venv or no ensurepip. On Debian and Ubuntu install the package python3.11-venv (or python3-venv) and run" \
+		"make again, or name another Python: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(@D)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt $(TORCH)
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[demo]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(BENCH_VENV)/.installed: $(BENCH_VENV)/.created
+	$(BENCH_VENV)/bin/python $(PIP_INSTALL) $(TORCH)
+	$(BENCH_VENV)/bin/python $(PIP_INSTALL) $(TORCH) hivemind==1.1.12 'numpy<2.4' bitsandbytes==0.45.5
+	@touch $@
