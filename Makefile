@@ -10,7 +10,8 @@ PYTEST_ARGS ?= -q
 PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+# Twice quiet: no advice about indexes, errors only.
+PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
 # "torch==X", exactly as the constraints say. It is installed on its own and first: a looser requirement, such as that
 # of a package that depends on it, may fetch gigabytes of another build.
 TORCH := $(shell grep '^torch==' constraints.txt)
