@@ -40,21 +40,21 @@ def test_forgets_a_port():
 """
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["serial", "xdist"])
 @pytest.mark.parametrize(
-    ("source", "complaint"),
+    ("source", "complaint", "workers"),
     [
-        pytest.param(CLEAN, None, id="clean"),
-        pytest.param(CHILD, "left processes running", id="child"),
-        pytest.param(ORPHAN, "left processes running", id="orphan"),
-        pytest.param(FORKED, "left processes running", id="forked"),
-        pytest.param(PORT, "left ports open", id="port"),
+        pytest.param(CLEAN, None, [], id="clean"),
+        pytest.param(CHILD, "left processes running", [], id="child"),
+        pytest.param(ORPHAN, "left processes running", [], id="orphan"),
+        pytest.param(FORKED, "left processes running", [], id="forked"),
+        pytest.param(PORT, "left ports open", [], id="port"),
+        pytest.param(ORPHAN, "left processes running", ["-n", "1"], id="xdist"),
     ],
 )
 def test_run_fails_when_something_is_left(
     tmp_path: Path, source: str, complaint: str | None, workers: list[str]
 ) -> None:
-    conftest = CONFTEST.read_text().replace("GRACE = 5.0", "GRACE = 1.0")
+    conftest = CONFTEST.read_text().replace("GRACE = 5.0", "GRACE = 0.5")
     (tmp_path / "conftest.py").write_text(conftest)
     (tmp_path / "test_it.py").write_text(source)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
