@@ -1,0 +1,77 @@
+"""What a codec is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+class Codec(ABC):
+    """How a chunk becomes bytes and back.
+
+    A codec is a value: subclasses are frozen dataclasses whose fields are their options, so they compare, hash and
+    print by them. Encoding and decoding may run in any thread. A subclass implements `encoded_nbytes`, `_encode` and
+    `_decode`; this class checks what goes in.
+    """
+
+    __slots__ = ()
+
+    name: ClassVar[str]
+    """What the codec is called on the wire and in :func:`codec_by_name`. Never changes once released."""
+
+    lossy: ClassVar[bool]
+    """Whether decoding may give other values than were encoded."""
+
+    @property
+    def spec(self) -> str:
+        """The codec with its options, as peers compare it when they join: the name, for a codec without options."""
+        return self.name
+
+    @abstractmethod
+    def encoded_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """The exact size in bytes of the payload of a chunk of ``numel`` elements of ``dtype``."""
+
+    def encode(self, chunk: Tensor) -> memoryview:
+        """The chunk's payload, ``encoded_nbytes(chunk.numel(), chunk.dtype)`` bytes of format ``"B"``.
+
+        The payload keeps its memory alive. That memory may be the chunk's own (see the codec): then the chunk must not
+        be written before the last user of the payload, such as a transport, is done with it. Nobody writes to the
+        payload.
+
+        Raises:
+            ValueError: if the chunk is not a 1-D contiguous CPU tensor.
+        """
+        if chunk.dim() != 1 or chunk.device.type != "cpu" or not chunk.is_contiguous():
+            raise ValueError(
+                f"a chunk is a 1-D contiguous CPU tensor, got shape {tuple(chunk.shape)}, stride {chunk.stride()} "
+                f"on {chunk.device}"
+            )
+        return self._encode(chunk.detach())
+
+    def decode(self, payload: memoryview, dtype: torch.dtype, numel: int) -> Tensor:
+        """The ``numel`` elements of a chunk of ``dtype``, as a 1-D CPU tensor, from bytes that anyone may have sent.
+
+        The tensor is meant to be read once, in ``sum.add_(decoded, alpha=weight)`` or ``out.copy_(decoded)``, and has
+        the dtype in which these are fastest: not always ``dtype``. It may share memory with ``payload``, and keeps it
+        alive: write to neither. The values are not judged: they can be NaN or infinite.
+
+        Raises:
+            ValueError: if the payload is not of exactly ``encoded_nbytes(numel, dtype)`` bytes.
+        """
+        expected = self.encoded_nbytes(numel, dtype)
+        if payload.nbytes != expected:
+            raise ValueError(
+                f"a {self.name} payload of {numel} {dtype} elements has {expected} bytes, got {payload.nbytes}"
+            )
+        return self._decode(payload, dtype)
+
+    @abstractmethod
+    def _encode(self, chunk: Tensor) -> memoryview:
+        """`encode` for a chunk that is checked and detached."""
+
+    @abstractmethod
+    def _decode(self, payload: memoryview, dtype: torch.dtype) -> Tensor:
+        """`decode` for a payload whose size is checked."""

@@ -1,0 +1,34 @@
+"""The codec that changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shoal.compression.codec import Codec
+from shoal.compression.memory import elements_of, payload_of
+
+
+@dataclass(frozen=True, slots=True)
+class NoCompression(Codec):
+    """Sends elements of any dtype as they are in memory (little-endian, as on every platform that torch runs on).
+
+    Encoding copies nothing: the payload is the chunk's own memory. Decoding gives a view of the payload; it copies only
+    a payload that is read-only or not aligned to the element's size, and booleans.
+    """
+
+    name: ClassVar[str] = "none"
+    lossy: ClassVar[bool] = False
+
+    def encoded_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """``numel`` times the size of an element."""
+        return numel * dtype.itemsize
+
+    def _encode(self, chunk: Tensor) -> memoryview:
+        return payload_of(chunk)
+
+    def _decode(self, payload: memoryview, dtype: torch.dtype) -> Tensor:
+        return elements_of(payload, dtype)

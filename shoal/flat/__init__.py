@@ -1,0 +1,20 @@
+"""Contiguous memory: where every tensor sits in flat buffers, and the buffers themselves.
+
+What this room promises, to every room above it:
+
+* a :class:`Layout` is a pure function of the tensors' dtypes, shapes, devices and order, so two peers that hold the
+  same tensors agree on every span and on the ``schema_hash``, over processes, machines and versions of torch;
+* a :class:`FlatBuffer` owns its memory, never moves it, and keeps the padding between tensors at zero as long as its
+  users write through the views or write whole spans that they got from an equal layout: digests are deterministic;
+* bytes of CPU buffers are reached as memoryviews of the same memory, without a copy and without numpy;
+* importing it is cheap, and it keeps no global state. It imports torch and nothing else of Shoal.
+"""
+
+from __future__ import annotations
+
+from shoal.flat.buffer import FlatBuffer
+from shoal.flat.layout import BufferSpec, Layout, TensorEntry
+from shoal.flat.memory import bytes_of, tensor_from
+from shoal.flat.span import Span
+
+__all__ = ["BufferSpec", "FlatBuffer", "Layout", "Span", "TensorEntry", "bytes_of", "tensor_from"]

@@ -1,0 +1,115 @@
+"""The memory of one layout: a flat tensor per buffer, and the views and bytes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.flat.layout import Layout
+from shoal.flat.memory import bytes_of
+from shoal.flat.span import Span
+
+
+class FlatBuffer:
+    """Owns the memory of a layout. All of it starts as zeros, and the padding stays so: nothing here writes to it.
+
+    Args:
+        layout: what to allocate. Buffers on the meta device get no memory, as everywhere in torch.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._flat = tuple(torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device) for spec in layout.buffers)
+        # Made once: a slice of a memoryview costs 0.1 µs, a new one 0.6 to 14 µs.
+        self._bytes = tuple(bytes_of(flat) if flat.device.type == "cpu" else None for flat in self._flat)
+
+    @classmethod
+    def adopt(cls, tensors: Iterable[Tensor]) -> FlatBuffer:
+        """Moves these tensors into new flat memory: copies their values there and points ``tensor.data`` at the views.
+
+        The tensor objects stay the same, with their ``grad``, ``requires_grad`` and hooks; their strides become
+        contiguous. Views of them that were taken before keep the old memory.
+
+        Raises:
+            ValueError: if two of the tensors are the same object or share memory, because tied tensors would be torn
+                apart (give each once; ``module.parameters()`` does), and as :meth:`Layout.of`. Nothing is changed then.
+        """
+        tensors = list(tensors)
+        _refuse_shared_memory(tensors)
+        buffer = cls(Layout.of(tensors))
+        buffer.copy_from(tensors)
+        for tensor, view in zip(tensors, buffer.views(), strict=True):
+            tensor.data = view
+        return buffer
+
+    @property
+    def layout(self) -> Layout:
+        """What is where."""
+        return self._layout
+
+    @property
+    def flat(self) -> list[Tensor]:
+        """The buffers themselves: 1-D tensors, one per ``layout.buffers``, padding included."""
+        return list(self._flat)
+
+    def views(self) -> list[Tensor]:
+        """The tensors of the layout, in its order and shapes, as new views of the flat memory."""
+        return [self._flat[entry.buffer][entry.span.slice].view(entry.shape) for entry in self._layout.entries]
+
+    def copy_from(self, tensors: Sequence[Tensor]) -> None:
+        """Copies the values of ``tensors`` in; one per entry, of its shape, of any dtype, device and strides.
+
+        Values are converted as by ``Tensor.copy_``. Autograd does not see the copy.
+
+        Raises:
+            ValueError: if the number of tensors or a shape differs from the layout. Nothing is copied then.
+        """
+        entries = self._layout.entries
+        if len(tensors) != len(entries):
+            raise ValueError(f"the layout has {len(entries)} tensors, got {len(tensors)}")
+        for index, (tensor, entry) in enumerate(zip(tensors, entries, strict=True)):
+            if tensor.shape != entry.shape:
+                raise ValueError(
+                    f"tensor {index} has shape {tuple(tensor.shape)}, but the layout has {entry.shape} there"
+                )
+        with torch.no_grad():
+            for view, tensor in zip(self.views(), tensors, strict=True):
+                view.copy_(tensor)
+
+    def bytes(self, buffer_index: int, span: Span) -> memoryview:
+        """The bytes of a span of a CPU buffer: a writable view of the same memory that keeps it alive.
+
+        Raises:
+            ValueError: if there is no such buffer, it is not on the CPU, or the span leaves it.
+        """
+        if not 0 <= buffer_index < len(self._flat):
+            raise ValueError(f"there are {len(self._flat)} buffers, got buffer_index={buffer_index}")
+        spec, data = self._layout.buffers[buffer_index], self._bytes[buffer_index]
+        if data is None:
+            raise ValueError(f"buffer {buffer_index} is on {spec.device}; only CPU memory has bytes")
+        if span.stop > spec.numel:
+            raise ValueError(f"{span} leaves buffer {buffer_index}, which has {spec.numel} elements")
+        itemsize = spec.dtype.itemsize
+        return data[span.start * itemsize : span.stop * itemsize]
+
+
+def _refuse_shared_memory(tensors: Sequence[Tensor]) -> None:
+    """Compares the memory between first and last element, so interleaved tensors count as sharing too."""
+    ranges = []
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() and tensor.layout is torch.strided and tensor.device.type != "meta":
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            ranges.append((str(tensor.device), start, start + (last + 1) * tensor.element_size(), index))
+    ranges.sort()
+    seen_device, seen_stop, seen_index = "", 0, -1
+    for device, start, stop, index in ranges:
+        if device == seen_device and start < seen_stop:
+            first, second = sorted((seen_index, index))
+            raise ValueError(
+                f"tensors {first} and {second} share memory: moving them would untie them, so give each only once"
+            )
+        if device != seen_device or stop > seen_stop:
+            seen_device, seen_stop, seen_index = device, stop, index

@@ -1,0 +1,54 @@
+"""The bridge between tensors and raw bytes: the same memory seen as a memoryview and as a tensor, never copied."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor of any dtype as a writable memoryview of bytes (format ``"B"``).
+
+    Nothing is copied: what is written to one is seen by the other. The memoryview and every slice of it keep the
+    tensor's memory alive.
+
+    Raises:
+        ValueError: if the tensor is not on the CPU or not contiguous.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"only contiguous CPU memory has bytes, got a tensor of shape {tuple(tensor.shape)}, "
+            f"stride {tensor.stride()} on {tensor.device}: copy it to the CPU first"
+        )
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:  # a memoryview of zero ctypes elements cannot be cast to bytes
+        return memoryview(bytearray())
+    array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    # A memoryview holds the object it was made of, and that object must hold the memory: the storage, not the tensor,
+    # which `tensor.data = other` can give other memory.
+    array.owner = tensor.untyped_storage()  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
+
+
+def tensor_from(data: memoryview, dtype: torch.dtype) -> Tensor:
+    """The bytes of ``data`` as a 1-D CPU tensor of ``dtype``: the inverse of :func:`bytes_of`.
+
+    Nothing is copied: what is written to one is seen by the other. The tensor keeps ``data`` alive.
+
+    Raises:
+        ValueError: if ``data`` is read-only, is not a whole number of elements, or starts at an address that is not
+            aligned for ``dtype`` (C++ code may assume that it is, whatever the processor allows).
+    """
+    itemsize = dtype.itemsize
+    if data.nbytes % itemsize:
+        raise ValueError(f"{data.nbytes} bytes are not a whole number of {dtype} elements of {itemsize} bytes")
+    if data.nbytes == 0:
+        return torch.empty(0, dtype=dtype)
+    if data.readonly:
+        raise ValueError("a tensor cannot share read-only memory: copy it into a bytearray first")
+    raw = torch.frombuffer(data, dtype=torch.uint8)
+    if raw.data_ptr() % itemsize:
+        raise ValueError(f"memory at {raw.data_ptr():#x} is not aligned for {dtype}, which needs {itemsize} bytes")
+    return raw.view(dtype)
