@@ -1,0 +1,46 @@
+"""The same memory as bytes and as a tensor."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from shoal.flat import bytes_of, tensor_from
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.int8, torch.bool])
+@pytest.mark.parametrize("numel", [0, 1, 5])
+def test_tensor_and_bytes_are_one_memory(dtype: torch.dtype, numel: int) -> None:
+    tensor = torch.arange(numel).to(dtype)
+    again = tensor_from(bytes_of(tensor), dtype)
+    assert torch.equal(again, tensor)
+    assert again.data_ptr() == tensor.data_ptr()
+    tensor.zero_()
+    assert not again.any()
+
+
+def test_bytes_outlive_the_tensor_and_its_new_data() -> None:
+    tensor = torch.full((1 << 16,), 3, dtype=torch.uint8)
+    data = bytes_of(tensor)
+    tensor.data = torch.zeros(1)
+    gc.collect()
+    others = [torch.zeros(1 << 16, dtype=torch.uint8) for _ in range(8)]  # would get the memory, were it free
+    assert data == b"\x03" * (1 << 16)
+    del others
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(4, 4).t()[1:], torch.zeros(2, device="meta")])
+def test_memory_without_bytes_is_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="contiguous CPU memory"):
+        bytes_of(tensor)
+
+
+def test_memory_that_no_tensor_can_share_is_refused() -> None:
+    with pytest.raises(ValueError, match="5 bytes are not a whole number"):
+        tensor_from(memoryview(bytearray(5)), torch.float32)
+    with pytest.raises(ValueError, match="read-only"):
+        tensor_from(memoryview(bytes(4)), torch.float32)
+    with pytest.raises(ValueError, match="not aligned"):
+        tensor_from(memoryview(bytearray(5))[1:], torch.float32)
