@@ -33,7 +33,7 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
 
     kind: Annotated[int, msgspec.Meta(ge=_NOTICE, le=_FAILURE)]
     service: Annotated[str, msgspec.Meta(max_length=MAX_SERVICE_NAME)]
-    call: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+    call: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
     timeout: Annotated[float, msgspec.Meta(ge=0, le=MAX_TIMEOUT)]
     body: msgspec.Raw
 

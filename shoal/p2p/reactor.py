@@ -68,4 +68,5 @@ class Reactor:
                 task.cancel()
             self.loop.run_until_complete(asyncio.gather(*leftovers, return_exceptions=True))
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
             self.loop.close()

@@ -1,0 +1,323 @@
+"""One ZeroMQ ROUTER on an asyncio loop: its connections, what arrives over them, and when each of them ends.
+
+How ZeroMQ is driven. A socket's descriptor becomes readable when something *changed*, and any call on the socket may
+consume that hint. So after each wake-up, and after each send, the socket is read until it has nothing more.
+
+How a connection is known. ZeroMQ names a message's connection by a routing id, the monitor's events by the file
+descriptor; `SRCFD` of a received frame joins the two. Descriptors are reused: the monitor is therefore read before a
+routing id is joined to a descriptor, and a connection that ended is forgotten only when all that it brought is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+
+import zmq
+
+from shoal.p2p.identity import Identity, PeerID
+from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_HEADER_BYTES
+
+log = logging.getLogger(__name__)
+
+SEND_QUEUE = 1024  # messages per connection
+RECEIVE_QUEUE = 128  # messages per connection; then TCP holds up the sender
+MAX_CONNECTIONS = 4096  # accepted ones
+HELLO_TIMEOUT = 10.0  # seconds from accepting a connection to its first message
+LINGER = 0.5  # seconds that what is queued has to leave when a socket is closed
+HEARTBEATS_MISSED = 3  # until a connection counts as lost
+_CURVE_OVERHEAD = 64  # bytes, at most, that encryption adds to a frame
+_NEVER = 10**9  # milliseconds until a reconnection, which is not wanted: by then the session is closed
+_BATCH = 64  # messages handled in one go, before the loop may do something else
+_EVENT = struct.Struct("=Hi")
+_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # plain integers: flags of an enum are slow
+_READABLE = int(zmq.POLLIN)
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+_monitors = count()
+
+Frames = Sequence[zmq.Frame]
+
+
+@dataclass(eq=False, slots=True)
+class Connection:
+    """One TCP connection of a router.
+
+    Attributes:
+        router: whose connection it is.
+        endpoint: where it was dialled, "tcp://address:port"; "" if it was accepted.
+        routing_id: by which the router knows it; b"" until the first message of an accepted connection.
+        fd: its descriptor, -1 while it isn't made.
+        peer: who is at the other end, None until that is proven and both sides have said hello.
+        instance: which start of that peer.
+        reason: why this side ended it, "" if it didn't.
+        muted: nothing that arrives over it is wanted any more.
+        failure: why its handshake failed.
+        greeted: of a dialled connection: done when the other side has said hello, or in error.
+        timer: ends an accepted connection that does not say hello.
+    """
+
+    router: Router
+    endpoint: str = ""
+    routing_id: bytes = b""
+    fd: int = -1
+    peer: PeerID | None = None
+    instance: bytes = b""
+    reason: str = ""
+    muted: bool = False
+    failure: str = ""
+    greeted: asyncio.Future[None] | None = None
+    timer: asyncio.TimerHandle | None = field(default=None, repr=False)
+
+
+class Router:
+    """A ROUTER socket with CURVE, either for accepting connections or for dialling, and its monitor.
+
+    Args:
+        context: of ZeroMQ.
+        identity: whose keys encrypt.
+        accepts: True to bind, False to dial.
+        heartbeat_seconds: between two heartbeats over an idle connection.
+        on_frames: called with each message, before which its connection is known.
+        on_ended: called with a connection and the reason when it has ended and all that it brought was handed over.
+        on_idle: called when everything that had arrived was handed over.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        identity: Identity,
+        *,
+        accepts: bool,
+        heartbeat_seconds: float,
+        on_frames: Callable[[Connection, Frames], None],
+        on_ended: Callable[[Connection, str], None],
+        on_idle: Callable[[], None],
+    ) -> None:
+        self.accepts = accepts
+        self._loop = asyncio.get_running_loop()
+        self._on_frames, self._on_ended, self._on_idle = on_frames, on_ended, on_idle
+        self._by_routing_id: dict[bytes, Connection] = {}
+        self._by_fd: dict[int, Connection] = {}
+        self.dialled: dict[str, Connection] = {}
+        self._ending: list[tuple[Connection, str]] = []
+        self._scheduled = False
+        self._next_routing_id = count(1)
+
+        self.socket = context.socket(zmq.ROUTER)
+        heartbeat = round(heartbeat_seconds * 1000)
+        options = {
+            zmq.ROUTER_MANDATORY: 1,
+            zmq.SNDHWM: SEND_QUEUE,
+            zmq.RCVHWM: RECEIVE_QUEUE,
+            zmq.MAXMSGSIZE: max(MAX_BUFFER_BYTES, MAX_HEADER_BYTES) + _CURVE_OVERHEAD,
+            zmq.HEARTBEAT_IVL: heartbeat,
+            zmq.HEARTBEAT_TIMEOUT: HEARTBEATS_MISSED * heartbeat,
+            zmq.HEARTBEAT_TTL: HEARTBEATS_MISSED * heartbeat,
+            zmq.HANDSHAKE_IVL: round(HELLO_TIMEOUT * 1000),
+            # Not -1: then a lost connection takes along what it brought and nobody has read.
+            zmq.RECONNECT_IVL: _NEVER,
+            zmq.LINGER: round(LINGER * 1000),
+        }
+        for option, value in options.items():
+            self.socket.set(option, value)
+        public, secret = identity.curve_keys()
+        self.socket.set(zmq.CURVE_SECRETKEY, secret)
+        if accepts:
+            self.socket.set(zmq.CURVE_SERVER, 1)
+        else:
+            self.socket.set(zmq.CURVE_PUBLICKEY, public)
+
+        self._monitor_endpoint = f"inproc://shoal.monitor.{next(_monitors)}"
+        self.socket.monitor(self._monitor_endpoint, _EVENTS | _HANDSHAKE_FAILED)
+        self._monitor = context.socket(zmq.PAIR)
+        self._monitor.linger = 0
+        self._monitor.connect(self._monitor_endpoint)
+        self._loop.add_reader(self.socket.fileno(), self._drain)
+        self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
+
+    # -- making and ending connections
+
+    def connect(self, endpoint: str, server_key: bytes, *, ipv6: bool) -> Connection:
+        """Begin to dial; `on_ended` tells of a failure. Messages may be sent at once, they wait."""
+        connection = Connection(self, endpoint, next(self._next_routing_id).to_bytes(8, "big"))
+        # ZeroMQ takes each connection's settings from the socket at the time of connecting.
+        self.socket.set(zmq.IPV6, ipv6)
+        self.socket.set(zmq.CURVE_SERVERKEY, server_key)
+        self.socket.set(zmq.CONNECT_ROUTING_ID, connection.routing_id)
+        self.socket.connect(endpoint)
+        self._by_routing_id[connection.routing_id] = connection
+        self.dialled[endpoint] = connection
+        return connection
+
+    def cut(self, connection: Connection, reason: str) -> None:
+        """End a connection; what is queued to it is dropped. `on_ended` is called with `reason` when that is done."""
+        if not connection.reason:
+            connection.reason = reason
+            self._shut_down(connection)
+
+    def forget(self, connection: Connection) -> None:
+        """End a dialled connection, whatever its state, without a call of `on_ended`."""
+        self.cut(connection, "forgotten")
+        self._by_routing_id.pop(connection.routing_id, None)
+        if self._by_fd.get(connection.fd) is connection:
+            del self._by_fd[connection.fd]
+        if self.dialled.get(connection.endpoint) is connection:
+            del self.dialled[connection.endpoint]
+            self.socket.linger = 0
+            with suppress(zmq.ZMQError):  # ZeroMQ may have given it up already
+                self.socket.disconnect(connection.endpoint)
+            self.socket.linger = round(LINGER * 1000)
+        connection.muted = True
+        if connection.timer is not None:
+            connection.timer.cancel()
+
+    def _shut_down(self, connection: Connection) -> None:
+        """Shut down the TCP connection under ZeroMQ, which offers no way to end one that was accepted.
+
+        Its number may be another file's by now. But ZeroMQ tells of a connection's end before it frees the number, so
+        if nothing of an end has been told after we took a duplicate, the duplicate is of the right one.
+        """
+        try:
+            duplicate = socket.socket(fileno=os.dup(connection.fd))
+        except OSError:
+            return  # not made yet, or closed
+        with duplicate:
+            self._read_monitor()
+            if self._by_fd.get(connection.fd) is connection:
+                with suppress(OSError):
+                    duplicate.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Stop listening and end all connections after at most LINGER seconds, without a call of `on_ended`."""
+        for connection in self._by_fd.values():
+            if connection.timer is not None:
+                connection.timer.cancel()
+        self._loop.remove_reader(self.socket.fileno())
+        self._loop.remove_reader(self._monitor.fileno())
+        self.socket.disable_monitor()
+        self._monitor.close()
+        self.socket.close()
+
+    # -- messages
+
+    def send(self, connection: Connection, frames: Frames) -> bool:
+        """Queue a message; False if the queue is full. One to a connection that ended is dropped."""
+        if connection.reason:
+            return True
+        try:
+            self.socket.send(connection.routing_id, _MORE)
+            for frame in frames[:-1]:
+                self.socket.send(frame, _MORE, copy=False)
+            self.socket.send(frames[-1], _LAST, copy=False)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # which means that it ended: the monitor tells
+                raise
+        if int(self.socket.get(zmq.EVENTS)) & _READABLE:
+            self._schedule()
+        return True
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._scheduled = False
+        for _ in range(_BATCH):
+            if self.socket.closed:
+                return
+            try:
+                frames = self.socket.recv_multipart(_LAST, copy=False)
+            except zmq.Again:
+                break
+            try:
+                self._received(frames)
+            except Exception:  # a defect of ours: it must not stop the others' messages
+                log.exception("handling a message failed")
+        else:
+            self._schedule()
+            return
+        ended, self._ending = self._ending, []
+        for connection, reason in ended:
+            self._by_routing_id.pop(connection.routing_id, None)
+            self._on_ended(connection, connection.reason or reason)
+        self._read_monitor()
+        # What ended after the socket was found empty may have left something in it.
+        if not self._ending:
+            self._on_idle()
+
+    def _received(self, frames: list[zmq.Frame]) -> None:
+        routing_id = frames[0].bytes
+        connection = self._by_routing_id.get(routing_id)
+        if connection is None and self.accepts:
+            connection = self._first_of(routing_id, frames[1])
+        if connection is not None and not connection.muted:
+            self._on_frames(connection, frames[1:])
+
+    def _first_of(self, routing_id: bytes, frame: zmq.Frame) -> Connection | None:
+        """The connection, until now known by its descriptor only, that brought its first message."""
+        self._read_monitor()
+        connection = self._by_fd.get(int(frame.get(zmq.SRCFD)))
+        if connection is None:
+            return None  # it ended before anybody looked
+        if connection.routing_id:
+            # The first one ended unnoticed and its number was reused. Nobody can say which of the two is alive.
+            connection.muted = True
+            self.cut(connection, "its connection was lost")
+            return None
+        connection.routing_id = routing_id
+        self._by_routing_id[routing_id] = connection
+        return connection
+
+    # -- events
+
+    def _read_monitor(self) -> None:
+        while not self._monitor.closed:
+            try:
+                event, endpoint = self._monitor.recv_multipart(_LAST)
+            except zmq.Again:
+                return
+            number, value = _EVENT.unpack(event)
+            if number == zmq.EVENT_ACCEPTED:
+                self._accepted(value)
+            elif number == zmq.EVENT_DISCONNECTED:
+                self._disconnected(value)
+            elif not self.accepts and (connection := self.dialled.get(endpoint.decode())) is not None:
+                if number == zmq.EVENT_CONNECTED:
+                    connection.fd = value
+                    self._by_fd[value] = connection
+                elif number & _HANDSHAKE_FAILED:
+                    connection.failure = "somebody answers there who cannot prove to be that peer"
+                elif number == zmq.EVENT_CONNECT_RETRIED and connection.fd < 0:
+                    self._end(connection, "nobody listens there")
+
+    def _accepted(self, fd: int) -> None:
+        connection = self._by_fd[fd] = Connection(self, fd=fd)
+        if len(self._by_fd) > MAX_CONNECTIONS:
+            log.warning("refused a connection: there are %d already", MAX_CONNECTIONS)
+            self._loop.call_soon(self.cut, connection, "too many connections")
+        else:
+            connection.timer = self._loop.call_later(HELLO_TIMEOUT, self.cut, connection, "it did not say hello")
+
+    def _disconnected(self, fd: int) -> None:
+        connection = self._by_fd.pop(fd, None)
+        if connection is not None:
+            self._end(connection, "its connection was lost")
+
+    def _end(self, connection: Connection, reason: str) -> None:
+        if connection.timer is not None:
+            connection.timer.cancel()
+        self._ending.append((connection, reason))
+        self._schedule()

@@ -1,0 +1,337 @@
+"""The transport over TCP: ZeroMQ with CURVE encryption, both sides authenticated."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import zmq
+
+from shoal.p2p.context import ZAP_DOMAIN, SharedContext
+from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
+from shoal.p2p.identity import KEY_BYTES, Identity, PeerID
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.router import Connection, Frames, Router
+from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_HEADER_BYTES, Buffer, Transport, check_size
+
+log = logging.getLogger(__name__)
+
+MAGIC = "shoal"
+VERSION = 1
+REFUSAL_TIME = 1.0  # seconds that a refused peer has to read why
+_MAX_REASON = 1024
+_FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
+
+
+class Hello(msgspec.Struct, tag=0, array_like=True, frozen=True):
+    """The first message in each direction: which protocol, which peer, and which start of it (8 random bytes)."""
+
+    magic: Annotated[str, msgspec.Meta(max_length=16)]
+    version: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    peer: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    instance: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+
+
+class Refusal(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    """The answer to a hello that is not accepted; the connection ends."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=_MAX_REASON)]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Hello | Refusal)
+
+
+class ZeroMQTransport(Transport):
+    """Connections over TCP. One ROUTER socket accepts connections, another one dials; both are driven by the loop.
+
+    The dialled peer is proven by CURVE (its key is derived from the peer id that is dialled), the dialling one by ZAP
+    (`SharedContext`): the peer id that it claims in its hello must have the key that it proved to own. Two peers that
+    dial each other at once have two connections; when either is lost, both are ended and the peer is reported lost,
+    because messages may have been lost with it.
+
+    Heartbeats are answered by ZeroMQ's own threads: they tell of a machine or a network that is gone, not of a process
+    whose Python hangs.
+
+    Args:
+        identity: who this peer is.
+        heartbeat_seconds: between heartbeats over an idle connection; it counts as lost when three were missed.
+    """
+
+    def __init__(self, identity: Identity, heartbeat_seconds: float = 2.0) -> None:
+        if not 0.01 <= heartbeat_seconds <= 600:
+            raise ValueError(f"heartbeat_seconds is {heartbeat_seconds}, not within 0.01 and 600")
+        self.identity = identity
+        self.peer_id = identity.peer_id
+        self.heartbeat_seconds = heartbeat_seconds
+        self._instance = os.urandom(8)
+        self._peers: dict[PeerID, list[Connection]] = {}
+        self._hellos: dict[Connection, Frames] = {}  # of accepted connections, not looked at yet
+        self._shared: SharedContext | None = None
+        self._listener: Router | None = None
+        self._dialler: Router | None = None
+        self._closed = False
+
+    # -- connections
+
+    async def listen(self, address: Multiaddr) -> Multiaddr:
+        ip = (await self._resolve(address))[0]
+        if self._listener is None:
+            self._listener = self._router(accepts=True)
+            self._listener.socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+            self._listener.socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        self._listener.socket.set(zmq.IPV6, ip.version == 6)
+        try:
+            self._listener.socket.bind(_endpoint(ip, address.port))
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, f"can't listen at {address}: {error.strerror}") from error
+        bound = self._listener.socket.get_string(zmq.LAST_ENDPOINT)
+        return address.with_port(int(bound.rpartition(":")[2])).with_peer(self.peer_id)
+
+    async def dial(self, address: Multiaddr) -> None:
+        peer = address.peer_id
+        if peer is None:
+            raise ValueError(f"{address} does not say whom to expect: it must end in /p2p/<peer id>")
+        if peer == self.peer_id:
+            raise PeerUnreachable(f"{address} is this peer itself")
+        try:
+            server_key = peer.curve_key()
+        except ValueError as error:
+            raise HandshakeFailed(f"nobody can be {peer}: {error}") from error
+        try:
+            found = await self._resolve(address)
+        except OSError as error:
+            raise PeerUnreachable(f"{address}: {error}") from error
+        failure = PeerUnreachable(f"{address} has no address")
+        for ip in found:
+            if self.is_connected(peer):
+                return
+            try:
+                return await self._dial(peer, server_key, _endpoint(ip, address.port), ip.version == 6)
+            except PeerUnreachable as error:
+                failure = error
+        raise failure
+
+    async def _dial(self, peer: PeerID, server_key: bytes, endpoint: str, ipv6: bool) -> None:
+        if self._closed:
+            raise PeerUnreachable("this transport is closed")
+        if self._dialler is None:
+            self._dialler = self._router(accepts=False)
+        while (other := self._dialler.dialled.get(endpoint)) is not None:
+            # ZeroMQ knows a dialled connection by its endpoint, so there is one at a time.
+            if other.greeted is None or other.greeted.done():
+                raise HandshakeFailed(f"{endpoint} is the address of {other.peer!r}, which is connected")
+            await asyncio.wait([other.greeted])
+            await asyncio.sleep(0)  # whoever dialled first cleans up first
+            if self.is_connected(peer):
+                return
+        connection = self._dialler.connect(endpoint, server_key, ipv6=ipv6)
+        connection.greeted = asyncio.get_running_loop().create_future()
+        connection.peer = peer
+        try:
+            self._dialler.send(connection, [self._hello()])
+            await connection.greeted
+        except BaseException:
+            self._dialler.forget(connection)
+            raise
+
+    def is_connected(self, peer: PeerID) -> bool:
+        return peer in self._peers
+
+    def disconnect(self, peer: PeerID) -> None:
+        for connection in self._peers.pop(peer, ()):
+            self._drop(connection, "this side disconnected")
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for router in (self._dialler, self._listener):
+            if router is not None:
+                for connection in list(router.dialled.values()):
+                    self._fail(connection, PeerUnreachable("this transport was closed"))
+                router.close()
+        self._peers.clear()
+        self._hellos.clear()
+        if self._shared is not None:
+            await self._shared.release()
+
+    # -- messages
+
+    def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = ()) -> None:
+        check_size(header, buffers)
+        # The one copy. The frames are then shared by all recipients, and freed by ZeroMQ after the last of them.
+        frames = [zmq.Frame(part, copy=True) for part in (header, *buffers)]
+        for peer in peers:
+            connections = self._peers.get(peer)
+            if connections and not connections[0].router.send(connections[0], frames):
+                for connection in connections:
+                    connection.router.cut(connection, "its queue is full")
+
+    def _on_frames(self, connection: Connection, frames: Frames) -> None:
+        connections = self._peers.get(connection.peer) if connection.peer is not None else None
+        if connections is not None and connection in connections:
+            header, *buffers = (frame.buffer for frame in frames)
+            if (
+                len(buffers) > MAX_BUFFERS
+                or len(header) > MAX_HEADER_BYTES
+                or max(map(len, buffers), default=0) > MAX_BUFFER_BYTES
+            ):
+                connection.muted = True
+                connection.router.cut(connection, "it sent a message over its bound")
+                return
+            assert connection.peer is not None
+            self._on_message(connection.peer, header, buffers)
+        elif connection.greeted is not None:
+            self._on_welcome(connection, frames)
+        elif connection not in self._hellos:
+            # Looked at when idle: then all that came from an earlier connection of the same peer has been handled.
+            self._hellos[connection] = frames
+        else:
+            del self._hellos[connection]
+            self._refuse(connection, "a message came before the hello was answered")
+
+    def _on_ended(self, connection: Connection, reason: str) -> None:
+        self._hellos.pop(connection, None)
+        if connection.greeted is not None and not connection.greeted.done():
+            self._fail(
+                connection,
+                HandshakeFailed(f"{connection.endpoint}: {connection.failure}")
+                if connection.failure
+                else PeerUnreachable(f"{connection.endpoint}: {reason}"),
+            )
+        elif connection.peer is not None and connection in self._peers.get(connection.peer, ()):
+            self._lose(connection.peer, reason)
+
+    def _on_idle(self) -> None:
+        hellos, self._hellos = self._hellos, {}
+        for connection, frames in hellos.items():
+            self._on_hello(connection, frames)
+
+    # -- greetings
+
+    def _hello(self) -> zmq.Frame:
+        return zmq.Frame(_encoder.encode(Hello(MAGIC, VERSION, self.peer_id.key, self._instance)), copy=True)
+
+    def _on_hello(self, connection: Connection, frames: Frames) -> None:
+        """The first message of an accepted connection."""
+        hello = _parse(frames)
+        if isinstance(hello, str):
+            return self._refuse(connection, hello)
+        peer = PeerID(hello.peer)
+        try:
+            proven = peer.curve_key().hex() == frames[0].get("User-Id")
+        except ValueError:
+            proven = False
+        if not proven:
+            return self._refuse(connection, f"the key of this connection is not that of {peer}")
+        if peer == self.peer_id:
+            return self._refuse(connection, f"{peer} is this peer itself: do two processes use one identity?")
+        earlier = self._peers.get(peer, [])
+        if any(other.router.accepts or other.instance != hello.instance for other in earlier):
+            self._lose(peer, "it connected anew")
+        if not connection.router.send(connection, [self._hello()]):
+            return
+        connection.instance = hello.instance
+        self._establish(connection, peer)
+
+    def _on_welcome(self, connection: Connection, frames: Frames) -> None:
+        """The first message of a dialled connection."""
+        assert connection.peer is not None
+        if connection.greeted is None or connection.greeted.done():
+            return
+        hello = _parse(frames)
+        if isinstance(hello, str):
+            self._fail(connection, HandshakeFailed(f"{connection.endpoint}: {hello}"))
+        elif hello.peer != connection.peer.key:
+            self._fail(connection, HandshakeFailed(f"{connection.endpoint}: its hello names another peer"))
+        else:
+            earlier = self._peers.get(connection.peer, [])
+            if any(other.instance != hello.instance for other in earlier):
+                self._lose(connection.peer, "it was started anew")
+            connection.instance = hello.instance
+            connection.greeted.set_result(None)
+            self._establish(connection, connection.peer)
+
+    def _establish(self, connection: Connection, peer: PeerID) -> None:
+        connection.peer = peer
+        if connection.timer is not None:
+            connection.timer.cancel()
+        self._peers.setdefault(peer, []).append(connection)
+
+    def _refuse(self, connection: Connection, reason: str) -> None:
+        log.info("refused a connection: %s", reason)
+        connection.muted = True
+        connection.router.send(connection, [zmq.Frame(_encoder.encode(Refusal(reason[:_MAX_REASON])), copy=True)])
+        if connection.timer is not None:
+            connection.timer.cancel()
+        loop = asyncio.get_running_loop()
+        connection.timer = loop.call_later(REFUSAL_TIME, connection.router.cut, connection, reason)
+
+    # -- ends
+
+    def _fail(self, connection: Connection, error: PeerUnreachable) -> None:
+        if connection.greeted is not None and not connection.greeted.done():
+            connection.greeted.set_exception(error)
+
+    def _drop(self, connection: Connection, reason: str) -> None:
+        """End a connection of which nothing more is to be heard."""
+        connection.muted = True
+        if connection.router.accepts:
+            connection.router.cut(connection, reason)
+        else:
+            connection.router.forget(connection)
+
+    def _lose(self, peer: PeerID, reason: str) -> None:
+        for connection in self._peers.pop(peer):
+            self._drop(connection, reason)
+        self._on_lost(peer, reason)
+
+    # -- sockets
+
+    def _router(self, *, accepts: bool) -> Router:
+        if self._shared is None:
+            self._shared = SharedContext.acquire()
+        return Router(
+            self._shared.context,
+            self.identity,
+            accepts=accepts,
+            heartbeat_seconds=self.heartbeat_seconds,
+            on_frames=self._on_frames,
+            on_ended=self._on_ended,
+            on_idle=self._on_idle,
+        )
+
+    async def _resolve(self, address: Multiaddr) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+        """The numeric addresses of a host; OSError if it has none. Asked here: ZeroMQ would block a thread on it."""
+        if address.protocol in ("ip4", "ip6"):
+            return [ipaddress.ip_address(address.host)]
+        found = await asyncio.get_running_loop().getaddrinfo(
+            address.host, address.port, family=_FAMILIES[address.protocol], type=socket.SOCK_STREAM
+        )
+        return list(dict.fromkeys(ipaddress.ip_address(where[0]) for *_, where in found))
+
+
+def _endpoint(ip: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> str:
+    return f"tcp://[{ip.compressed}]:{port}" if ip.version == 6 else f"tcp://{ip.compressed}:{port}"
+
+
+def _parse(frames: Frames) -> Hello | str:
+    """The hello in a first message, or what is wrong with it."""
+    try:
+        if len(frames) != 1:
+            return f"a hello is one frame, not {len(frames)}"
+        hello: Hello | Refusal = _decoder.decode(frames[0].buffer)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return f"not a hello: {error}"
+    if isinstance(hello, Refusal):
+        return f"it refused: {hello.reason}"
+    if (hello.magic, hello.version) != (MAGIC, VERSION):
+        return f"it speaks {hello.magic!r} version {hello.version}, this peer {MAGIC!r} version {VERSION}"
+    return hello
