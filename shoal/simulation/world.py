@@ -1,0 +1,201 @@
+"""A network of peers that live in one process, with everything that chance decides drawn from one seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import combinations, product
+from typing import Any
+
+from blake3 import blake3
+
+from shoal.p2p.identity import Identity, PeerID
+from shoal.p2p.memory import MemoryNetwork, MemoryTransport
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.node import Node
+from shoal.simulation.clock import Task, VirtualLoop, owner
+
+EPOCH = 1_700_000_000.0  # what the wall clock says at virtual time 0, in seconds since 1970
+# Between arrivals over one link: far more than a float's rounding, so that timers never tie, far less than a latency.
+GAP = 1e-9
+
+
+class World:
+    """A network and its peers; made within a running `VirtualLoop`, whose time is theirs.
+
+    A message takes `latency`, plus its size over `bandwidth` after what its sender sent before, plus a part of
+    `jitter` drawn evenly. Messages from one peer to another never overtake each other.
+
+    Args:
+        seed: of all that is random here.
+        latency: seconds from a peer to another.
+        jitter: at most so many seconds more.
+        bandwidth: of each peer's way out, in bytes per second.
+        lost_after: seconds until a connection over a cut link counts as lost.
+
+    Attributes:
+        rng: for the scenario's own choices; what it draws does not change the delays.
+        network: the `MemoryNetwork`.
+        nodes: the living peers' nodes, in the order in which they were made.
+        trace: what happened, as (virtual time, text).
+        wall_clock: see the method; hand it to whatever asks for the time of day.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        latency: float = 0.01,
+        jitter: float = 0.005,
+        bandwidth: float = 100e6,
+        lost_after: float = 10.0,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        if not isinstance(loop, VirtualLoop):
+            raise RuntimeError("a World needs virtual time: make it in a coroutine that simulation.clock.run runs")
+        self._loop = loop
+        self.seed = seed
+        self.rng = random.Random(f"{seed}/scenario")
+        self._delays = random.Random(f"{seed}/delays")
+        self.latency = latency
+        self.jitter = jitter
+        self.bandwidth = bandwidth
+        self.network = MemoryNetwork(self._delay, lost_after)
+        self.nodes: dict[PeerID, Node] = {}
+        self.trace: list[tuple[float, str]] = []
+        self._names: dict[PeerID, int] = {}
+        self._way_out_free: dict[PeerID, float] = {}
+        self._last_arrival: dict[tuple[PeerID, PeerID], float] = {}
+        self._cut: dict[tuple[PeerID, PeerID], None] = {}
+
+    # -- time and record
+
+    def wall_clock(self) -> float:
+        """The virtual time of day, in seconds since 1970."""
+        return EPOCH + self._loop.time()
+
+    def log(self, text: str) -> None:
+        """Add an event of the scenario to the trace."""
+        self.trace.append((self._loop.time(), text))
+
+    def digest(self) -> str:
+        """A hash of the trace: the same for the same seed, whichever process ran it."""
+        hasher = blake3()
+        for time, text in self.trace:
+            hasher.update(f"{time.hex()} {text}\n".encode())
+        return hasher.hexdigest()
+
+    def name(self, peer: PeerID) -> str:
+        """What the trace calls a peer: the how-many-eth it is."""
+        return f"#{self._names[peer]}"
+
+    # -- peers
+
+    async def spawn_node(self) -> Node:
+        """A new peer: a node that listens. Its identity follows from the seed and how many there were before it."""
+        number = len(self._names)
+        identity = Identity(blake3(f"{self.seed}/peer {number}".encode()).digest())
+        self._names[identity.peer_id] = number
+        transport = _Transport(self.network, identity.peer_id, self)
+        node = self.nodes[identity.peer_id] = _Node(identity, transport)
+        await node.listen(Multiaddr("ip4", f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", 0))
+        return node
+
+    def introduce(self, nodes: Iterable[Node] | None = None) -> None:
+        """Let all of `nodes` (of all living peers when not given) know each other's addresses."""
+        everyone = list(self.nodes.values() if nodes is None else nodes)
+        for one, other in product(everyone, everyone):
+            one.learn(other.peer_id, other.addresses)
+
+    def kill(self, peer: PeerID) -> None:
+        """The peer's process dies: its tasks end where they are, and what it sent before still arrives.
+
+        Its tasks are those that its node spawned, that its handlers started, and all that these started. What a
+        scenario awaits of it directly, rather than through `node.spawn`, is the scenario's and goes on, unheard.
+        """
+        self.log(f"kill {self.name(peer)}")
+        self.network.kill(peer)
+        node = self.nodes.pop(peer)
+        node.closed = True
+        for task in sorted(asyncio.all_tasks(self._loop), key=hash):
+            if isinstance(task, Task) and task.owner == peer:
+                task.cancel()
+
+    # -- links
+
+    def cut(self, one: PeerID, other: PeerID) -> None:
+        """Nothing passes between the two from now on; both see the other lost after `lost_after` seconds."""
+        self.log(f"cut {self.name(one)} {self.name(other)}")
+        self._cut[one, other] = None
+        self.network.cut(one, other)
+
+    def partition(self, groups: Sequence[Iterable[PeerID]]) -> None:
+        """Cut every link between peers of different groups. Peers in no group keep all their links."""
+        for one, other in combinations([list(group) for group in groups], 2):
+            for pair in product(one, other):
+                self.cut(*pair)
+
+    def heal(self) -> None:
+        """All links work again. Over those that were cut messages may be missing, so their connections count as lost,
+        as a transport promises; whoever needs them dials again."""
+        self.log("heal")
+        for one, other in self._cut:
+            for near, far in ((one, other), (other, one)):
+                if near in self.network.transports:
+                    self.network.transports[near].lost(far, "no heartbeat")
+        self._cut.clear()
+        self.network.heal()
+
+    def _delay(self, source: PeerID, target: PeerID, size: int) -> float:
+        now = self._loop.time()
+        left = max(now, self._way_out_free.get(source, 0.0)) + size / self.bandwidth
+        self._way_out_free[source] = left
+        arrival = max(
+            left + self.latency + self._delays.uniform(0.0, self.jitter),
+            self._last_arrival.get((source, target), 0.0) + GAP,
+        )
+        self._last_arrival[source, target] = arrival
+        return arrival - now
+
+
+@contextmanager
+def _acting(peer: PeerID) -> Iterator[None]:
+    """Tasks that are created within belong to `peer`."""
+    token = owner.set(peer)
+    try:
+        yield
+    finally:
+        owner.reset(token)
+
+
+class _Node(Node):
+    """A node whose tasks are known to be its own, whoever makes it spawn them."""
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        with _acting(self.peer_id):
+            return super().spawn(coroutine)
+
+
+class _Transport(MemoryTransport):
+    """Records what arrives; what the arrival sets off belongs to the peer at which it arrives."""
+
+    def __init__(self, network: MemoryNetwork, peer_id: PeerID, world: World) -> None:
+        super().__init__(network, peer_id)
+        self._world = world
+
+    def received(self, source: PeerID, header: bytes, buffers: Sequence[bytes]) -> None:
+        hasher = blake3(header)
+        for buffer in buffers:
+            hasher.update(buffer)
+        size = len(header) + sum(map(len, buffers))
+        names = f"{self._world.name(source)} to {self._world.name(self.peer_id)}"
+        self._world.log(f"{names}: {size} bytes {hasher.hexdigest(8)}")
+        with _acting(self.peer_id):
+            super().received(source, header, buffers)
+
+    def lost(self, peer: PeerID, reason: str) -> None:
+        self._world.log(f"{self._world.name(self.peer_id)} lost {self._world.name(peer)}: {reason}")
+        with _acting(self.peer_id):
+            super().lost(peer, reason)
