@@ -49,7 +49,7 @@ class Codec(ABC):
                 f"a chunk is a 1-D contiguous CPU tensor, got shape {tuple(chunk.shape)}, stride {chunk.stride()} "
                 f"on {chunk.device}"
             )
-        return self._encode(chunk.detach())
+        return self._encode(chunk)
 
     def decode(self, payload: memoryview, dtype: torch.dtype, numel: int) -> Tensor:
         """The ``numel`` elements of a chunk of ``dtype``, as a 1-D CPU tensor, from bytes that anyone may have sent.
@@ -70,7 +70,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _encode(self, chunk: Tensor) -> memoryview:
-        """`encode` for a chunk that is checked and detached."""
+        """`encode` for a chunk that is checked."""
 
     @abstractmethod
     def _decode(self, payload: memoryview, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -104,12 +105,9 @@ def _refuse_shared_memory(tensors: Sequence[Tensor]) -> None:
             start = tensor.data_ptr()
             ranges.append((str(tensor.device), start, start + (last + 1) * tensor.element_size(), index))
     ranges.sort()
-    seen_device, seen_stop, seen_index = "", 0, -1
-    for device, start, stop, index in ranges:
-        if device == seen_device and start < seen_stop:
-            first, second = sorted((seen_index, index))
+    for (device, _, stop, index), (next_device, next_start, _, next_index) in pairwise(ranges):
+        if device == next_device and next_start < stop:
+            first, second = sorted((index, next_index))
             raise ValueError(
                 f"tensors {first} and {second} share memory: moving them would untie them, so give each only once"
             )
-        if device != seen_device or stop > seen_stop:
-            seen_device, seen_stop, seen_index = device, stop, index

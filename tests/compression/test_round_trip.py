@@ -105,7 +105,7 @@ def test_full_chunk(codec: Codec) -> None:
     assert torch.allclose(round_trip(codec, chunk).float(), chunk, rtol=2**-10, atol=2**-24)
 
 
-def test_chunk_that_autograd_watches_is_encoded_without_it() -> None:
+def test_chunk_that_autograd_watches_is_a_chunk_too() -> None:
     chunk = torch.ones(3, requires_grad=True)
     for codec in (NoCompression(), Float16Compression()):
         assert not round_trip(codec, chunk).requires_grad

@@ -119,8 +119,8 @@ def test_adopted_module_trains_in_flat_memory() -> None:
 
 
 def test_adopting_from_flat_memory_is_allowed() -> None:
-    views = filled([torch.ones(3), torch.ones(2)]).views()
-    assert FlatBuffer.adopt(views).flat[0].sum() == 5
+    views = filled([torch.ones(16), torch.ones(16), torch.ones(0)]).views()  # without padding between them
+    assert FlatBuffer.adopt(views).flat[0].sum() == 32
 
 
 shared = torch.ones(4)
@@ -133,8 +133,9 @@ shared = torch.ones(4)
         [shared, torch.ones(2), shared.detach()],
         [shared[1:], torch.ones(2), shared[:2]],
         [shared[2:3], torch.ones(2), shared],
+        [shared[::2], torch.ones(2), shared.view(2, 2).t()],
     ],
-    ids=["same object", "same memory", "overlap", "inside"],
+    ids=["same object", "same memory", "overlap", "inside", "strided"],
 )
 def test_tied_tensors_are_refused_and_left_alone(tensors: list[torch.Tensor]) -> None:
     pointers = [tensor.data_ptr() for tensor in tensors]
