@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from shoal.p2p.identity import PeerID
 
 MAX_LENGTH = 512
-_HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}))*\.?$")
+_HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}))*\.?")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -31,10 +31,11 @@ class Multiaddr:
     def __post_init__(self) -> None:
         if self.protocol in ("ip4", "ip6"):
             version = 4 if self.protocol == "ip4" else 6
-            if ipaddress.ip_address(self.host).version != version:
+            # A zone ("%eth0") means something on one machine only.
+            if "%" in self.host or ipaddress.ip_address(self.host).version != version:
                 raise ValueError(f"{self.host} is not an {self.protocol} address")
         elif self.protocol in ("dns", "dns4", "dns6"):
-            if not _HOST_NAME.match(self.host):
+            if not _HOST_NAME.fullmatch(self.host):
                 raise ValueError(f"{self.host!r} is not a host name")
         else:
             raise ValueError(f"/{self.protocol}/ is not known here: use ip4, ip6, dns, dns4 or dns6")
@@ -54,6 +55,8 @@ class Multiaddr:
         if len(parts) not in (5, 7) or parts[0] or parts[3] != "tcp" or (len(parts) == 7 and parts[5] != "p2p"):
             raise ValueError(f"{text[:MAX_LENGTH]!r} is not an address: use /ip4/<address>/tcp/<port>[/p2p/<peer id>]")
         try:
+            if not (parts[4].isascii() and parts[4].isdigit()):
+                raise ValueError(f"{parts[4]!r} is not a TCP port")
             peer_id = PeerID.parse(parts[6]) if len(parts) == 7 else None
             return cls(parts[1], parts[2], int(parts[4]), peer_id)
         except ValueError as error:

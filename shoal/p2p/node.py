@@ -26,6 +26,8 @@ MAX_ADDRESSES_PER_PEER = 8
 DIAL_TIMEOUT = 10.0
 
 _NOTICE, _REQUEST, _REPLY, _FAILURE = range(4)
+# What decoding bytes from the network can raise; msgspec gives up on deep nesting with RecursionError.
+_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):
@@ -136,10 +138,10 @@ class Node:
 
         Raises PeerUnreachable (HandshakeFailed if somebody else answers), also when `timeout` seconds have passed.
         """
-        if self.is_connected(peer):
-            return
         if self.closed:
             raise PeerUnreachable("this node is closed")
+        if self.is_connected(peer):
+            return
         task = self._dialling.get(peer)
         if task is None:
             task = self._dialling[peer] = self.spawn(self._dial(peer))
@@ -149,6 +151,12 @@ class Node:
             await asyncio.wait_for(asyncio.shield(task), min(timeout, DIAL_TIMEOUT))
         except TimeoutError:
             raise PeerUnreachable(f"{peer!r} did not answer within {min(timeout, DIAL_TIMEOUT):g} s") from None
+        except asyncio.CancelledError:
+            if self.closed and task.cancelled():
+                raise PeerUnreachable("this node is closed") from None
+            raise
+        if not self.is_connected(peer):
+            raise PeerUnreachable(f"{peer!r} was lost again at once")
 
     async def _dial(self, peer: PeerID) -> None:
         error = PeerUnreachable(f"{peer!r} is not connected, and no address of it is known")
@@ -256,7 +264,7 @@ class Node:
         self.bytes_received += sum(buffer.nbytes for buffer in buffers)
         try:
             envelope = self._envelopes.decode(header)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except _UNDECODABLE as error:
             self._refuse(peer, "", 0, f"not a message: {error}")
             return
         if envelope.kind in (_REPLY, _FAILURE):
@@ -270,7 +278,7 @@ class Node:
             answer = handler(peer, message, buffers)
         except Refused as error:
             self._refuse(peer, envelope.service, envelope.call, str(error))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except _UNDECODABLE as error:
             self._refuse(peer, envelope.service, envelope.call, f"not a message of {envelope.service!r}: {error}")
         except Exception:  # a defect of ours: it must end neither the connection nor the loop
             log.exception("handling a message of %r to %r failed", peer, envelope.service)
@@ -315,7 +323,11 @@ class Node:
             self._refuse(peer, request.service, request.call, "this is a notice, not a request: it has no reply")
             return
         reply = answer if isinstance(answer, Reply) else Reply(answer)
-        self._post([peer], _REPLY, request.service, request.call, 0.0, reply.body, reply.buffers)
+        try:
+            self._post([peer], _REPLY, request.service, request.call, 0.0, reply.body, reply.buffers)
+        except Exception:  # a defect of ours: too large, or not encodable
+            log.exception("the reply to a request of %r to %r can't be sent", peer, request.service)
+            self._refuse(peer, request.service, request.call, "internal error")
 
     def _refuse(self, peer: PeerID, service: str, call: int, reason: str) -> None:
         log.info("refused a message of %r to %r: %s", peer, service, reason)
@@ -326,7 +338,7 @@ class Node:
         if envelope.kind == _FAILURE:
             try:
                 reason = _failures.decode(envelope.body).reason
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except _UNDECODABLE as error:
                 reason = f"an undecodable refusal: {error}"
             if call is None or call.peer != peer:
                 log.warning("%r refused a message to %r: %s", peer, envelope.service, reason)
@@ -335,7 +347,7 @@ class Node:
         elif call is not None and call.peer == peer and not call.future.done():
             try:
                 call.future.set_result(Reply(call.service.decoder.decode(envelope.body), buffers))
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except _UNDECODABLE as error:
                 call.future.set_exception(P2PError(f"{peer!r} sent an invalid reply: {error}"))
 
     def _on_lost(self, peer: PeerID, reason: str) -> None:
@@ -343,7 +355,10 @@ class Node:
             if call.peer == peer and not call.future.done():
                 call.future.set_exception(PeerLost(f"{peer!r} was lost: {reason}"))
         for callback in list(self._lost_callbacks):
-            callback(peer, reason)
+            try:
+                callback(peer, reason)
+            except Exception:  # a defect of one must not keep the news from the others
+                log.exception("handling the loss of %r failed", peer)
 
     # -- life
 
@@ -360,10 +375,16 @@ class Node:
             log.error("a task of %r failed", self.peer_id, exc_info=error)
 
     async def close(self) -> None:
-        """Cancel what is under way, end all connections, stop listening. Calling it again does nothing."""
+        """Cancel what is under way, end all connections, stop listening. Calling it again does nothing.
+
+        Requests that wait for a reply end with PeerUnreachable.
+        """
         if self.closed:
             return
         self.closed = True
+        for call in self._calls.values():
+            if not call.future.done():
+                call.future.set_exception(PeerUnreachable("this node was closed"))
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from typing import ParamSpec
 
 import zmq
 
@@ -45,6 +46,7 @@ _HANDSHAKE_FAILED = (
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _monitors = count()
 
+P = ParamSpec("P")
 Frames = Sequence[zmq.Frame]
 
 
@@ -202,6 +204,8 @@ class Router:
         for connection in self._by_fd.values():
             if connection.timer is not None:
                 connection.timer.cancel()
+        self.dialled.clear()
+        self._by_fd.clear()
         self._loop.remove_reader(self.socket.fileno())
         self._loop.remove_reader(self._monitor.fileno())
         self.socket.disable_monitor()
@@ -242,21 +246,25 @@ class Router:
                 frames = self.socket.recv_multipart(_LAST, copy=False)
             except zmq.Again:
                 break
-            try:
-                self._received(frames)
-            except Exception:  # a defect of ours: it must not stop the others' messages
-                log.exception("handling a message failed")
+            self._guarded(self._received, frames)
         else:
             self._schedule()
             return
         ended, self._ending = self._ending, []
         for connection, reason in ended:
             self._by_routing_id.pop(connection.routing_id, None)
-            self._on_ended(connection, connection.reason or reason)
+            self._guarded(self._on_ended, connection, connection.reason or reason)
         self._read_monitor()
         # What ended after the socket was found empty may have left something in it.
         if not self._ending:
-            self._on_idle()
+            self._guarded(self._on_idle)
+
+    def _guarded(self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call it; an error is a defect of ours, which must not stop what else there is to do."""
+        try:
+            function(*args, **kwargs)
+        except Exception:
+            log.exception("handling what a connection brought failed")
 
     def _received(self, frames: list[zmq.Frame]) -> None:
         routing_id = frames[0].bytes

@@ -8,44 +8,23 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
-from typing import Annotated
 
-import msgspec
 import zmq
 
+from shoal.p2p import greeting
 from shoal.p2p.context import ZAP_DOMAIN, SharedContext
-from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
-from shoal.p2p.identity import KEY_BYTES, Identity, PeerID
+from shoal.p2p.errors import HandshakeFailed, MessageTooLarge, PeerUnreachable
+from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.router import Connection, Frames, Router
-from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_HEADER_BYTES, Buffer, Transport, check_size
+from shoal.p2p.transport import Buffer, Transport, check_size
 
 log = logging.getLogger(__name__)
 
-MAGIC = "shoal"
-VERSION = 1
 REFUSAL_TIME = 1.0  # seconds that a refused peer has to read why
-_MAX_REASON = 1024
 _FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 
-
-class Hello(msgspec.Struct, tag=0, array_like=True, frozen=True):
-    """The first message in each direction: which protocol, which peer, and which start of it (8 random bytes)."""
-
-    magic: Annotated[str, msgspec.Meta(max_length=16)]
-    version: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-    peer: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-    instance: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
-
-
-class Refusal(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """The answer to a hello that is not accepted; the connection ends."""
-
-    reason: Annotated[str, msgspec.Meta(max_length=_MAX_REASON)]
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Hello | Refusal)
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class ZeroMQTransport(Transport):
@@ -70,7 +49,7 @@ class ZeroMQTransport(Transport):
         self.identity = identity
         self.peer_id = identity.peer_id
         self.heartbeat_seconds = heartbeat_seconds
-        self._instance = os.urandom(8)
+        self._instance = os.urandom(greeting.INSTANCE_BYTES)
         self._peers: dict[PeerID, list[Connection]] = {}
         self._hellos: dict[Connection, Frames] = {}  # of accepted connections, not looked at yet
         self._shared: SharedContext | None = None
@@ -128,17 +107,21 @@ class ZeroMQTransport(Transport):
             if other.greeted is None or other.greeted.done():
                 raise HandshakeFailed(f"{endpoint} is the address of {other.peer!r}, which is connected")
             await asyncio.wait([other.greeted])
-            await asyncio.sleep(0)  # whoever dialled first cleans up first
             if self.is_connected(peer):
                 return
-        connection = self._dialler.connect(endpoint, server_key, ipv6=ipv6)
+        try:
+            connection = self._dialler.connect(endpoint, server_key, ipv6=ipv6)
+        except zmq.ZMQError as error:
+            raise PeerUnreachable(f"{endpoint} can't be dialled: {error.strerror}") from error
         connection.greeted = asyncio.get_running_loop().create_future()
         connection.peer = peer
         try:
-            self._dialler.send(connection, [self._hello()])
+            self._dialler.send(connection, [greeting.hello(self.peer_id, self._instance)])
             await connection.greeted
         except BaseException:
-            self._dialler.forget(connection)
+            # A caller may give up in the very moment in which the connection is made: then it stays.
+            if connection not in self._peers.get(peer, ()):
+                self._dialler.forget(connection)
             raise
 
     def is_connected(self, peer: PeerID) -> bool:
@@ -175,18 +158,14 @@ class ZeroMQTransport(Transport):
                     connection.router.cut(connection, "its queue is full")
 
     def _on_frames(self, connection: Connection, frames: Frames) -> None:
-        connections = self._peers.get(connection.peer) if connection.peer is not None else None
-        if connections is not None and connection in connections:
+        connections = self._peers.get(connection.peer) if connection.peer else None
+        if connection.peer and connections and connection in connections:
             header, *buffers = (frame.buffer for frame in frames)
-            if (
-                len(buffers) > MAX_BUFFERS
-                or len(header) > MAX_HEADER_BYTES
-                or max(map(len, buffers), default=0) > MAX_BUFFER_BYTES
-            ):
+            try:
+                check_size(header, buffers)
+            except MessageTooLarge as error:
                 connection.muted = True
-                connection.router.cut(connection, "it sent a message over its bound")
-                return
-            assert connection.peer is not None
+                return connection.router.cut(connection, f"it broke the bounds: {error}")
             self._on_message(connection.peer, header, buffers)
         elif connection.greeted is not None:
             self._on_welcome(connection, frames)
@@ -216,14 +195,12 @@ class ZeroMQTransport(Transport):
 
     # -- greetings
 
-    def _hello(self) -> zmq.Frame:
-        return zmq.Frame(_encoder.encode(Hello(MAGIC, VERSION, self.peer_id.key, self._instance)), copy=True)
-
     def _on_hello(self, connection: Connection, frames: Frames) -> None:
         """The first message of an accepted connection."""
-        hello = _parse(frames)
-        if isinstance(hello, str):
-            return self._refuse(connection, hello)
+        try:
+            hello = greeting.parse(frames)
+        except ValueError as error:
+            return self._refuse(connection, str(error))
         peer = PeerID(hello.peer)
         try:
             proven = peer.curve_key().hex() == frames[0].get("User-Id")
@@ -236,7 +213,7 @@ class ZeroMQTransport(Transport):
         earlier = self._peers.get(peer, [])
         if any(other.router.accepts or other.instance != hello.instance for other in earlier):
             self._lose(peer, "it connected anew")
-        if not connection.router.send(connection, [self._hello()]):
+        if not connection.router.send(connection, [greeting.hello(self.peer_id, self._instance)]):
             return
         connection.instance = hello.instance
         self._establish(connection, peer)
@@ -246,10 +223,11 @@ class ZeroMQTransport(Transport):
         assert connection.peer is not None
         if connection.greeted is None or connection.greeted.done():
             return
-        hello = _parse(frames)
-        if isinstance(hello, str):
-            self._fail(connection, HandshakeFailed(f"{connection.endpoint}: {hello}"))
-        elif hello.peer != connection.peer.key:
+        try:
+            hello = greeting.parse(frames)
+        except ValueError as error:
+            return self._fail(connection, HandshakeFailed(f"{connection.endpoint}: {error}"))
+        if hello.peer != connection.peer.key:
             self._fail(connection, HandshakeFailed(f"{connection.endpoint}: its hello names another peer"))
         else:
             earlier = self._peers.get(connection.peer, [])
@@ -268,7 +246,7 @@ class ZeroMQTransport(Transport):
     def _refuse(self, connection: Connection, reason: str) -> None:
         log.info("refused a connection: %s", reason)
         connection.muted = True
-        connection.router.send(connection, [zmq.Frame(_encoder.encode(Refusal(reason[:_MAX_REASON])), copy=True)])
+        connection.router.send(connection, [greeting.refusal(reason)])
         if connection.timer is not None:
             connection.timer.cancel()
         loop = asyncio.get_running_loop()
@@ -296,6 +274,8 @@ class ZeroMQTransport(Transport):
     # -- sockets
 
     def _router(self, *, accepts: bool) -> Router:
+        if self._closed:
+            raise RuntimeError("this transport is closed")
         if self._shared is None:
             self._shared = SharedContext.acquire()
         return Router(
@@ -308,7 +288,7 @@ class ZeroMQTransport(Transport):
             on_idle=self._on_idle,
         )
 
-    async def _resolve(self, address: Multiaddr) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    async def _resolve(self, address: Multiaddr) -> list[IPAddress]:
         """The numeric addresses of a host; OSError if it has none. Asked here: ZeroMQ would block a thread on it."""
         if address.protocol in ("ip4", "ip6"):
             return [ipaddress.ip_address(address.host)]
@@ -318,20 +298,5 @@ class ZeroMQTransport(Transport):
         return list(dict.fromkeys(ipaddress.ip_address(where[0]) for *_, where in found))
 
 
-def _endpoint(ip: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> str:
+def _endpoint(ip: IPAddress, port: int) -> str:
     return f"tcp://[{ip.compressed}]:{port}" if ip.version == 6 else f"tcp://{ip.compressed}:{port}"
-
-
-def _parse(frames: Frames) -> Hello | str:
-    """The hello in a first message, or what is wrong with it."""
-    try:
-        if len(frames) != 1:
-            return f"a hello is one frame, not {len(frames)}"
-        hello: Hello | Refusal = _decoder.decode(frames[0].buffer)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        return f"not a hello: {error}"
-    if isinstance(hello, Refusal):
-        return f"it refused: {hello.reason}"
-    if (hello.magic, hello.version) != (MAGIC, VERSION):
-        return f"it speaks {hello.magic!r} version {hello.version}, this peer {MAGIC!r} version {VERSION}"
-    return hello
