@@ -1,0 +1,190 @@
+"""One member's bookkeeping of a round: which chunk is owed to whom, what has come, what is missing. No bytes, no I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from blake3 import blake3
+
+from shoal.averaging.messages import Begin, Repair, Source
+from shoal.averaging.plan import ChunkSpan
+
+# Parts that a member has under way to one reducer. A chunk's result is also the credit for the next part, so neither
+# side ever has more than this many chunks queued to the other.
+WINDOW = 8
+
+
+class RuleBroken(Exception):
+    """What a member sent does not belong there; the text says why."""
+
+
+@dataclass
+class Book:
+    """What one member knows of the chunks of a round.
+
+    Args:
+        me: the member's key.
+        begin: the round.
+        chunks: its chunk table.
+    """
+
+    me: bytes
+    begin: Begin
+    chunks: list[ChunkSpan]
+    owners: list[bytes] = field(init=False)
+    digests: list[bytes] = field(init=False)  # of the averaged chunks; b"" while missing
+    expected_digests: dict[int, bytes] = field(default_factory=dict)  # of chunks to be fetched
+    out: dict[bytes, None] = field(default_factory=dict)
+    parts: dict[int, dict[bytes, None]] = field(default_factory=dict)  # of my chunks: whose part has come
+    missing: int = field(init=False)
+    _reduced: dict[int, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        begin = self.begin
+        self.keys = [member.key for member in begin.members]
+        self.weights = dict(zip(self.keys, begin.weights, strict=True))
+        self.receives = {m.key: m.contributes for m in begin.members}
+        self.owners = [key for i, key in enumerate(self.keys) for _ in range(begin.starts[i], begin.starts[i + 1])]
+        self._original = list(self.owners)
+        self.digests = [b""] * len(self.chunks)
+        self.missing = len(self.chunks) if self.receives[self.me] else 0
+        self._queues: dict[bytes, deque[int]] = {}
+        self._under_way: dict[bytes, int] = {}
+        for chunk, owner in enumerate(self.owners):
+            if owner == self.me:
+                self.parts[chunk] = {}
+            elif self.receives[self.me]:
+                self._queues.setdefault(owner, deque()).append(chunk)
+
+    # -- as a sender
+
+    def next_parts(self) -> list[tuple[bytes, int]]:
+        """(reducer, chunk) of each part that may be sent now, in turn over the reducers."""
+        parts: list[tuple[bytes, int]] = []
+        # Starting behind ourselves, so that the members do not all send to the same reducer first.
+        mine = self.keys.index(self.me)
+        order = [key for key in self.keys[mine:] + self.keys[:mine] if self._queues.get(key)]
+        while order:
+            for owner in list(order):
+                if not self._queues[owner] or self._under_way.get(owner, 0) >= WINDOW:
+                    order.remove(owner)
+                    continue
+                chunk = self._queues[owner].popleft()
+                self._under_way[owner] = self._under_way.get(owner, 0) + 1
+                parts.append((owner, chunk))
+        return parts
+
+    def result_arrived(self, sender: bytes, chunk: int) -> bool:
+        """A reducer sends the average of a chunk; returns whether it is wanted. Raises RuleBroken if it is not its to
+        send."""
+        if chunk >= len(self.chunks):
+            raise RuleBroken(f"a result of chunk {chunk}; the round has {len(self.chunks)}")
+        if self.owners[chunk] != sender:
+            if sender in self.out or sender == self._original[chunk]:
+                return False  # on its way when the chunk was given to another
+            raise RuleBroken(f"a result of chunk {chunk}, which is not its to reduce")
+        self._under_way[sender] = max(0, self._under_way.get(sender, 0) - 1)
+        return not self.digests[chunk]
+
+    def received(self, chunk: int, digest: bytes) -> None:
+        """The average of `chunk` is in place."""
+        if not self.digests[chunk]:
+            self.missing -= 1
+        self.digests[chunk] = digest
+
+    # -- as a reducer
+
+    def part_arrived(self, sender: bytes, chunk: int, has_payload: bool) -> None:
+        """A member's part of one of my chunks has come. Raises RuleBroken if it does not belong here."""
+        if sender not in self.weights:
+            raise RuleBroken("it is not a member of the round")
+        if chunk not in self.parts:
+            raise RuleBroken(f"chunk {chunk} is not mine to reduce" if chunk < len(self.chunks) else f"no chunk {chunk}")
+        if not self.receives[sender]:
+            raise RuleBroken("an auxiliary member contributes nothing")
+        if sender in self.parts[chunk]:
+            raise RuleBroken(f"chunk {chunk} came twice")
+        if has_payload != (self.weights[sender] > 0):
+            raise RuleBroken(f"chunk {chunk} {'has' if has_payload else 'lacks'} a payload, against its weight")
+        self.parts[chunk][sender] = None
+
+    def is_ready(self, chunk: int) -> bool:
+        """Whether my chunk can be reduced: every live member's part has come."""
+        return (
+            chunk in self.parts
+            and chunk not in self._reduced
+            and all(key in self.parts[chunk] for key in self.keys if self._owes_part(key))
+        )
+
+    def _owes_part(self, key: bytes) -> bool:
+        return key != self.me and key not in self.out and self.receives[key]
+
+    def reduced(self, chunk: int) -> None:
+        """I have averaged one of my chunks."""
+        self._reduced[chunk] = None
+
+    def waiting_for(self) -> dict[bytes, None]:
+        """Those who hold something up: members whose parts of a chunk are missing that others have sent me, and
+        reducers that owe me results."""
+        late: dict[bytes, None] = {}
+        for chunk, came in self.parts.items():
+            if chunk not in self._reduced:
+                late.update((key, None) for key in self.keys if self._owes_part(key) and key not in came)
+        return late
+
+    def owed_results(self) -> dict[bytes, None]:
+        """The reducers whose results are missing."""
+        if not self.receives[self.me]:
+            return {}
+        pairs = zip(self.owners, self.digests, strict=True)
+        return {owner: None for owner, digest in pairs if not digest and owner != self.me}
+
+    # -- when somebody leaves
+
+    def put_out(self, keys: Iterable[bytes]) -> list[int]:
+        """Go on without these members; returns my chunks that can be reduced now."""
+        for key in keys:
+            self.out[key] = None
+            self._queues.pop(key, None)
+            self._under_way.pop(key, None)
+        return [chunk for chunk in self.parts if self.is_ready(chunk)]
+
+    def repair(self, repair: Repair) -> tuple[list[Source], list[int]]:
+        """Follow a repair; returns the sources to fetch from, and my new chunks that can be reduced now."""
+        fetches = []
+        for source in repair.sources:
+            chunk, owner = source.chunk, source.owner
+            if chunk >= len(self.chunks):
+                raise RuleBroken(f"a repair of chunk {chunk}; the round has {len(self.chunks)}")
+            if source.digest:
+                self.owners[chunk] = owner
+                if self.digests[chunk] != source.digest and self.receives[self.me]:
+                    if self.digests[chunk]:
+                        self.digests[chunk] = b""
+                        self.missing += 1
+                    fetches.append(source)
+            elif self.owners[chunk] != owner:
+                self.owners[chunk] = owner
+                if owner == self.me:
+                    self.parts[chunk] = {}
+                elif self.receives[self.me]:
+                    self._queues.setdefault(owner, deque()).append(chunk)
+        return fetches, [chunk for chunk in self.parts if self.is_ready(chunk)]
+
+    @property
+    def complete(self) -> bool:
+        """Whether this member has all that it should have: every average, and its own chunks reduced for the others."""
+        if not self.receives[self.me]:
+            return len(self._reduced) == len(self.parts)
+        return not self.missing
+
+    def root(self) -> bytes:
+        """The digest of all chunk digests, 32 bytes; b"" of a member that does not receive the result."""
+        return root_of(self.digests) if self.receives[self.me] else b""
+
+
+def root_of(digests: Iterable[bytes]) -> bytes:
+    """The digest of a whole vector: the blake3 hash of its chunk digests, in order."""
+    return blake3(b"".join(digests)).digest()

@@ -1,0 +1,313 @@
+"""The coordinator's decisions for one tip: when a round is due, who is in it, what to do when one is lost, what to commit.
+
+[Note: why two coordinators cannot commit two results]
+Who can reach whom is not shared knowledge, so two peers may believe that they coordinate. It is the rule of single-decree
+Paxos that keeps them from committing two results of one tip to members that can hear each other:
+
+1. A member follows one ballot at a time, and only ever a higher one; it answers DONE and HAVE only under the ballot that
+   it follows. A member that is in a round of a coordinator that it still reaches refuses every other BEGIN.
+2. A coordinator commits only when all members that it has not put out have said DONE under its ballot, with one digest.
+3. A successor asks all members for what they hold before it decides. If one has a COMMIT, that is the decision. If one
+   was complete (DONE) under some ballot, the chunks of the one with the highest such ballot are the decision.
+
+A coordinator that was replaced and does not know it lacks the DONE of every member that follows the successor, so it can
+commit only what all of them had already said DONE to, which by 3 is what the successor decides too. Only where no member
+of the one decision is asked for the other, in a partition, can there be two: then they have two lineages (`Tip`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from shoal.averaging.member import Member
+from shoal.averaging.messages import Abort, Begin, Call, Commit, Count, Done, Have, Join, Progress, Repair, Source, Survey
+from shoal.averaging.plan import chunk_elements, chunk_table, divide
+from shoal.averaging.tip import Ballot, Tip
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """When a round begins.
+
+    Attributes:
+        sizes: elements of each flat buffer of the vector.
+        matchmaking_time: the longest wait, in seconds, from the first JOIN (or the CALL) to BEGIN.
+        round_timeout: the longest time, in seconds, from BEGIN to COMMIT.
+        min_group: fewer members than this begin nothing.
+        target_group: as many members begin at once, whoever else is expected; None for no such number.
+        target_samples: a round is called when the members have so many samples; None if whoever joins calls it.
+    """
+
+    sizes: tuple[int, ...]
+    matchmaking_time: float
+    round_timeout: float
+    min_group: int = 1
+    target_group: int | None = None
+    target_samples: float | None = None
+
+
+class Phase(Enum):
+    COUNTING = "counting"  # → GATHERING at the first JOIN, or when the members have enough samples
+    GATHERING = "gathering"  # → RUNNING by BEGIN
+    RUNNING = "running"  # → COMMITTED when all are done, → SURVEYING when one is lost or digests differ
+    SURVEYING = "surveying"  # → RUNNING by REPAIR, → COMMITTED if a member has a COMMIT
+    COMMITTED = "committed"
+    ABORTED = "aborted"  # nobody to go on with, or out of time
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """An action: send `message`, and `buffer` with it, to the peers with these keys."""
+
+    to: tuple[bytes, ...]
+    message: Begin | Call | Survey | Repair | Commit | Abort
+    buffer: bytes = b""
+
+
+@dataclass
+class Coordinator:
+    """Coordinates the round of one tip. Events in, `Send`s out; time is an argument, in seconds of any clock.
+
+    Args:
+        me: the key of the peer that runs this.
+        tip: the state that the round starts from.
+        rules: see `Rules`.
+        settled_at: before this time not everybody may have been found yet, so BEGIN waits even if all known joined.
+    """
+
+    me: bytes
+    tip: Tip
+    rules: Rules
+    settled_at: float = 0.0
+    phase: Phase = Phase.COUNTING
+    expected: dict[bytes, Member] = field(default_factory=dict)  # connected members: BEGIN waits for them
+    joins: dict[bytes, Join] = field(default_factory=dict)
+    gathered: dict[bytes, bytes] = field(default_factory=dict)
+    counts: dict[bytes, Progress] = field(default_factory=dict)
+    begin: Begin | None = None
+    ballot: Ballot | None = None
+    out: dict[bytes, str] = field(default_factory=dict)  # members put out of the round, and why
+    done: dict[bytes, bytes] = field(default_factory=dict)
+    have: dict[bytes, Have] = field(default_factory=dict)
+    commit: Commit | None = None
+    deadline: float | None = None  # of the phase
+
+    @classmethod
+    def successor(cls, me: bytes, begin: Begin, attempt: int, lost: Iterable[bytes], rules: Rules) -> Coordinator:
+        """Takes over the round of a lost coordinator: `start_survey` is the first thing to do."""
+        coordinator = cls(me, begin.tip, rules, phase=Phase.SURVEYING, begin=begin)
+        coordinator.ballot = Ballot(attempt, me)
+        coordinator.out = dict.fromkeys(lost, "lost")
+        return coordinator
+
+    # -- before BEGIN
+
+    def expect(self, members: Iterable[Member], now: float) -> list[Send]:
+        """These members, and no others, are connected now."""
+        self.expected = {member.key: member for member in members}
+        gone = [key for key in (*self.joins, *self.counts) if key not in self.expected and key != self.me]
+        if self.phase in (Phase.COUNTING, Phase.GATHERING):
+            for key in gone:
+                self.joins.pop(key, None)
+                self.gathered.pop(key, None)
+                self.counts.pop(key, None)
+        return self.tick(now)
+
+    def progress(self, key: bytes, report: Progress, now: float) -> tuple[Count, list[Send]]:
+        """A member reports its samples; returns what to answer and what else to send."""
+        self.counts[key] = report
+        samples = sum(count.samples for count in self.counts.values())
+        actions: list[Send] = []
+        target = self.rules.target_samples
+        if self.phase is Phase.COUNTING and target is not None and samples >= target:
+            actions = self._gather(now)
+        rate = sum(count.rate for count in self.counts.values())
+        return Count(self.tip, samples, rate, len(self.counts), self.phase is not Phase.COUNTING), actions
+
+    def join(self, key: bytes, join: Join, gathered: bytes, now: float) -> list[Send]:
+        """A member's input is ready. It may join again (after a lost answer); the last one counts."""
+        if self.phase not in (Phase.COUNTING, Phase.GATHERING):
+            return []
+        self.joins[key] = join
+        self.gathered[key] = gathered
+        actions = self._gather(now) if self.phase is Phase.COUNTING else []
+        return actions + self.tick(now)
+
+    def _gather(self, now: float) -> list[Send]:
+        self.phase = Phase.GATHERING
+        self.deadline = now + self.rules.matchmaking_time
+        return [Send(tuple(self.expected), Call(self.tip))]
+
+    def tick(self, now: float) -> list[Send]:
+        """What is due at `now`; call it at `wake_at`, and after every event."""
+        if self.phase is Phase.GATHERING and self._may_begin(now):
+            return self._begin(now)
+        if self.phase in (Phase.RUNNING, Phase.SURVEYING) and self.deadline is not None and now >= self.deadline:
+            return self.abort(f"the round did not end within {self.rules.round_timeout:g} s")
+        return []
+
+    def wake_at(self) -> float | None:
+        """When `tick` has something to do if nothing happens before; None if never."""
+        if self.phase is Phase.GATHERING and self.deadline is not None and self.joins:
+            return min(self.deadline, self.settled_at) if self._all_joined() else self.deadline
+        return self.deadline if self.phase in (Phase.RUNNING, Phase.SURVEYING) else None
+
+    def _all_joined(self) -> bool:
+        return all(key in self.joins for key in self.expected)
+
+    def _may_begin(self, now: float) -> bool:
+        size = len(self.joins)
+        if self.rules.target_group is not None and size >= self.rules.target_group:
+            return True
+        if not size or size < self.rules.min_group or self.deadline is None:
+            return False
+        return now >= self.deadline or (now >= self.settled_at and self._all_joined())
+
+    def _begin(self, now: float) -> list[Send]:
+        chosen = list(self.joins)[: self.rules.target_group]
+        members = tuple(self.joins[key].sender for key in sorted(chosen))
+        joins = [self.joins[member.key] for member in members]
+        reducers = sum(member.reduces for member in members)
+        elements = chunk_elements(sum(self.rules.sizes), reducers)
+        if not any(member.addresses for member in members) and len(members) > 1:
+            # Only clients have joined, and nobody can reduce yet. They go on waiting for somebody who can.
+            self.deadline = now + self.rules.matchmaking_time
+            return []
+        starts = divide(len(chunk_table(self.rules.sizes, elements)), members)
+        self.ballot = Ballot(1 + max(join.attempt for join in joins), self.me)
+        self.begin = Begin(
+            tip=self.tip,
+            ballot=self.ballot,
+            members=members,
+            weights=tuple(join.weight for join in joins),
+            machines=tuple(join.machine for join in joins),
+            states=tuple(join.state for join in joins),
+            chunk_elements=elements,
+            starts=starts,
+        )
+        self.phase = Phase.RUNNING
+        self.deadline = now + self.rules.round_timeout
+        return [Send(tuple(member.key for member in members), self.begin)]
+
+    # -- after BEGIN
+
+    def live(self) -> list[bytes]:
+        """The keys of the members of the round that are not out, in member order."""
+        return [] if self.begin is None else [m.key for m in self.begin.members if m.key not in self.out]
+
+    def put_out(self, key: bytes, reason: str, now: float) -> list[Send]:
+        """A member was lost or broke a rule: go on without it."""
+        if self.phase in (Phase.COUNTING, Phase.GATHERING):
+            return self.expect([m for m in self.expected.values() if m.key != key], now)
+        if self.phase in (Phase.COMMITTED, Phase.ABORTED) or key not in self.live():
+            return []
+        assert self.begin is not None
+        self.out[key] = reason
+        if not self.live():
+            return self.abort("no member is left")
+        told = [Send((key,), Abort(self.begin.round, reason[:256]))]
+        return told + self.start_survey(now)
+
+    def start_survey(self, now: float) -> list[Send]:
+        """Ask the live members what they hold, under a new ballot."""
+        assert self.begin is not None and self.ballot is not None
+        self.phase = Phase.SURVEYING
+        self.deadline = self.deadline or now + self.rules.round_timeout
+        self.ballot = Ballot(self.ballot.number + 1, self.me)
+        self.have, self.done = {}, {}
+        return [Send(tuple(self.live()), Survey(self.begin.round, self.ballot, tuple(self.out)))]
+
+    def surveyed(self, key: bytes, ballot: Ballot, have: Have, now: float) -> list[Send]:
+        """A member's answer to the survey of `ballot`."""
+        if self.phase is not Phase.SURVEYING or ballot != self.ballot or key not in self.live():
+            return []
+        assert self.begin is not None
+        if have.commit is not None and have.commit.round == self.begin.round:
+            return self._commit(have.commit)
+        self.have[key] = have
+        if len(self.have) < len(self.live()):
+            return []
+        # An earlier coordinator may have put out a member whom we still reach; reducers stopped serving it then.
+        unknown = [other for answer in self.have.values() for other in answer.out if other not in self.out]
+        if unknown:
+            self.out.update((other, "put out by an earlier coordinator") for other in unknown)
+            return self.start_survey(now)
+        self.phase = Phase.RUNNING
+        return [Send(tuple(self.live()), Repair(self.begin.round, self.ballot, self._sources()))]
+
+    def _sources(self) -> tuple[Source, ...]:
+        """Where the chunks come from that BEGIN's reducers do not bring any more."""
+        assert self.begin is not None
+        live, begin = self.live(), self.begin
+        reducers = [member.key for member in begin.members if member.key in live and member.reduces] or [
+            member.key for member in begin.members if member.key in live and member.addresses
+        ] or live
+        owners = [m.key for i, m in enumerate(begin.members) for _ in range(begin.starts[i], begin.starts[i + 1])]
+        followed = max((h.repair for h in self.have.values() if h.repair), key=lambda r: r.ballot, default=None)
+        for source in followed.sources if followed is not None else ():
+            owners[source.chunk] = source.owner
+        voters = self._voters()
+        sources = []
+        for chunk, owner in enumerate(owners):
+            holders: dict[bytes, list[bytes]] = {}
+            for key in live:
+                if digest := _digest(self.have[key], chunk):
+                    holders.setdefault(digest, []).append(key)
+            votes = Counter(digest for key in voters if (digest := _digest(self.have[key], chunk)))
+            # Of two versions of a chunk (its reducer lied) the one that more members hold is the result.
+            digest = max(votes, key=lambda digest: (votes[digest], digest), default=b"")
+            if digest and (owner not in live or len(holders) > 1):
+                sources.append(Source(chunk, holders[digest][chunk % len(holders[digest])], digest))
+            elif owner not in live:
+                sources.append(Source(chunk, reducers[chunk % len(reducers)], b""))
+            elif owner != _original(begin, chunk):
+                sources.append(Source(chunk, owner, b""))
+        return tuple(sources)
+
+    def _voters(self) -> list[bytes]:
+        """Whose chunks are the result: those who were complete under the highest ballot; everybody if nobody was."""
+        ballots = {key: have.done for key, have in self.have.items() if have.done is not None and have.digests}
+        highest = max(ballots.values(), default=None)
+        return [key for key, ballot in ballots.items() if ballot == highest] or self.live()
+
+    def finished(self, key: bytes, done: Done, view: Collection[Member], now: float) -> list[Send]:
+        """A member has all chunks. `view` are the members that will be expected next."""
+        if self.phase is not Phase.RUNNING or done.ballot != self.ballot or key not in self.live():
+            return []
+        assert self.begin is not None
+        self.done[key] = done.root
+        if len(self.done) < len(self.live()):
+            return []
+        roots = {root for root in self.done.values() if root}
+        if len(roots) > 1:
+            return self.start_survey(now)
+        if not roots:
+            return self.abort("only auxiliary members are left")
+        samples = sum(self.begin.weights)
+        keys = tuple(member.key for member in self.begin.members)
+        kept = tuple(member for member in view if member.key not in self.out)
+        return self._commit(Commit(self.tip, self.begin.round, roots.pop(), samples, keys, kept))
+
+    def _commit(self, commit: Commit) -> list[Send]:
+        self.phase = Phase.COMMITTED
+        self.commit = commit
+        to = dict.fromkeys([*self.live(), *(member.key for member in commit.view)])
+        return [Send(tuple(to), commit)]
+
+    def abort(self, reason: str) -> list[Send]:
+        """End the round without a result."""
+        self.phase = Phase.ABORTED
+        return [Send(tuple(self.live()), Abort(self.begin.round, reason[:256]))] if self.begin is not None else []
+
+
+def _original(begin: Begin, chunk: int) -> bytes:
+    """The reducer that BEGIN named for `chunk`."""
+    return next(m.key for i, m in enumerate(begin.members) if begin.starts[i] <= chunk < begin.starts[i + 1])
+
+
+def _digest(have: Have, chunk: int) -> bytes:
+    """The digest of `chunk` in a member's answer; b"" if it lacks it (an auxiliary lists none)."""
+    return have.digests[chunk] if chunk < len(have.digests) else b""

@@ -1,0 +1,206 @@
+"""The bytes of a round: parts go out of flat memory, are summed, and the averages come back into flat memory.
+
+Counted per round of N bytes, n members with equal spans: each member sends and receives 2(n-1)/n N, copies each byte that
+it sends once (a result once for all recipients), writes its span once and reads it n times, copies (n-1)/n N results into
+place, and hashes N. Nothing else is done per byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from blake3 import blake3
+
+from shoal.averaging.book import Book, RuleBroken
+from shoal.averaging.messages import Begin, Part, Repair, Result, Source
+from shoal.averaging.plan import chunk_table
+from shoal.compression import Codec
+from shoal.flat import bytes_of
+
+SendTo = Callable[[Sequence[bytes], Part | Result, Sequence[memoryview]], None]
+Fault = Callable[[bytes, str], None]
+
+
+class Exchange:
+    """One member's side of the all-reduce of one round.
+
+    Args:
+        book: what is owed to whom.
+        inputs: flat 1-D CPU tensors, only read.
+        outputs: of the same sizes and dtypes; hold the average when `book.complete`.
+        codec: how chunks travel.
+        send: sends a message with buffers to members.
+        fault: told of a member that broke a rule, with the reason.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        codec: Codec,
+        send: SendTo,
+        fault: Fault,
+    ) -> None:
+        self.book = book
+        self._inputs, self._outputs = inputs, outputs
+        self._codec = codec
+        self._send, self._fault = send, fault
+        self._payloads: dict[int, dict[bytes, memoryview]] = {}
+        self.progressed = 0  # grows with everything that arrives
+
+    @classmethod
+    def of(
+        cls,
+        me: bytes,
+        begin: Begin,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        codec: Codec,
+        send: SendTo,
+        fault: Fault,
+    ) -> Exchange:
+        """The exchange of the round that `begin` describes. Raises RuleBroken if its plan does not fit the vector."""
+        try:
+            chunks = chunk_table([tensor.numel() for tensor in inputs], begin.chunk_elements)
+        except ValueError as error:
+            raise RuleBroken(str(error)) from error
+        if begin.starts[-1] != len(chunks):
+            raise RuleBroken(f"BEGIN divides {begin.starts[-1]} chunks; the vector has {len(chunks)}")
+        return cls(Book(me, begin, chunks), inputs, outputs, codec, send, fault)
+
+    def start(self) -> None:
+        """Send the first parts, and reduce what needs nobody else's."""
+        self._reduce(self.book.put_out(()))
+        self._send_parts()
+
+    def part(self, sender: bytes, chunk: int, buffers: Sequence[memoryview]) -> None:
+        """A member's part of one of my chunks has come. Raises RuleBroken if it does not belong here."""
+        if len(buffers) > 1:
+            raise RuleBroken(f"a part with {len(buffers)} payloads")
+        self.book.part_arrived(sender, chunk, bool(buffers))
+        if buffers:
+            self._check_size(chunk, buffers[0])
+            self._payloads.setdefault(chunk, {})[sender] = buffers[0]
+        self.progressed += 1
+        if self.book.is_ready(chunk):
+            self._reduce([chunk])
+
+    def result(self, sender: bytes, chunk: int, buffers: Sequence[memoryview]) -> None:
+        """The average of a chunk has come. Raises RuleBroken if it does not belong here."""
+        if self.book.result_arrived(sender, chunk):
+            if len(buffers) != 1:
+                raise RuleBroken(f"a result with {len(buffers)} payloads")
+            self._check_size(chunk, buffers[0])
+            self.progressed += 1
+            out = self._slice(self._outputs, chunk)
+            out.copy_(self._codec.decode(buffers[0], out.dtype, out.numel()))
+            self._received(chunk, out)
+        self._send_parts()
+
+    def put_out(self, keys: Sequence[bytes]) -> None:
+        """Go on without these members."""
+        self.progressed += 1
+        self._reduce(self.book.put_out(keys))
+
+    def repair(self, repair: Repair) -> list[Source]:
+        """Follow a repair; returns what is to be fetched. Raises RuleBroken if it does not fit the round."""
+        self.progressed += 1
+        fetches, ready = self.book.repair(repair)
+        self._reduce(ready)
+        self._send_parts()
+        return fetches
+
+    def fetched(self, chunk: int, digest: bytes, data: memoryview) -> None:
+        """A chunk has come from a holder. Raises RuleBroken if it is not the one with that digest."""
+        out = self._slice(self._outputs, chunk)
+        if data.nbytes != out.numel() * out.element_size() or blake3(data).digest() != digest:
+            raise RuleBroken(f"chunk {chunk} is not the one that was committed")
+        bytes_of(out)[:] = data
+        self.progressed += 1
+        self.book.received(chunk, digest)
+
+    def chunk_bytes(self, chunk: int) -> memoryview:
+        """The average of a chunk that is here, uncompressed."""
+        return bytes_of(self._slice(self._outputs, chunk))
+
+    # -- inside
+
+    def _slice(self, tensors: Sequence[torch.Tensor], chunk: int) -> torch.Tensor:
+        span = self.book.chunks[chunk]
+        return tensors[span.buffer][span.start : span.stop]
+
+    def _check_size(self, chunk: int, data: memoryview) -> None:
+        span = self.book.chunks[chunk]
+        expected = self._codec.encoded_nbytes(span.stop - span.start, self._outputs[span.buffer].dtype)
+        if data.nbytes != expected:
+            raise RuleBroken(f"chunk {chunk} came as {data.nbytes} bytes instead of {expected}")
+
+    def _send_parts(self) -> None:
+        for owner, chunk in self.book.next_parts():
+            weighs = self.book.weights[self.book.me] > 0
+            payload = [self._codec.encode(self._slice(self._inputs, chunk))] if weighs else []
+            self._send([owner], Part(self.book.begin.round, chunk), payload)
+
+    def _reduce(self, chunks: Sequence[int]) -> None:
+        for chunk in chunks:
+            out = self._slice(self._outputs, chunk)
+            contributions = self._contributions(chunk)
+            _weighted_mean(contributions, out)
+            if not _is_finite(out):
+                finite = {key: pair for key, pair in contributions.items() if _is_finite(pair[0])}
+                for key in contributions:
+                    if key not in finite:
+                        self._fault(key, f"its chunk {chunk} has values that are not finite (NaN or infinity)")
+                _weighted_mean(finite, out)
+            encoded = self._codec.encode(out)
+            if self._codec.lossy:
+                out.copy_(self._codec.decode(encoded, out.dtype, out.numel()))
+            self._payloads.pop(chunk, None)
+            self.book.reduced(chunk)
+            live = [k for k in self.book.keys if k != self.book.me and k not in self.book.out and self.book.receives[k]]
+            self._send(live, Result(self.book.begin.round, chunk), [encoded])
+            if self.book.receives[self.book.me]:
+                self._received(chunk, out)
+
+    def _contributions(self, chunk: int) -> dict[bytes, tuple[torch.Tensor, float]]:
+        """(tensor, weight) by member, in member order, so that the sum does not depend on the order of arrival."""
+        payloads = self._payloads.get(chunk, {})
+        mine = self._slice(self._inputs, chunk)
+        contributions = {}
+        for key in self.book.keys:
+            weight = self.book.weights[key]
+            if key == self.book.me and weight > 0 and self.book.receives[key]:
+                contributions[key] = (mine, weight)
+            elif key in payloads:
+                contributions[key] = (self._codec.decode(payloads[key], mine.dtype, mine.numel()), weight)
+        return contributions
+
+    def _received(self, chunk: int, out: torch.Tensor) -> None:
+        self.book.received(chunk, blake3(bytes_of(out)).digest())
+
+
+def _weighted_mean(contributions: dict[bytes, tuple[torch.Tensor, float]], out: torch.Tensor) -> None:
+    """Write the weighted mean into `out`, summed in the order given, in float32 (float64 for float64); zeros of none."""
+    total = sum(weight for _, weight in contributions.values())
+    accumulator = out if out.dtype in (torch.float32, torch.float64) else torch.empty_like(out, dtype=torch.float32)
+    if not contributions:
+        accumulator.zero_()
+    for number, (tensor, weight) in enumerate(contributions.values()):
+        if number == 0:
+            accumulator.copy_(tensor).mul_(weight / total) if tensor.dtype != accumulator.dtype else torch.mul(
+                tensor, weight / total, out=accumulator
+            )
+        else:
+            accumulator.add_(tensor, alpha=weight / total)
+    if accumulator is not out:
+        out.copy_(accumulator)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite. The sum tells so in one fast pass; only a sum that is not finite (it may
+    overflow by itself) needs the second."""
+    return bool(tensor.sum(dtype=torch.float32 if tensor.dtype != torch.float64 else None).isfinite()) or bool(
+        tensor.isfinite().all()
+    )

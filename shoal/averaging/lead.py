@@ -1,0 +1,127 @@
+"""Drives a `Coordinator`: its timers, and its messages onto the network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from shoal.averaging.coordinator import Coordinator, Phase, Send
+from shoal.averaging.member import Member
+from shoal.averaging.messages import Begin, Broken, Count, Done, Have, Join, Progress, Survey
+from shoal.p2p.errors import P2PError
+from shoal.p2p.identity import PeerID
+from shoal.p2p.node import Node, Service
+
+
+class Lead:
+    """One peer's coordination of one tip.
+
+    Args:
+        coordinator: decides.
+        connected: the members that can be reached now.
+        survey_timeout: seconds that a member may take to answer a survey.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        node: Node,
+        service: Service,
+        connected: Callable[[], list[Member]],
+        survey_timeout: float,
+    ) -> None:
+        self.coordinator = coordinator
+        self._node, self._service = node, service
+        self._connected = connected
+        self._survey_timeout = survey_timeout
+        self._timer: asyncio.TimerHandle | None = None
+        self._complaints: dict[bytes, set[bytes]] = {}
+        self.last_join_at: float | None = None
+        self.join_to_begin: float | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.coordinator.phase in (Phase.COMMITTED, Phase.ABORTED)
+
+    @property
+    def watched(self) -> list[bytes]:
+        """The members on whom this round waits or may wait."""
+        coordinator = self.coordinator
+        return coordinator.live() if coordinator.begin is not None else list(coordinator.expected)
+
+    def members_changed(self) -> None:
+        """Somebody came or went."""
+        coordinator = self.coordinator
+        if coordinator.begin is None:
+            self._act(coordinator.expect(self._connected(), self._now()))
+        else:
+            for key in coordinator.live():
+                if not self._node.is_connected(PeerID(key)):
+                    self._act(coordinator.put_out(key, "the connection to it was lost", self._now()))
+
+    def progress(self, peer: PeerID, report: Progress) -> Count:
+        answer, actions = self.coordinator.progress(peer.key, report, self._now())
+        self._act(actions)
+        return answer
+
+    def join(self, peer: PeerID, join: Join, gathered: bytes) -> None:
+        self.last_join_at = self._now()
+        self.coordinator.expected.setdefault(peer.key, join.sender)
+        self._act(self.coordinator.join(peer.key, join, gathered, self._now()))
+
+    def done(self, peer: PeerID, done: Done) -> None:
+        self._act(self.coordinator.finished(peer.key, done, self._connected(), self._now()))
+
+    def broken(self, peer: PeerID, broken: Broken) -> None:
+        """A member can't go on with another. Out goes who broke a rule, who is lost to us too, and who speaks of itself;
+        where only the link between two is down, the one that complains of several, else the one complained of."""
+        complaints = self._complaints.setdefault(peer.key, set())
+        complaints.add(broken.peer)
+        at_fault = broken.fault or broken.peer == peer.key or not self._node.is_connected(PeerID(broken.peer))
+        key = broken.peer if at_fault or len(complaints) == 1 else peer.key
+        self._act(self.coordinator.put_out(key, broken.reason, self._now()))
+
+    def take_over(self) -> None:
+        """Begin as the successor of a coordinator that was lost."""
+        self._act(self.coordinator.start_survey(self._now()))
+
+    def stop(self) -> None:
+        """Nothing more is to be done here."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _act(self, actions: Iterable[Send]) -> None:
+        for action in actions:
+            peers = [PeerID(key) for key in action.to]
+            buffers = []
+            if isinstance(action.message, Begin):
+                self.join_to_begin = None if self.last_join_at is None else self._now() - self.last_join_at
+                gathered = {m.key: self.coordinator.gathered.get(m.key, b"") for m in action.message.members}
+                buffers = [msgspec.msgpack.encode(gathered)]
+            if isinstance(action.message, Survey):
+                for peer in peers:
+                    self._node.spawn(self._survey(peer, action.message))
+            else:
+                self._node.notify(peers, self._service, action.message, buffers)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        self.stop()
+        wake_at = self.coordinator.wake_at()
+        if wake_at is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(wake_at, loop.time()), lambda: self._act(self.coordinator.tick(self._now())))
+
+    async def _survey(self, peer: PeerID, survey: Survey) -> None:
+        try:
+            have = await self._node.call(peer, self._service, survey, Have, timeout=self._survey_timeout)
+        except (P2PError, TimeoutError) as error:
+            if self.coordinator.ballot == survey.ballot:
+                self._act(self.coordinator.put_out(peer.key, f"no answer to a survey: {error}", self._now()))
+        else:
+            self._act(self.coordinator.surveyed(peer.key, survey.ballot, have, self._now()))

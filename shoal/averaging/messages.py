@@ -1,0 +1,246 @@
+"""What the peers of a run say to each other. Every field is bounded; a message that exceeds a bound is refused unread.
+
+| message | from → to | meaning |
+|---|---|---|
+| Hello ↔ Hello | any ↔ any | here I am, this is my tip, these are the members that I know |
+| Progress → Count | member → coordinator | so many samples since the tip; so many have all |
+| Call | coordinator → members | the target is reached: join |
+| Join → Joined or Elsewhere | member → coordinator | my input is ready; I heard you, or: somebody else coordinates |
+| Begin | coordinator → members | the members, and who reduces which chunks |
+| Part, Result | member ↔ reducer | a chunk (in the buffer) of my input; of the average |
+| Done | member → coordinator | I have every chunk, and this is their digest |
+| Broken | member → coordinator | I can't go on with that peer, because … |
+| Survey → Have | coordinator → members | these are out; which chunks do you hold? |
+| Repair | coordinator → members | where the chunks come from that nobody brings any more |
+| Fetch → Result | member → holder | send me that chunk |
+| Digests → Committed | member → holder | I missed that round: what was it? |
+| Commit | coordinator → members, passed on | this digest is the result: apply it |
+| Abort | coordinator → members | this round ends without a result |
+| Ping → Pong | any → any | is your reactor alive? |
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from shoal.averaging.member import MAX_MEMBERS, Member
+from shoal.averaging.tip import Amount, Ballot, Digest, Tip
+
+MAX_CHUNKS = 1 << 14
+MAX_CHUNK_ELEMENTS = 1 << 20
+MAX_OPTIONS = 64
+MAX_GATHER_BYTES = 64 << 10
+
+Members = Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+Keys = Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+Round = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Chunk = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHUNKS)]
+ShortText = Annotated[str, msgspec.Meta(max_length=256)]
+MaybeDigest = Annotated[bytes, msgspec.Meta(max_length=32)]  # b"" for none
+Options = Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=MAX_OPTIONS)]
+
+
+class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    """`members` is all that the sender knows, itself included."""
+
+    sender: Member
+    tip: Tip
+    members: Members
+
+
+class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    """Samples accumulated since the tip, and how many the sender makes per second."""
+
+    tip: Tip
+    samples: Amount
+    rate: Amount
+
+
+class Count(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """What all members together have accumulated since the tip, as far as the coordinator knows."""
+
+    tip: Tip
+    samples: float
+    rate: float
+    peers: int
+    called: bool
+
+
+class Call(msgspec.Struct, tag=4, array_like=True, frozen=True):
+    """The members have enough samples: a round is due."""
+
+    tip: Tip
+
+
+class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
+    """The sender's input is ready. What it wants to tell the others (`gather`) is in the buffer.
+
+    `schema` is the hash of the layout of what is averaged; `options` are those that must be equal in a run; `machine`
+    names everything on which the bits of a local step depend; `attempt` is the highest that the sender has followed.
+    """
+
+    tip: Tip
+    sender: Member
+    weight: Amount
+    schema: Digest
+    options: Options
+    machine: ShortText
+    state: MaybeDigest
+    attempt: Annotated[int, msgspec.Meta(ge=0, lt=1 << 52)]
+
+
+class Joined(msgspec.Struct, tag=6, array_like=True, frozen=True):
+    """The coordinator has the sender's Join."""
+
+    tip: Tip
+
+
+class Elsewhere(msgspec.Struct, tag=7, array_like=True, frozen=True):
+    """Not here: the coordinator for this tip is another."""
+
+    coordinator: Member
+
+
+class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True):
+    """The round. `members` are in the order in which parts are summed; member i reduces the chunks from `starts[i]`
+    up to `starts[i + 1]`, each of `chunk_elements` elements; what they gathered is in the buffer."""
+
+    tip: Tip
+    ballot: Ballot
+    members: Members
+    weights: Annotated[tuple[Amount, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+    machines: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+    states: Annotated[tuple[MaybeDigest, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+    chunk_elements: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_ELEMENTS)]
+    starts: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS)], ...], msgspec.Meta(max_length=MAX_MEMBERS + 1)
+    ]
+
+    @property
+    def round(self) -> bytes:
+        return self.tip.round_id(self.ballot)
+
+
+class Part(msgspec.Struct, tag=9, array_like=True, frozen=True):
+    """The sender's input of that chunk; no buffer if its weight is zero (it only asks for the result)."""
+
+    round: Round
+    chunk: Chunk
+
+
+class Result(msgspec.Struct, tag=10, array_like=True, frozen=True):
+    """The average of that chunk."""
+
+    round: Round
+    chunk: Chunk
+
+
+class Done(msgspec.Struct, tag=11, array_like=True, frozen=True):
+    """The sender has all chunks; `root` is the hash of their digests (b"" from an auxiliary, which has none)."""
+
+    round: Round
+    ballot: Ballot
+    root: MaybeDigest
+
+
+class Broken(msgspec.Struct, tag=12, array_like=True, frozen=True):
+    """The sender can't go on with that member. `fault`: it broke a rule, so it is out whoever else can talk to it."""
+
+    round: Round
+    peer: Digest
+    fault: bool
+    reason: ShortText
+
+
+class Survey(msgspec.Struct, tag=13, array_like=True, frozen=True):
+    """The members `out` have left the round; follow this ballot, and tell what you hold."""
+
+    round: Round
+    ballot: Ballot
+    out: Keys
+
+
+class Have(msgspec.Struct, tag=14, array_like=True, frozen=True):
+    """The digest of each chunk (b"" if missing), the ballot under which the sender last was complete, the members that
+    it was told are out, the repair that it follows, and the commit if it has one."""
+
+    ballot: Ballot
+    digests: Annotated[tuple[MaybeDigest, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
+    done: Ballot | None
+    out: Keys
+    repair: Repair | None
+    commit: Commit | None
+
+
+class Source(msgspec.Struct, array_like=True, frozen=True):
+    """Where a chunk comes from now: fetched from `owner` if `digest` is given, else reduced again by it."""
+
+    chunk: Chunk
+    owner: Digest
+    digest: MaybeDigest
+
+
+class Repair(msgspec.Struct, tag=15, array_like=True, frozen=True):
+    """Every chunk that does not come from the reducer that BEGIN named."""
+
+    round: Round
+    ballot: Ballot
+    sources: Annotated[tuple[Source, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
+
+
+class Fetch(msgspec.Struct, tag=16, array_like=True, frozen=True):
+    """Asks for the average of a chunk as the receiver holds it, uncompressed."""
+
+    round: Round
+    chunk: Chunk
+
+
+class Commit(msgspec.Struct, tag=17, array_like=True, frozen=True):
+    """The result of the round is the one with digest `root`; `view` are the members from here on; `members` were in it."""
+
+    tip: Tip
+    round: Round
+    root: Digest
+    samples: Amount
+    members: Keys
+    view: Members
+
+    @property
+    def next_tip(self) -> Tip:
+        return self.tip.after(self.root, self.samples)
+
+
+class Abort(msgspec.Struct, tag=18, array_like=True, frozen=True):
+    """The round (or, for a single member, its part in it) is over without a result."""
+
+    round: Round
+    reason: ShortText
+
+
+class Ping(msgspec.Struct, tag=19, array_like=True, frozen=True):
+    """Answered by the reactor itself, so an answer shows that it runs."""
+
+
+class Pong(msgspec.Struct, tag=20, array_like=True, frozen=True):
+    """The answer to Ping."""
+
+
+class Digests(msgspec.Struct, tag=21, array_like=True, frozen=True):
+    """Asks for the chunk digests of the last committed round, if it is `round`."""
+
+    round: Round
+
+
+class Committed(msgspec.Struct, tag=22, array_like=True, frozen=True):
+    """The answer to Digests: the round's BEGIN, and the digests of its chunks."""
+
+    begin: Begin
+    digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
+
+
+Message = (
+    Hello | Progress | Count | Call | Join | Joined | Elsewhere | Begin | Part | Result | Done | Broken | Survey | Have
+    | Repair | Fetch | Commit | Abort | Ping | Pong | Digests | Committed
+)  # fmt: skip

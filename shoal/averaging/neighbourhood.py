@@ -1,0 +1,139 @@
+"""Keeps one peer connected to the members of its run, and keeps what they know of each other alike."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from shoal.averaging.directory import REFRESH_SECONDS, Directory
+from shoal.averaging.member import Member, Role
+from shoal.averaging.membership import Membership
+from shoal.averaging.messages import Hello
+from shoal.averaging.tip import Tip
+from shoal.p2p.errors import P2PError
+from shoal.p2p.identity import PeerID
+from shoal.p2p.node import Node, Service
+
+log = logging.getLogger(__name__)
+
+MEET_TIMEOUT = 5.0
+SPREAD_DELAY = 0.02  # news of members that come together is told together
+
+
+class Neighbourhood:
+    """The driver of a `Membership`: dials members, says Hello, reads the directory, notices losses.
+
+    Args:
+        node: this peer.
+        service: over which Hello goes.
+        membership: what is known.
+        directory: where members are listed.
+        tip: this peer's state.
+        changed: called after what is known or connected has changed.
+        heard: called with a member and its tip, when one tells it.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        service: Service,
+        membership: Membership,
+        directory: Directory,
+        *,
+        tip: Callable[[], Tip],
+        changed: Callable[[], None],
+        heard: Callable[[Member, Tip], None],
+    ) -> None:
+        self.membership = membership
+        self._node, self._service, self._directory = node, service, directory
+        self._tip, self._changed, self._heard = tip, changed, heard
+        self._meeting: set[bytes] = set()
+        self._spread: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """List this peer, and meet all that are listed: when this returns, each side knows the other."""
+        await self._directory.publish(self.membership.me)
+        found = await self._directory.read()
+        await asyncio.gather(*(self.meet(member) for member in found))
+        self._node.spawn(self._refresh())
+
+    def connected(self) -> list[Member]:
+        """The members that a message can reach now, this peer included."""
+        return [m for m in self.membership.members.values() if self._node.is_connected(m.peer)]
+
+    def coordinator(self) -> Member:
+        """Who coordinates at this peer's tip, of those that it can reach."""
+        for member in self.membership.candidates(self._tip().epoch):
+            if self._node.is_connected(member.peer):
+                return member
+        return self.membership.me
+
+    def hello(self) -> Hello:
+        return Hello(self.membership.me, self._tip(), self.membership.snapshot())
+
+    def on_hello(self, peer: PeerID, hello: Hello) -> Hello:
+        """A member speaks."""
+        self.spoke(peer, hello.sender)
+        self._node.learn(peer, hello.sender.multiaddrs())
+        news = self.membership.learn(hello.members)
+        for member in news:
+            self._node.spawn(self.meet(member))
+        self._heard(hello.sender, hello.tip)
+        return self.hello()
+
+    def spoke(self, peer: PeerID, member: Member) -> None:
+        """A member has shown that it is there, whatever was known of it before."""
+        if member.key == peer.key and self.membership.returned(member):
+            log.debug("%r knows %r now", self._node.peer_id, peer)
+            self.tell_others()
+
+    async def meet(self, member: Member) -> None:
+        """Connect to a member and exchange Hello; one that can't be reached is not a member here."""
+        if member.key in self._meeting or member.peer == self._node.peer_id:
+            return
+        if member.role is Role.CLIENT and not self._node.is_connected(member.peer):
+            return  # it dials; nobody can dial it
+        self._meeting.add(member.key)
+        self._node.learn(member.peer, member.multiaddrs())
+        try:
+            answer = await self._node.call(member.peer, self._service, self.hello(), Hello, timeout=MEET_TIMEOUT)
+            self.on_hello(member.peer, answer)
+        except (P2PError, TimeoutError) as error:
+            log.debug("%r could not meet %r: %s", self._node.peer_id, member.peer, error)
+            self.lose(member.key)
+        finally:
+            self._meeting.discard(member.key)
+
+    def lose(self, key: bytes) -> None:
+        """A member can't be reached any more."""
+        if self.membership.lose(key):
+            self._changed()
+
+    def tell_others(self) -> None:
+        """Something is known that others may not know: the coordinator tells everybody, others tell the coordinator."""
+        self._changed()
+        if self._spread is None:
+            self._spread = asyncio.get_running_loop().call_later(SPREAD_DELAY, self._tell)
+
+    def _tell(self) -> None:
+        self._spread = None
+        if self._node.closed:
+            return
+        coordinator = self.coordinator()
+        to = self.connected() if coordinator.key == self.membership.me.key else [coordinator]
+        others = [member.peer for member in to if member.key != self.membership.me.key]
+        self._node.notify(others, self._service, self.hello())
+
+    async def _refresh(self) -> None:
+        """Stay listed, and meet whoever is listed and not connected: newcomers, and both sides of a healed partition."""
+        while True:
+            # Peers that start together may each have read the directory before the other was listed: look again soon.
+            await asyncio.sleep(REFRESH_SECONDS if len(self.membership.members) > 1 else 1.0)
+            try:
+                await self._directory.publish(self.membership.me)
+                listed = await self._directory.read()
+            except (P2PError, TimeoutError) as error:
+                log.warning("%r could not refresh its record in the DHT: %s", self._node.peer_id, error)
+                continue
+            await asyncio.gather(*(self.meet(m) for m in listed if not self._node.is_connected(m.peer)))

@@ -1,0 +1,95 @@
+"""What a member may follow: the rules that keep two coordinators apart, on the member's side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.averaging.book import RuleBroken
+from shoal.averaging.messages import Begin, Commit, Repair, Survey
+from shoal.averaging.tip import Ballot, Tip
+
+
+@dataclass
+class Participant:
+    """One peer's promises for its tip. See the note in `coordinator.py`; this is its rule 1.
+
+    Args:
+        me: the peer's key.
+        tip: the state that it has.
+    """
+
+    me: bytes
+    tip: Tip
+    ballot: Ballot | None = None  # the highest that it has followed at this tip
+    begin: Begin | None = None  # the round that it is in
+    repair: Repair | None = None
+    done: Ballot | None = None  # under which it last was complete
+    commit: Commit | None = None  # the last one that it followed, of the tip before
+
+    @property
+    def attempt(self) -> int:
+        return self.ballot.number if self.ballot is not None else 0
+
+    def follow_begin(self, sender: bytes, begin: Begin, joined: bool) -> None:
+        """Enter a round. Raises RuleBroken if this BEGIN must not be followed."""
+        if begin.tip != self.tip:
+            raise RuleBroken(f"BEGIN of epoch {begin.tip.epoch}, and this peer is at another state")
+        if begin.ballot.coordinator != sender:
+            raise RuleBroken("BEGIN under the ballot of another peer")
+        if not joined or all(member.key != self.me for member in begin.members):
+            raise RuleBroken("BEGIN without a JOIN of this peer")
+        if self.begin is not None:
+            raise RuleBroken("this peer is in a round already")
+        if self.ballot is not None and begin.ballot <= self.ballot:
+            raise RuleBroken(f"attempt {begin.ballot.number}, and this peer has followed {self.ballot.number}")
+        if not len(begin.members) == len(begin.weights) == len(begin.machines) == len(begin.states):
+            raise RuleBroken("BEGIN with lists of unequal length")
+        keys = [member.key for member in begin.members]
+        if keys != sorted(set(keys)):
+            raise RuleBroken("BEGIN with members out of order")
+        if len(begin.starts) != len(keys) + 1 or begin.starts[0] != 0 or list(begin.starts) != sorted(begin.starts):
+            raise RuleBroken("BEGIN with a plan that does not divide the chunks")
+        self.ballot, self.begin = begin.ballot, begin
+        self.repair, self.done = None, None
+
+    def follow_survey(self, sender: bytes, survey: Survey) -> None:
+        """Follow a coordinator's new ballot in the round. Raises RuleBroken if it must not be followed."""
+        self._follow(sender, survey.round, survey.ballot)
+        if self.me in survey.out:
+            raise RuleBroken("a survey that counts this peer as out")
+
+    def follow_repair(self, sender: bytes, repair: Repair) -> None:
+        """Follow a repair. Raises RuleBroken if it must not be followed."""
+        self._follow(sender, repair.round, repair.ballot)
+        self.repair = repair
+
+    def _follow(self, sender: bytes, round_id: bytes, ballot: Ballot) -> None:
+        if self.begin is None or self.begin.round != round_id:
+            raise RuleBroken("this peer is not in that round")
+        if ballot.coordinator != sender or all(member.key != sender for member in self.begin.members):
+            # A coordinator that is no member of its own round can begin it, but only a member can take it over.
+            if ballot.coordinator != sender or sender != self.begin.ballot.coordinator:
+                raise RuleBroken("the sender does not hold that ballot")
+        if self.ballot is not None and ballot < self.ballot:
+            raise RuleBroken(f"attempt {ballot.number}, and this peer has followed {self.ballot.number}")
+        self.ballot = ballot
+
+    def was_complete(self) -> Ballot:
+        """All chunks are here; returns the ballot to say DONE under."""
+        assert self.ballot is not None
+        self.done = self.ballot
+        return self.ballot
+
+    def leave(self) -> None:
+        """The round ended without a result; the ballot stays, so that no lower one is followed."""
+        self.begin = self.repair = self.done = None
+
+    def advance(self, commit: Commit) -> None:
+        """Go on from what was committed."""
+        self.move(commit.next_tip)
+        self.commit = commit
+
+    def move(self, tip: Tip) -> None:
+        """Be at another state, from a download."""
+        self.tip, self.ballot, self.commit = tip, None, None
+        self.leave()

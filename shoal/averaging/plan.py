@@ -1,0 +1,65 @@
+"""How a round divides its vector: into chunks, and the chunks among the reducers. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.averaging.member import Member
+from shoal.averaging.messages import MAX_CHUNK_ELEMENTS, MAX_CHUNKS
+
+CHUNK_ELEMENTS = 1 << 18  # 1 MiB of float32
+SMALLEST_CHUNK = 1 << 12
+CHUNKS_PER_REDUCER = 4  # of a small vector: enough to overlap sending, reducing and receiving
+
+
+def chunk_elements(total: int, reducers: int) -> int:
+    """How many elements a chunk has, for a vector of `total` elements: 2**18, less for small vectors so that every
+    reducer gets some, more for vectors that would have too many chunks."""
+    size = -(-total // max(1, reducers * CHUNKS_PER_REDUCER))
+    size = max(SMALLEST_CHUNK, min(CHUNK_ELEMENTS, -(-size // SMALLEST_CHUNK) * SMALLEST_CHUNK))
+    while -(-total // size) > MAX_CHUNKS // 2 and size < MAX_CHUNK_ELEMENTS:
+        size *= 2
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpan:
+    """A chunk: elements [start, stop) of flat buffer number `buffer`."""
+
+    buffer: int
+    start: int
+    stop: int
+
+
+def chunk_table(sizes: Sequence[int], elements: int) -> list[ChunkSpan]:
+    """The chunks of buffers with so many elements, in order; none of an empty buffer. Raises ValueError if there are
+    more than MAX_CHUNKS."""
+    table = [
+        ChunkSpan(buffer, start, min(start + elements, size))
+        for buffer, size in enumerate(sizes)
+        for start in range(0, size, elements)
+    ]
+    if len(table) > MAX_CHUNKS:
+        raise ValueError(f"{sum(sizes)} elements make {len(table)} chunks of {elements}; at most {MAX_CHUNKS} are allowed")
+    return table
+
+
+def divide(chunks: int, members: Sequence[Member]) -> tuple[int, ...]:
+    """Where each member's chunks start, and `chunks` at the end: `len(members) + 1` numbers.
+
+    A round ends when the slowest reducer has moved its share, and a reducer's time is proportional to its share over its
+    bandwidth; so, with full duplex links and more than two reducers, shares proportional to bandwidth are the best.
+    Clients and members of bandwidth zero get nothing, unless nobody else is there to reduce.
+    """
+    shares = [member.bandwidth if member.reduces else 0.0 for member in members]
+    if not any(shares):
+        shares = [1.0 if member.addresses or len(members) == 1 else 0.0 for member in members]
+    total = sum(shares)
+    if not total:
+        raise ValueError("no member of the group can reduce: all are clients")
+    starts, before = [0], 0.0
+    for share in shares:
+        before += share
+        starts.append(round(chunks * before / total))
+    return tuple(starts)
