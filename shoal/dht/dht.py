@@ -1,0 +1,379 @@
+"""The DHT as users hold it: a plain synchronous object; what it does happens on the reactor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from types import TracebackType
+from typing import Any, Literal, TypeVar, overload
+
+from shoal.dht.node import DHTNode
+from shoal.dht.records import (
+    DHTExpiration,
+    DHTKey,
+    DHTValue,
+    Subkey,
+    ValueWithExpiration,
+    check_expiration,
+    encode_key,
+    encode_value,
+)
+from shoal.dht.validation import RecordValidator
+from shoal.p2p.identity import Identity, PeerID
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.node import Node
+from shoal.p2p.reactor import Reactor
+from shoal.p2p.zeromq import ZeroMQTransport
+
+T = TypeVar("T")
+_NOT_STARTED = "this DHT was not started: call run_in_background(), or pass start=True"
+_SHUT_DOWN = "this DHT was shut down"
+
+Found = ValueWithExpiration[DHTValue] | None
+
+
+class DHT:
+    """A peer's place in a DHT: `store` and `get` small public records, and be found by others.
+
+    >>> with shoal.DHT(start=True) as first, shoal.DHT(first.get_visible_maddrs(), start=True) as second:
+    ...     first.store("key", "value", expiration_time=shoal.get_dht_time() + 60)
+    ...     second.get("key").value
+    'value'
+
+    All methods may be called from any thread but the reactor's. Names and meanings are those of `hivemind.DHT`; there
+    is no other process, so `run_coroutine` takes any function, and what it changes is changed for all.
+
+    Args:
+        initial_peers: addresses of nodes of the DHT, each ending in /p2p/<peer id>; none to begin a new one.
+        start: start right away (`run_in_background`).
+        host_maddrs: where to listen; port 0 means any free one. Use /ip4/0.0.0.0/tcp/<port> to be reached from
+            elsewhere.
+        announce_maddrs: addresses to tell others besides those, such as that of a router which forwards a port.
+        identity_path: file that keeps who this peer is (made if it does not exist); None makes a new identity.
+        client_mode: never listen and keep nothing for others; needs initial peers.
+        record_validators: rules for records, beside that of owned keys, which always holds (`SignatureValidator`).
+        num_replicas: nodes that keep each record; what that means for its safety is told in `DHTNode`.
+        bootstrap_timeout: seconds that initial peers have to answer.
+
+    Raises:
+        TypeError, ValueError: for an argument that makes no sense, before anything is started.
+        PeerUnreachable: when it starts and no initial peer answers; names each, and why.
+        OSError: when it starts and an address to listen on is taken, or the identity's file can't be read.
+    """
+
+    def __init__(
+        self,
+        initial_peers: Sequence[Multiaddr | str] | None = (),
+        *,
+        start: bool = False,
+        host_maddrs: Sequence[Multiaddr | str] = ("/ip4/127.0.0.1/tcp/0",),
+        announce_maddrs: Sequence[Multiaddr | str] = (),
+        identity_path: str | os.PathLike[str] | None = None,
+        client_mode: bool = False,
+        record_validators: Iterable[RecordValidator] = (),
+        num_replicas: int = 10,
+        bootstrap_timeout: float = 10.0,
+    ) -> None:
+        self.initial_peers = _addresses("initial_peers", initial_peers or ())
+        self.host_maddrs = _addresses("host_maddrs", host_maddrs)
+        self.announce_maddrs = _addresses("announce_maddrs", announce_maddrs)
+        for address in self.initial_peers:
+            if address.peer_id is None:
+                raise ValueError(
+                    f"initial_peers: {address} does not say who answers there: it must end in /p2p/<peer id>"
+                )
+        if client_mode and not self.initial_peers:
+            raise ValueError(
+                "client_mode=True needs initial_peers: a client is reached by nobody, so it must reach others"
+            )
+        if not (client_mode or self.host_maddrs):
+            raise ValueError("host_maddrs is empty: name an address to listen on, or set client_mode=True")
+        if num_replicas < 1:
+            raise ValueError(f"num_replicas must be at least 1, not {num_replicas}")
+        self.identity_path = identity_path
+        self.client_mode = client_mode
+        self.num_replicas = num_replicas
+        self.bootstrap_timeout = bootstrap_timeout
+        self._validators = list(record_validators)
+        self._lock = threading.Lock()
+        self._reactor: Reactor | None = None
+        self._dht_node: DHTNode | None = None
+        self._ready: Future[None] | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._peer_id: PeerID | None = None
+        self._pending: set[Future[Any]] = set()
+        if start:
+            self.run_in_background()
+
+    # -- life
+
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        """Start: listen, and join the DHT. With `await_ready`, wait until that is done.
+
+        Raises as the class says, TimeoutError after `timeout` seconds (None: as long as `bootstrap_timeout` allows),
+        RuntimeError if it was started before. After an error nothing of it runs any more.
+        """
+        with self._lock:
+            if self._ready is not None:
+                raise RuntimeError("this DHT was started before: make a new one")
+            identity = Identity.from_file(self.identity_path) if self.identity_path is not None else Identity()
+            self._peer_id = identity.peer_id
+            self._reactor = Reactor.acquire()
+            self._ready = self._reactor.submit(self._start(identity))
+        if await_ready:
+            self.wait_until_ready(timeout)
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until this peer has joined the DHT; raises what `run_in_background` does."""
+        if self._ready is None:
+            raise RuntimeError(_NOT_STARTED)
+        try:
+            self._ready.result(timeout)
+        except CancelledError:
+            raise RuntimeError(_SHUT_DOWN) from None
+        except BaseException:
+            self.shutdown()
+            raise
+
+    async def _start(self, identity: Identity) -> None:
+        self._starting = asyncio.current_task()
+        node = Node(identity, ZeroMQTransport(identity))
+        try:
+            if not self.client_mode:
+                for address in self.host_maddrs:
+                    await node.listen(address)
+            dht_node = DHTNode(
+                node,
+                client_mode=self.client_mode,
+                validators=self._validators,
+                announce=self.announce_maddrs,
+                num_replicas=self.num_replicas,
+            )
+            await dht_node.bootstrap(self.initial_peers, self.bootstrap_timeout)
+        except BaseException:
+            await node.close()
+            raise
+        self._dht_node = dht_node
+
+    def shutdown(self) -> None:
+        """Leave: stop listening, end all connections, cancel what is under way. Calling it again does nothing."""
+        with self._lock:
+            reactor, self._reactor = self._reactor, None
+        if reactor is None:
+            return
+        try:
+            reactor.run(self._stop())
+        finally:
+            reactor.release()
+
+    async def _stop(self) -> None:
+        assert self._starting is not None  # it began before this did
+        self._starting.cancel()
+        await asyncio.gather(self._starting, return_exceptions=True)
+        for future in list(self._pending):
+            future.cancel()
+        dht_node, self._dht_node = self._dht_node, None
+        if dht_node is not None:
+            await dht_node.close()
+            await dht_node.node.close()
+
+    def is_alive(self) -> bool:
+        """Whether it was started, has joined, and was not shut down."""
+        return self._reactor is not None and self._dht_node is not None
+
+    def __enter__(self) -> DHT:
+        if self._ready is None:
+            self.run_in_background()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # -- who it is
+
+    @property
+    def reactor(self) -> Reactor:
+        """The reactor on whose thread this peer's network activity runs."""
+        if self._reactor is None:
+            raise RuntimeError(_NOT_STARTED if self._ready is None else _SHUT_DOWN)
+        return self._reactor
+
+    @property
+    def dht_node(self) -> DHTNode:
+        """The node of the DHT; to be used on the reactor's thread only. Waits until it has joined."""
+        self.wait_until_ready()
+        if self._dht_node is None:
+            raise RuntimeError(_SHUT_DOWN)
+        return self._dht_node
+
+    @property
+    def node(self) -> Node:
+        """The p2p node, by which other rooms talk to peers; to be used on the reactor's thread only."""
+        return self.dht_node.node
+
+    @property
+    def peer_id(self) -> PeerID:
+        """Who this peer is; known as soon as it was started."""
+        if self._peer_id is None:
+            raise RuntimeError(_NOT_STARTED)
+        return self._peer_id
+
+    def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
+        """Addresses at which others can reach this peer, to be passed on as their `initial_peers`; none of a client.
+
+        Those of `announce_maddrs` come first and those of loopback last. Where it listens on all interfaces (0.0.0.0),
+        each interface has its own; `latest` looks again which there are.
+        """
+        dht_node = self.dht_node
+        return self._result(self._submit(_call(lambda: dht_node.visible_addresses(latest))))
+
+    # -- records
+
+    @overload
+    def store(
+        self,
+        key: DHTKey,
+        value: DHTValue,
+        expiration_time: DHTExpiration,
+        subkey: Subkey | None = None,
+        return_future: Literal[False] = False,
+    ) -> bool: ...
+    @overload
+    def store(
+        self,
+        key: DHTKey,
+        value: DHTValue,
+        expiration_time: DHTExpiration,
+        subkey: Subkey | None = None,
+        *,
+        return_future: Literal[True],
+    ) -> Future[bool]: ...
+
+    def store(
+        self,
+        key: DHTKey,
+        value: DHTValue,
+        expiration_time: DHTExpiration,
+        subkey: Subkey | None = None,
+        return_future: bool = False,
+    ) -> bool | Future[bool]:
+        """Keep `value` under `key` until `expiration_time`, on this peer or others.
+
+        Args:
+            key: a str, bytes or int.
+            value: plain data (bool, int, float, str, bytes, list, tuple, dict, None) of at most 64 KiB. A tuple is
+                found as a list.
+            expiration_time: in seconds of `get_dht_time()`. Of two values the one that expires later is kept.
+            subkey: write only this entry of the dictionary under `key`, which others write as well. A key or subkey
+                that contains `[owner:<peer id>]` can be written by that peer only.
+            return_future: return at once, with the result to come.
+
+        Returns:
+            Whether it is stored: False if something newer is there, it has expired, or a validator refuses it.
+
+        Raises:
+            TypeError, ValueError: for a key or value that can't be stored.
+        """
+        encode_key(key)
+        encode_value(value)
+        check_expiration(expiration_time)
+        if subkey is not None:
+            encode_key(subkey, "subkey")
+        future = self._submit(self.dht_node.store(key, value, expiration_time, subkey))
+        return future if return_future else self._result(future)
+
+    @overload
+    def get(self, key: DHTKey, latest: bool = False, return_future: Literal[False] = False) -> Found: ...
+    @overload
+    def get(self, key: DHTKey, latest: bool = False, *, return_future: Literal[True]) -> Future[Found]: ...
+
+    def get(self, key: DHTKey, latest: bool = False, return_future: bool = False) -> Found | Future[Found]:
+        """What is stored under `key`.
+
+        Args:
+            key: as given to `store`.
+            latest: ask all peers that should keep it for the newest; otherwise the first that is found will do.
+            return_future: return at once, with the result to come.
+
+        Returns:
+            (value, expiration_time), or None if nothing is found. For a key with subkeys the value is a dictionary,
+            {subkey: (value, expiration_time)}.
+        """
+        encode_key(key)
+        future = self._submit(self.dht_node.get(key, latest))
+        return future if return_future else self._result(future)
+
+    def add_validators(self, record_validators: Iterable[RecordValidator]) -> None:
+        """Have records checked by these too, from now on; what this peer keeps and they refuse is dropped."""
+        dht_node, validators = self.dht_node, list(record_validators)
+        self._result(self._submit(_call(lambda: dht_node.add_validators(validators))))
+
+    @overload
+    def run_coroutine(
+        self, coro: Callable[[DHT, DHTNode], Awaitable[T]], return_future: Literal[False] = False
+    ) -> T: ...
+    @overload
+    def run_coroutine(
+        self, coro: Callable[[DHT, DHTNode], Awaitable[T]], return_future: Literal[True]
+    ) -> Future[T]: ...
+
+    def run_coroutine(self, coro: Callable[[DHT, DHTNode], Awaitable[T]], return_future: bool = False) -> T | Future[T]:
+        """Run `coro(self, dht_node)` on the reactor's thread, and return its result; it must not block that thread.
+
+        With `return_future`, return at once; cancelling the future cancels it.
+        """
+        dht_node = self.dht_node
+
+        async def run() -> T:
+            return await coro(self, dht_node)
+
+        future = self._submit(run())
+        return future if return_future else self._result(future)
+
+    # -- crossing over to the reactor
+
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        try:
+            future = self.reactor.submit(coroutine)
+        except BaseException:
+            coroutine.close()
+            raise
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        return future
+
+    def _result(self, future: Future[T]) -> T:
+        try:
+            running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is self.reactor.loop:
+            future.cancel()
+            raise RuntimeError(
+                "the DHT was called on the reactor's thread, where it can't wait: use its dht_node there"
+            )
+        try:
+            return future.result()
+        except CancelledError:
+            raise RuntimeError(_SHUT_DOWN) from None
+        except BaseException:
+            future.cancel()  # such as Ctrl-C: nobody waits for it any more
+            raise
+
+
+async def _call(function: Callable[[], T]) -> T:
+    return function()
+
+
+def _addresses(argument: str, addresses: Sequence[Multiaddr | str]) -> list[Multiaddr]:
+    if isinstance(addresses, (str, Multiaddr)) or not isinstance(addresses, Sequence):
+        raise TypeError(f"{argument} must be a list of addresses, not {addresses!r}")
+    try:
+        return [Multiaddr.parse(address) for address in addresses]
+    except ValueError as error:
+        raise ValueError(f"{argument}: {error}") from error

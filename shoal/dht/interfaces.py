@@ -1,0 +1,47 @@
+"""Which addresses a peer that listens on all interfaces can be reached at (Linux)."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.p2p.multiaddr import Multiaddr
+
+_SIOCGIFADDR = 0x8915
+
+
+def concrete_addresses(address: Multiaddr) -> list[Multiaddr]:
+    """`address` itself, or if it means all interfaces (0.0.0.0, ::), one address for each, those of loopback last."""
+    if address.protocol == "ip4" and ipaddress.ip_address(address.host).is_unspecified:
+        hosts = _ip4_hosts()
+    elif address.protocol == "ip6" and ipaddress.ip_address(address.host).is_unspecified:
+        hosts = _ip6_hosts()
+    else:
+        return [address]
+    hosts.sort(key=lambda host: ipaddress.ip_address(host).is_loopback)
+    return [replace(address, host=host) for host in hosts]
+
+
+def _ip4_hosts() -> list[str]:
+    hosts = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # the interface has no IPv4 address
+            hosts.append(socket.inet_ntoa(answer[20:24]))
+    return hosts
+
+
+def _ip6_hosts() -> list[str]:
+    table = Path("/proc/net/if_inet6")
+    if not table.exists():
+        return []
+    found = [ipaddress.IPv6Address(bytes.fromhex(row.split()[0])) for row in table.read_text().splitlines()]
+    # A link-local address means nothing without the name of the interface, which other machines do not share.
+    return [str(host) for host in found if not host.is_link_local]

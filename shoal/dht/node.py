@@ -1,0 +1,350 @@
+"""A node of the DHT: stores and finds records on the nodes nearest to their keys."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from shoal.dht.lookup import Lookup
+from shoal.dht.messages import Ping, Pong
+from shoal.dht.protocol import Protocol
+from shoal.dht.records import (
+    NO_SUBKEY,
+    DHTExpiration,
+    DHTKey,
+    DHTRecord,
+    DHTValue,
+    Subkey,
+    ValueWithExpiration,
+    check_expiration,
+    decode_subkey,
+    decode_value,
+    encode_key,
+    encode_value,
+    get_dht_time,
+    key_id,
+    node_id,
+)
+from shoal.dht.replication import Replication
+from shoal.dht.routing import RoutingTable
+from shoal.dht.search import Heed, search
+from shoal.dht.storage import LocalStorage
+from shoal.dht.validation import CompositeValidator, RecordValidator, SignatureValidator
+from shoal.p2p.errors import P2PError, PeerUnreachable
+from shoal.p2p.identity import PeerID
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.node import Node
+
+log = logging.getLogger(__name__)
+
+GREETING_GRACE = 1.0  # after the first initial peer answered, the others have so long
+MAX_SEARCHES = 32  # at a time, of one store_many or get_many
+
+T = TypeVar("T")
+
+
+class DHTNode:
+    """One participant of the DHT. Lives on the loop of `node`: make it and call it there.
+
+    How safe a record is: it is stored on the `num_replicas` nodes nearest to its key. If k of n nodes are killed at
+    once, before anybody can react, it is lost with probability C(k, r) / C(n, r), r being `num_replicas`: with 32 nodes
+    and 10 killed 1.3e-3 for r = 5 (the reference's default), 4.3e-6 for r = 8, 1.6e-8 for r = 10 (the default here); in
+    a large swarm that loses a third at once 3^-r, 1.7e-5 for r = 10. Within seconds the survivors then send the record
+    to the next nearest nodes, so losses further apart do not add up, and newcomers get what they are now near to. Both
+    are the task of the nearest survivor; what falls between is made good when records are republished.
+
+    Args:
+        node: carries the messages; its handlers, address book and connections may be used by others as well.
+        client_mode: ask and store, but keep nothing and serve nobody; in no routing table.
+        validators: rules for records beside `SignatureValidator`, which every node has.
+        announce: addresses to name to others besides those at which `node` listens.
+        clock: seconds in which expiration times are measured; everything else is timed by the loop.
+        rng: draws the times of upkeep and republishing and what to look for, and nothing else.
+        bucket_size: Kademlia's k, contacts per bucket of the routing table.
+        num_replicas: nodes that keep each record.
+        parallel: Kademlia's alpha, requests that one search has under way.
+        request_timeout: seconds until a node that does not answer counts as failed.
+        upkeep_period: mean seconds between two rounds of dropping, asking silent contacts and looking for new ones.
+        republish_period: mean seconds after which a node stores anew what nobody else stored meanwhile.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        *,
+        client_mode: bool = False,
+        validators: Iterable[RecordValidator] = (),
+        announce: Sequence[Multiaddr] = (),
+        clock: Callable[[], float] = get_dht_time,
+        rng: random.Random | None = None,
+        bucket_size: int = 20,
+        num_replicas: int = 10,
+        parallel: int = 5,
+        request_timeout: float = 3.0,
+        upkeep_period: float = 15.0,
+        republish_period: float = 120.0,
+    ) -> None:
+        self.node = node
+        self.peer_id = node.peer_id
+        self.client_mode = client_mode
+        self.num_replicas = num_replicas
+        self.table = RoutingTable(node_id(node.peer_id), bucket_size)
+        self.storage = LocalStorage()
+        self.cache = LocalStorage(max_records=4096, max_bytes=16 << 20)
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._parallel = parallel
+        self._upkeep_period = upkeep_period
+        self._initial_peers: dict[PeerID, list[Multiaddr]] = {}
+        self._validator = CompositeValidator([SignatureValidator(node.identity), *validators])
+        self._replication = Replication(self.table, self.storage, num_replicas, republish_period, self._rng)
+        self._protocol = Protocol(
+            node,
+            table=self.table,
+            storage=self.storage,
+            cache=self.cache,
+            replication=self._replication,
+            validator=self._validator,
+            client_mode=client_mode,
+            announce=announce,
+            clock=clock,
+            request_timeout=request_timeout,
+        )
+        self._upkeep = node.spawn(self._keep_up())
+
+    async def close(self) -> None:
+        """Take no further part. The others have what this node kept, and notice that it is gone."""
+        self._protocol.close()
+        self._upkeep.cancel()
+        await asyncio.gather(self._upkeep, return_exceptions=True)
+
+    def visible_addresses(self, latest: bool = False) -> list[Multiaddr]:
+        """Where others can reach this node, those of loopback last; `latest` looks at the interfaces again."""
+        return self._protocol.visible_addresses(latest)
+
+    def add_validators(self, validators: Iterable[RecordValidator]) -> None:
+        """Have records checked by these too; what is kept here and does not pass is dropped."""
+        self._validator.extend(validators)
+        for storage in (self.storage, self.cache):
+            storage.retain(self._validator.validate)
+
+    # -- joining
+
+    async def bootstrap(self, initial_peers: Iterable[Multiaddr | str], timeout: float = 10.0) -> None:
+        """Join the DHT of which `initial_peers` are nodes. One that answers is enough; none is needed to begin a DHT.
+
+        Raises ValueError for an address that does not end in /p2p/<peer id>, and PeerUnreachable, with the reason for
+        each, if none answers within `timeout` seconds.
+        """
+        for address in map(Multiaddr.parse, initial_peers):
+            if address.peer_id is None:
+                raise ValueError(f"{address} does not say who answers there: an initial peer ends in /p2p/<peer id>")
+            if address.peer_id != self.peer_id:
+                self._initial_peers.setdefault(address.peer_id, []).append(address)
+        if not self._initial_peers:
+            return
+        failures = await self._greet_initial_peers(timeout)
+        if len(failures) == len(self._initial_peers):
+            reasons = [
+                f"\n  {address}: {failures[peer]}" for peer, known in self._initial_peers.items() for address in known
+            ]
+            raise PeerUnreachable(f"none of the initial peers answered:{''.join(reasons)}")
+        await self._search(self.table.own_id)
+
+    async def _greet_initial_peers(self, timeout: float) -> dict[PeerID, str]:
+        """Tell the initial peers that this node is there; returns why those that did not answer did not."""
+
+        async def greet(peer: PeerID) -> str:
+            self.node.learn(peer, self._initial_peers[peer])
+            try:
+                await self._protocol.call(peer, Ping(self._protocol.sender()), Pong, timeout)
+            except (P2PError, TimeoutError) as error:
+                return str(error) or f"no answer within {timeout:g} s"
+            return ""
+
+        greetings = {peer: self.node.spawn(greet(peer)) for peer in self._initial_peers}
+        waiting = list(greetings.values())
+        try:
+            while waiting and all(not task.done() or task.result() for task in greetings.values()):
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                waiting = [task for task in waiting if not task.done()]
+            if waiting:
+                await asyncio.wait(waiting, timeout=GREETING_GRACE)
+        finally:
+            for task in greetings.values():
+                task.cancel()
+        reasons = {peer: task.result() if task.done() else "no answer yet" for peer, task in greetings.items()}
+        return {peer: reason for peer, reason in reasons.items() if reason}
+
+    # -- storing
+
+    async def store(
+        self, key: DHTKey, value: DHTValue, expiration_time: DHTExpiration, subkey: Subkey | None = None
+    ) -> bool:
+        """Keep `value` under `key` (under a subkey of it, if given) until `expiration_time`.
+
+        Returns whether any node keeps it: False if none could be reached, if something newer is there, if it has
+        expired already, or if a validator refuses it. Raises TypeError and ValueError as `encode_key` and
+        `encode_value` do.
+        """
+        return (await self._store_records([self._record(key, value, expiration_time, subkey)]))[0]
+
+    async def store_many(
+        self,
+        keys: Sequence[DHTKey],
+        values: Sequence[DHTValue],
+        expiration_time: DHTExpiration | Sequence[DHTExpiration],
+        subkeys: Sequence[Subkey | None] | None = None,
+    ) -> dict[DHTKey | tuple[DHTKey, Subkey], bool]:
+        """As `store`, for many at once. The results are by key, or by (key, subkey) where there is a subkey.
+
+        Raises ValueError if the lists are not equally long.
+        """
+        times = [expiration_time] * len(keys) if isinstance(expiration_time, (int, float)) else expiration_time
+        subkeys = subkeys or [None] * len(keys)
+        if not len(keys) == len(values) == len(times) == len(subkeys):
+            raise ValueError("keys, values, expiration times and subkeys must be equally many")
+        records = list(map(self._record, keys, values, times, subkeys))
+        by_key: dict[bytes, list[int]] = {}
+        for index, record in enumerate(records):
+            by_key.setdefault(record.key, []).append(index)
+        stored = await _gather(self._store_records([records[index] for index in group]) for group in by_key.values())
+        kept = {
+            i: ok for group, oks in zip(by_key.values(), stored, strict=True) for i, ok in zip(group, oks, strict=True)
+        }
+        return {
+            key if subkey is None else (key, subkey): kept[index]
+            for index, (key, subkey) in enumerate(zip(keys, subkeys, strict=True))
+        }
+
+    def _record(self, key: DHTKey, value: DHTValue, expiration: DHTExpiration, subkey: Subkey | None) -> DHTRecord:
+        place = NO_SUBKEY if subkey is None else encode_key(subkey, "subkey")
+        record = DHTRecord(encode_key(key), place, encode_value(value), check_expiration(expiration))
+        return msgspec.structs.replace(record, value=self._validator.sign_value(record))
+
+    async def _store_records(self, records: list[DHTRecord]) -> list[bool]:
+        """Store records of one key; for each whether any node keeps it."""
+        target = key_id(records[0].key)
+        valid = [record for record in records if self._protocol.is_valid(record)]
+        if len(valid) < len(records):
+            log.warning(
+                "%d records were not stored, because this node's own validators refuse them", len(records) - len(valid)
+            )
+        if not valid:
+            return [False] * len(records)
+        lookup = await self._search(target)
+        candidates = lookup.nearest() + ([] if self.client_mode else [self.peer_id])
+        candidates.sort(key=lambda peer: node_id(peer) ^ target)
+        kept = [False] * len(valid)
+        missing = self.num_replicas
+        while missing and candidates:
+            now, candidates = candidates[:missing], candidates[missing:]
+            for answer in await asyncio.gather(*(self._store_at(peer, lookup, valid) for peer in now)):
+                if answer is not None:
+                    missing -= 1
+                    kept = [one or other for one, other in zip(kept, answer, strict=True)]
+        is_cached = bool(self.cache.get(target, self._clock()))
+        for record, stored in zip(valid, kept, strict=True):
+            if stored and (is_cached or record.subkey == NO_SUBKEY):
+                self.cache.store(record, self._clock())
+        outcome = dict(zip(map(id, valid), kept, strict=True))
+        return [outcome.get(id(record), False) for record in records]
+
+    async def _store_at(self, peer: PeerID, lookup: Lookup, records: list[DHTRecord]) -> list[bool] | None:
+        if peer == self.peer_id:
+            return [self._protocol.keep(record) for record in records]
+        return await self._protocol.send_records(peer, lookup.addresses[peer], records)
+
+    # -- finding
+
+    async def get(self, key: DHTKey, latest: bool = False) -> ValueWithExpiration[DHTValue] | None:
+        """What is stored under `key`, and until when; None if nothing is found.
+
+        For a key with subkeys the value is `{subkey: ValueWithExpiration}`. With `latest` all nodes that should keep
+        the key are asked, and the newest of what they have is put together; without it the first answer is taken, this
+        node's own memory included.
+        """
+        encoded = encode_key(key)
+        target = key_id(encoded)
+        found = LocalStorage()
+        for record in self.cache.get(target, self._clock()) + self.storage.get(target, self._clock()):
+            found.store(record, self._clock())
+        if latest or not len(found):
+            await self._find(encoded, found, latest)
+        records = found.get(target, self._clock())
+        for record in records:
+            self.cache.store(record, self._clock())
+        return self._present(records)
+
+    async def get_many(
+        self, keys: Iterable[DHTKey], latest: bool = False
+    ) -> dict[DHTKey, ValueWithExpiration[DHTValue] | None]:
+        """As `get`, for many keys at once."""
+        unique = list(dict.fromkeys(keys))
+        return dict(zip(unique, await _gather(self.get(key, latest) for key in unique), strict=True))
+
+    async def _find(self, key: bytes, found: LocalStorage, latest: bool) -> None:
+        """Search the network for the records of `key` and put them into `found`."""
+        lacking: list[PeerID] = []
+
+        def heed(peer: PeerID, records: list[DHTRecord]) -> bool:
+            if not records:
+                lacking.append(peer)
+            for record in records:
+                if record.key == key and not found.holds(record) and self._protocol.is_valid(record):
+                    found.store(record, self._clock())
+            return not latest and len(found) > 0
+
+        await self._search(key_id(key), heed)
+        records = found.get(key_id(key), self._clock())
+        if records and lacking:
+            # As in Kademlia, the nearest node without it gets a copy: who comes the same way finds it a step earlier.
+            nearest = min(lacking, key=lambda peer: node_id(peer) ^ key_id(key))
+            self.node.spawn(self._protocol.send_records(nearest, (), records, cache=True))
+
+    def _present(self, records: list[DHTRecord]) -> ValueWithExpiration[DHTValue] | None:
+        values = {
+            record.subkey: ValueWithExpiration(
+                decode_value(self._validator.strip_value(record)), record.expiration_time
+            )
+            for record in records
+        }
+        if not values or NO_SUBKEY in values:
+            return values.get(NO_SUBKEY)
+        dictionary = {decode_subkey(subkey): value for subkey, value in sorted(values.items())}
+        return ValueWithExpiration(dictionary, max(value.expiration_time for value in values.values()))
+
+    async def _search(self, target: int, heed: Heed | None = None) -> Lookup:
+        return await search(self._protocol, target, self.num_replicas, self._parallel, heed)
+
+    # -- upkeep
+
+    async def _keep_up(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._upkeep_period * self._rng.uniform(0.5, 1.5))
+            for storage in (self.storage, self.cache):
+                storage.remove_expired(self._clock())
+            await _gather(self._protocol.ping(contact.peer) for contact in self.table.due(loop.time()))
+            if self._initial_peers and not self.table.alive():
+                await self._greet_initial_peers(timeout=10.0)
+            for target in self.table.refresh_targets(loop.time(), self._rng):
+                await self._search(target)
+            republished = [self.storage.get(key, self._clock()) for key in self._replication.due(loop.time())]
+            await _gather(self._store_records(records) for records in republished if records)
+
+
+async def _gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order; at most `MAX_SEARCHES` run at a time."""
+    gate = asyncio.Semaphore(MAX_SEARCHES)
+
+    async def run(coroutine: Coroutine[Any, Any, T]) -> T:
+        async with gate:
+            return await coroutine
+
+    return await asyncio.gather(*map(run, coroutines))

@@ -1,0 +1,292 @@
+"""A DHT node's side of the conversation: answers, asks, and keeps the routing table by what it sees."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
+
+from shoal.dht.interfaces import concrete_addresses
+from shoal.dht.messages import (
+    MAX_ADDRESSES,
+    MAX_BYTES_PER_STORE,
+    MAX_CONTACTS,
+    MAX_RECORDS_PER_STORE,
+    SERVICE,
+    Find,
+    Found,
+    KnownPeer,
+    Ping,
+    Pong,
+    Request,
+    Sender,
+    Store,
+    Stored,
+)
+from shoal.dht.records import NO_SUBKEY, DHTRecord, decode_subkey, decode_value, key_id
+from shoal.dht.replication import Replication
+from shoal.dht.routing import RoutingTable
+from shoal.dht.storage import LocalStorage
+from shoal.dht.validation import CompositeValidator
+from shoal.p2p.errors import P2PError, Refused
+from shoal.p2p.identity import PeerID
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.node import Answer, Node
+
+log = logging.getLogger(__name__)
+
+BLOCK_SECONDS = 5.0  # a peer that failed is not asked for so long, then twice that, … at most MAX_BLOCK_SECONDS
+MAX_BLOCK_SECONDS = 120.0
+MAX_BLOCKED = 4096
+
+Expected = TypeVar("Expected", bound=msgspec.Struct)
+
+
+class Protocol:
+    """Carries out what the parts without I/O decide.
+
+    Args:
+        node: carries the messages.
+        table, storage, cache, replication, validator: of this DHT node. `cache` holds copies that are not passed on.
+        client_mode: ask others, serve nobody.
+        announce: addresses to name besides those at which `node` listens.
+        clock: seconds in which expiration times are measured.
+        request_timeout: seconds until a peer that does not answer counts as failed.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        *,
+        table: RoutingTable,
+        storage: LocalStorage,
+        cache: LocalStorage,
+        replication: Replication,
+        validator: CompositeValidator,
+        client_mode: bool,
+        announce: Sequence[Multiaddr],
+        clock: Callable[[], float],
+        request_timeout: float,
+    ) -> None:
+        self.node = node
+        self.table = table
+        self.storage = storage
+        self.cache = cache
+        self.replication = replication
+        self.validator = validator
+        self.client_mode = client_mode
+        self.announce = announce
+        self.clock = clock
+        self.request_timeout = request_timeout
+        self._blocked: dict[PeerID, tuple[float, int]] = {}  # until when, after how many failures
+        self._visible: list[Multiaddr] = []
+        self._visible_of: list[Multiaddr] = []
+        self._sender = Sender(client_mode, ())
+        self._stop_listening_for_losses = node.on_lost(lambda peer, _reason: self._on_lost(peer))
+        if not client_mode:
+            node.serve(SERVICE, self._handle)
+
+    def close(self) -> None:
+        """Serve nobody from now on."""
+        self._stop_listening_for_losses()
+        if not self.client_mode:
+            self.node.stop_serving(SERVICE)
+
+    # -- who this node is
+
+    def visible_addresses(self, latest: bool = False) -> list[Multiaddr]:
+        """Where other peers can reach this node; `latest` looks at the machine's interfaces again."""
+        if latest or self._visible_of != self.node.addresses:
+            self._visible_of = list(self.node.addresses)
+            listening = [concrete for address in self.node.addresses for concrete in concrete_addresses(address)]
+            everywhere = [address.with_peer(self.node.peer_id) for address in (*self.announce, *listening)]
+            self._visible = list(dict.fromkeys(everywhere))
+            if not self.client_mode:
+                texts = tuple(str(replace(address, peer_id=None)) for address in self._visible)
+                self._sender = Sender(False, texts[:MAX_ADDRESSES])
+        return self._visible
+
+    def sender(self) -> Sender:
+        """What every request of this node begins with."""
+        self.visible_addresses()
+        return self._sender
+
+    # -- what is valid
+
+    def is_valid(self, record: DHTRecord) -> bool:
+        """Whether `record` may be kept, shown to the user and passed on; checked once only."""
+        if self.storage.holds(record) or self.cache.holds(record):
+            return True
+        if not self.validator.validate(record):
+            return False
+        try:
+            decode_value(self.validator.strip_value(record))
+            if record.subkey != NO_SUBKEY:
+                decode_subkey(record.subkey)
+        except ValueError:
+            return False
+        return True
+
+    # -- requests of others
+
+    def _handle(self, peer: PeerID, message: msgspec.Struct, _buffers: Sequence[memoryview]) -> Answer:
+        if not isinstance(message, Request):
+            raise Refused(f"{type(message).__name__} is a reply, not a request")
+        self._heed_sender(peer, message.sender)
+        if isinstance(message, Find):
+            return self._find(peer, message)
+        if isinstance(message, Store):
+            return Stored([self.keep(record, message.cache) for record in message.records])
+        return Pong(self.sender())
+
+    def _find(self, peer: PeerID, message: Find) -> Found:
+        target = int.from_bytes(message.target, "big")
+        nearest = self.table.nearest(target, min(self.table.bucket_size, MAX_CONTACTS - 1) + 1)
+        known = [KnownPeer(contact.peer.key, contact.addresses) for contact in nearest if contact.peer != peer]
+        records: list[DHTRecord] = []
+        if message.records:
+            now = self.clock()
+            records = self.storage.get(target, now) or self.cache.get(target, now)
+        return Found(known, records)
+
+    def keep(self, record: DHTRecord, cache: bool = False) -> bool:
+        """Store `record` here, if it is valid; returns whether it is kept."""
+        if not self.is_valid(record):
+            log.debug("refused an invalid record under %r, subkey %r", record.key, record.subkey)
+            return False
+        if cache:
+            return self.cache.store(record, self.clock())
+        kept = self.storage.store(record, self.clock())
+        if kept:
+            self.replication.refreshed(key_id(record.key), asyncio.get_running_loop().time())
+        return kept
+
+    # -- requests to others
+
+    async def call(self, peer: PeerID, request: Request, expect: type[Expected], timeout: float) -> Expected:
+        """`p2p.Node.call`, by which the routing table learns how `peer` is doing."""
+        try:
+            reply = await self.node.call(peer, SERVICE, request, expect, timeout=timeout)
+        except (P2PError, TimeoutError):
+            now = asyncio.get_running_loop().time()
+            _, failures = self._blocked.pop(peer, (0.0, 0))
+            self._blocked[peer] = (now + min(BLOCK_SECONDS * 2**failures, MAX_BLOCK_SECONDS), min(failures + 1, 16))
+            if len(self._blocked) > MAX_BLOCKED:
+                del self._blocked[next(iter(self._blocked))]
+            self._failed(peer)
+            raise
+        if isinstance(reply, Pong):
+            self._heed_sender(peer, reply.sender)
+        else:
+            self._heard(peer, tuple(str(replace(address, peer_id=None)) for address in self.node.known_addresses(peer)))
+        return reply
+
+    async def ask(
+        self, peer: PeerID, addresses: Sequence[str], request: Request, expect: type[Expected]
+    ) -> Expected | None:
+        """The reply of `peer`, or None if it gives none. `addresses` is where others say that it listens."""
+        if not self.node.is_connected(peer):
+            contact = self.table.get(peer)  # what a peer said itself counts for more than what others say of it
+            self.node.learn(peer, _parsed(peer, addresses if contact is None else contact.addresses))
+        try:
+            return await self.call(peer, request, expect, self.request_timeout)
+        except (P2PError, TimeoutError) as error:
+            log.debug("%r did not answer %s: %s", peer, type(request).__name__, error or "deadline passed")
+            return None
+
+    async def ping(self, peer: PeerID) -> None:
+        """Find out whether `peer`, a contact, lives."""
+        await self.ask(peer, (), Ping(self.sender()), Pong)
+
+    async def send_records(
+        self, peer: PeerID, addresses: Sequence[str], records: Iterable[DHTRecord], cache: bool = False
+    ) -> list[bool] | None:
+        """Have `peer` keep `records`; for each whether it does, or None if it did not answer."""
+        kept: list[bool] = []
+        for batch in _batches(records):
+            reply = await self.ask(peer, addresses, Store(self.sender(), batch, cache), Stored)
+            if reply is None or len(reply.kept) != len(batch):
+                return None
+            kept.extend(reply.kept)
+        return kept
+
+    def is_blocked(self, peer: PeerID) -> bool:
+        """Whether `peer` failed so recently that it should not be asked."""
+        until, _ = self._blocked.get(peer, (0.0, 0))
+        return asyncio.get_running_loop().time() < until
+
+    # -- what that says about who is alive
+
+    def _heed_sender(self, peer: PeerID, sender: Sender) -> None:
+        if peer == self.node.peer_id:
+            return
+        contact = self.table.get(peer)
+        addresses = sender.addresses
+        if contact is None or contact.addresses != addresses:
+            addresses = tuple(str(replace(address, peer_id=None)) for address in _parsed(peer, addresses))
+        if sender.client or not addresses:
+            self.table.forget(peer)
+        else:
+            self._heard(peer, addresses)
+
+    def _heard(self, peer: PeerID, addresses: tuple[str, ...]) -> None:
+        self._blocked.pop(peer, None)
+        known = self.table.get(peer)
+        was_alive = self.table.is_alive(peer)
+        check = self.table.heard(
+            peer, addresses or (known.addresses if known else ()), asyncio.get_running_loop().time()
+        )
+        if check is not None:
+            self.node.spawn(self.ping(check.peer))
+        if not was_alive and self.table.is_alive(peer):
+            records = [record for key in self.replication.joined(peer) for record in self._records(key)]
+            if records:
+                self.node.spawn(self.send_records(peer, addresses, records))
+
+    def _on_lost(self, peer: PeerID) -> None:
+        if not self.node.closed:
+            self._failed(peer)
+
+    def _failed(self, peer: PeerID) -> None:
+        was_alive = self.table.is_alive(peer)
+        self.table.failed(peer, asyncio.get_running_loop().time())
+        if not was_alive:
+            return
+        handover: dict[PeerID, list[DHTRecord]] = {}
+        for successor, key in self.replication.lost(peer):
+            handover.setdefault(successor, []).extend(self._records(key))
+        for successor, records in handover.items():
+            self.node.spawn(self.send_records(successor, (), records))
+
+    def _records(self, key: int) -> list[DHTRecord]:
+        return self.storage.get(key, self.clock())
+
+
+def _parsed(peer: PeerID, addresses: Iterable[str]) -> list[Multiaddr]:
+    """Those of `addresses` that can be addresses of `peer`."""
+    parsed = []
+    for text in addresses:
+        try:
+            address = Multiaddr.parse(text)
+        except ValueError:
+            continue  # a later version may know more kinds; one bad address must not cost the others
+        if address.peer_id in (None, peer) and address.port:
+            parsed.append(address)
+    return parsed
+
+
+def _batches(records: Iterable[DHTRecord]) -> list[list[DHTRecord]]:
+    """`records` in lists that fit into one Store each."""
+    batches: list[list[DHTRecord]] = []
+    size = 0
+    for record in records:
+        size += record.size
+        if not batches or size > MAX_BYTES_PER_STORE or len(batches[-1]) == MAX_RECORDS_PER_STORE:
+            batches.append([])
+            size = record.size
+        batches[-1].append(record)
+    return batches

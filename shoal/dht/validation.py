@@ -1,0 +1,196 @@
+"""Which records are valid: the rule that every node applies to what it is asked to keep and to what it is told."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from shoal.dht.records import NO_SUBKEY, DHTKey, DHTRecord, decode_subkey, decode_value, encode_key
+from shoal.p2p.identity import SIGNATURE_BYTES, Identity, PeerID
+
+
+class RecordValidator(ABC):
+    """A rule for records. All nodes that should keep to it need an equal one.
+
+    The semantics are those of hivemind's `RecordValidatorBase`.
+    """
+
+    @abstractmethod
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether `record`, as `sign_value` left it, is valid; asked of what comes from others and of own records."""
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        """`record.value`, with what this validator wants to find there (at most 256 bytes). Called before storing."""
+        return record.value
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        """`record.value` without what `sign_value` added. Called only if `validate` was true of `record`."""
+        return record.value
+
+    @property
+    def priority(self) -> int:
+        """Validators sign in the order of rising priority, and validate and strip in the opposite order."""
+        return 0
+
+    def merged_with(self, other: RecordValidator) -> RecordValidator | None:
+        """One validator that acts for both; None if there is none, and then both must find a record valid."""
+        return None
+
+
+class CompositeValidator(RecordValidator):
+    """Several validators as one: all of them must find a record valid."""
+
+    def __init__(self, validators: Iterable[RecordValidator] = ()) -> None:
+        self._validators: list[RecordValidator] = []
+        self.extend(validators)
+
+    def extend(self, validators: Iterable[RecordValidator]) -> None:
+        """Add validators, merging those that can be."""
+        for validator in validators:
+            for index, existing in enumerate(self._validators):
+                if (merged := existing.merged_with(validator)) is not None:
+                    self._validators[index] = merged
+                    break
+            else:
+                self._validators.append(validator)
+        self._validators.sort(key=lambda validator: validator.priority)
+
+    def validate(self, record: DHTRecord) -> bool:
+        for validator in reversed(self._validators):
+            if not validator.validate(record):
+                return False
+            record = msgspec.structs.replace(record, value=validator.strip_value(record))
+        return True
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        for validator in self._validators:
+            record = msgspec.structs.replace(record, value=validator.sign_value(record))
+        return record.value
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        for validator in reversed(self._validators):
+            record = msgspec.structs.replace(record, value=validator.strip_value(record))
+        return record.value
+
+
+class SignatureValidator(RecordValidator):
+    """A key or subkey that contains `[owner:<peer id>]` can be written only by that peer, which signs what it writes.
+
+    The signature (ed25519, 64 bytes at the end of the value) covers key, subkey, value and expiration time. A key and a
+    subkey that name different owners, or a name that is no peer id, can be written by nobody. Every `DHTNode` has one.
+
+    Args:
+        identity: signs this peer's own records.
+    """
+
+    _OWNER = re.compile(rb"\[owner:(.*?)\]", re.DOTALL)
+    _DOMAIN = b"shoal dht record\0"
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+
+    @property
+    def owner_marker(self) -> str:
+        """What to put into a key or subkey to make it this peer's own."""
+        return owner_marker(self._identity.peer_id)
+
+    def validate(self, record: DHTRecord) -> bool:
+        owners = self._owners(record)
+        if not owners:
+            return True
+        if len(owners) > 1 or len(record.value) < SIGNATURE_BYTES:
+            return False
+        try:
+            owner = PeerID.parse(owners[0].decode())
+        except ValueError:
+            return False
+        # Another text of the same peer id would be another place, under the same name, for whoever reads the subkeys.
+        if str(owner).encode() != owners[0]:
+            return False
+        return owner.verify(self._signed_bytes(record, self.strip_value(record)), record.value[-SIGNATURE_BYTES:])
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        if self._owners(record) != [str(self._identity.peer_id).encode()]:
+            return record.value
+        return record.value + self._identity.sign(self._signed_bytes(record, record.value))
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        return record.value[:-SIGNATURE_BYTES] if self._owners(record) else record.value
+
+    @property
+    def priority(self) -> int:
+        """High: the signature is the last that is added, and the first that is checked."""
+        return 10
+
+    def merged_with(self, other: RecordValidator) -> RecordValidator | None:
+        """One is enough: it checks the records of all owners."""
+        return self if isinstance(other, SignatureValidator) else None
+
+    def _owners(self, record: DHTRecord) -> list[bytes]:
+        return list(dict.fromkeys(self._OWNER.findall(record.key) + self._OWNER.findall(record.subkey)))
+
+    def _signed_bytes(self, record: DHTRecord, value: bytes) -> bytes:
+        return self._DOMAIN + msgspec.msgpack.encode((record.key, record.subkey, value, record.expiration_time))
+
+
+def owner_marker(peer: PeerID) -> str:
+    """What a key or subkey contains that only `peer` may write: `[owner:<peer id>]`."""
+    return f"[owner:{peer}]"
+
+
+class SchemaValidator(RecordValidator):
+    """Values must be of the type that is given for their key.
+
+    Several schema validators of a node act as one: a key that more than one of them names may have any of their types.
+
+    Args:
+        schema: a type for each key, as msgspec understands it (with `msgspec.Meta` for bounds). For a key with subkeys
+            it is `dict[<type of a subkey>, <type of its value>]`, and each subkey is checked on its own.
+        allow_extra_keys: whether keys that the schema does not name are valid; if one of several allows them, they are.
+        prefix: put, with an underscore, before the keys of `schema` that are strings.
+    """
+
+    def __init__(self, schema: Mapping[DHTKey, Any], allow_extra_keys: bool = True, prefix: str | None = None) -> None:
+        self._allow_extra_keys = allow_extra_keys
+        self._types: dict[bytes, list[Any]] = {}
+        for key, expected in schema.items():
+            full = f"{prefix}_{key}" if prefix is not None and isinstance(key, str) else key
+            self._types[encode_key(full)] = [expected]
+
+    def validate(self, record: DHTRecord) -> bool:
+        expected_types = self._types.get(record.key)
+        if expected_types is None:
+            return self._allow_extra_keys
+        try:
+            value = decode_value(record.value)
+            if record.subkey != NO_SUBKEY:
+                value = {decode_subkey(record.subkey): value}
+            elif isinstance(value, dict) and any(_is_dictionary(expected) for expected in expected_types):
+                return False  # a dictionary that many write must not be overwritten as a whole
+        except ValueError:
+            return False
+        return any(_conforms(value, expected) for expected in expected_types)
+
+    def merged_with(self, other: RecordValidator) -> RecordValidator | None:
+        if not isinstance(other, SchemaValidator):
+            return None
+        both = SchemaValidator({}, allow_extra_keys=self._allow_extra_keys or other._allow_extra_keys)
+        for key in self._types | other._types:
+            both._types[key] = self._types.get(key, []) + other._types.get(key, [])
+        return both
+
+
+def _is_dictionary(expected: Any) -> bool:
+    return getattr(expected, "__origin__", expected) is dict
+
+
+def _conforms(value: object, expected: Any) -> bool:
+    try:
+        msgspec.convert(value, expected, strict=True)
+    except msgspec.ValidationError:
+        return False
+    return True
