@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 GREETING_GRACE = 1.0  # after the first initial peer answered, the others have so long
 MAX_SEARCHES = 32  # at a time, of one store_many or get_many
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -192,7 +193,8 @@ class DHTNode:
         expired already, or if a validator refuses it. Raises TypeError and ValueError as `encode_key` and
         `encode_value` do.
         """
-        return (await self._store_records([self._record(key, value, expiration_time, subkey)]))[0]
+        record = self._record(key, value, expiration_time, subkey)
+        return (await self._store_records([record]))[record]
 
     async def store_many(
         self,
@@ -210,16 +212,15 @@ class DHTNode:
         if not len(keys) == len(values) == len(times) == len(subkeys):
             raise ValueError("keys, values, expiration times and subkeys must be equally many")
         records = list(map(self._record, keys, values, times, subkeys))
-        by_key: dict[bytes, list[int]] = {}
-        for index, record in enumerate(records):
-            by_key.setdefault(record.key, []).append(index)
-        stored = await _gather(self._store_records([records[index] for index in group]) for group in by_key.values())
-        kept = {
-            i: ok for group, oks in zip(by_key.values(), stored, strict=True) for i, ok in zip(group, oks, strict=True)
-        }
+        by_key: dict[bytes, list[DHTRecord]] = {}
+        for record in records:
+            by_key.setdefault(record.key, []).append(record)
+        kept: dict[DHTRecord, bool] = {}
+        for outcome in await _gather(self._store_records, by_key.values()):
+            kept |= outcome
         return {
-            key if subkey is None else (key, subkey): kept[index]
-            for index, (key, subkey) in enumerate(zip(keys, subkeys, strict=True))
+            key if subkey is None else (key, subkey): kept[record]
+            for key, subkey, record in zip(keys, subkeys, records, strict=True)
         }
 
     def _record(self, key: DHTKey, value: DHTValue, expiration: DHTExpiration, subkey: Subkey | None) -> DHTRecord:
@@ -227,33 +228,31 @@ class DHTNode:
         record = DHTRecord(encode_key(key), place, encode_value(value), check_expiration(expiration))
         return msgspec.structs.replace(record, value=self._validator.sign_value(record))
 
-    async def _store_records(self, records: list[DHTRecord]) -> list[bool]:
+    async def _store_records(self, records: list[DHTRecord]) -> dict[DHTRecord, bool]:
         """Store records of one key; for each whether any node keeps it."""
-        target = key_id(records[0].key)
+        kept = dict.fromkeys(records, False)
         valid = [record for record in records if self._protocol.is_valid(record)]
         if len(valid) < len(records):
-            log.warning(
-                "%d records were not stored, because this node's own validators refuse them", len(records) - len(valid)
-            )
+            log.warning("%d records are not stored: the validators refuse them", len(records) - len(valid))
         if not valid:
-            return [False] * len(records)
+            return kept
+        target = key_id(records[0].key)
         lookup = await self._search(target)
         candidates = lookup.nearest() + ([] if self.client_mode else [self.peer_id])
         candidates.sort(key=lambda peer: node_id(peer) ^ target)
-        kept = [False] * len(valid)
         missing = self.num_replicas
         while missing and candidates:
             now, candidates = candidates[:missing], candidates[missing:]
             for answer in await asyncio.gather(*(self._store_at(peer, lookup, valid) for peer in now)):
                 if answer is not None:
                     missing -= 1
-                    kept = [one or other for one, other in zip(kept, answer, strict=True)]
+                    for record, ok in zip(valid, answer, strict=True):
+                        kept[record] |= ok
         is_cached = bool(self.cache.get(target, self._clock()))
-        for record, stored in zip(valid, kept, strict=True):
-            if stored and (is_cached or record.subkey == NO_SUBKEY):
+        for record in valid:
+            if kept[record] and (is_cached or record.subkey == NO_SUBKEY):
                 self.cache.store(record, self._clock())
-        outcome = dict(zip(map(id, valid), kept, strict=True))
-        return [outcome.get(id(record), False) for record in records]
+        return kept
 
     async def _store_at(self, peer: PeerID, lookup: Lookup, records: list[DHTRecord]) -> list[bool] | None:
         if peer == self.peer_id:
@@ -286,7 +285,7 @@ class DHTNode:
     ) -> dict[DHTKey, ValueWithExpiration[DHTValue] | None]:
         """As `get`, for many keys at once."""
         unique = list(dict.fromkeys(keys))
-        return dict(zip(unique, await _gather(self.get(key, latest) for key in unique), strict=True))
+        return dict(zip(unique, await _gather(lambda key: self.get(key, latest), unique), strict=True))
 
     async def _find(self, key: bytes, found: LocalStorage, latest: bool) -> None:
         """Search the network for the records of `key` and put them into `found`."""
@@ -330,21 +329,21 @@ class DHTNode:
             await asyncio.sleep(self._upkeep_period * self._rng.uniform(0.5, 1.5))
             for storage in (self.storage, self.cache):
                 storage.remove_expired(self._clock())
-            await _gather(self._protocol.ping(contact.peer) for contact in self.table.due(loop.time()))
+            await _gather(self._protocol.ping, [contact.peer for contact in self.table.due(loop.time())])
             if self._initial_peers and not self.table.alive():
                 await self._greet_initial_peers(timeout=10.0)
             for target in self.table.refresh_targets(loop.time(), self._rng):
                 await self._search(target)
             republished = [self.storage.get(key, self._clock()) for key in self._replication.due(loop.time())]
-            await _gather(self._store_records(records) for records in republished if records)
+            await _gather(self._store_records, [records for records in republished if records])
 
 
-async def _gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order; at most `MAX_SEARCHES` run at a time."""
+async def _gather(function: Callable[[S], Coroutine[Any, Any, T]], items: Iterable[S]) -> list[T]:
+    """The results for all items, in order; at most `MAX_SEARCHES` at a time."""
     gate = asyncio.Semaphore(MAX_SEARCHES)
 
-    async def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    async def run(item: S) -> T:
         async with gate:
-            return await coroutine
+            return await function(item)
 
-    return await asyncio.gather(*map(run, coroutines))
+    return await asyncio.gather(*map(run, items))

@@ -31,10 +31,10 @@ async def search(protocol: Protocol, target: int, width: int, parallel: int, hee
     request = Find(protocol.sender(), target.to_bytes(ID_BITS // 8, "big"), heed is not None)
     answers: asyncio.Queue[tuple[PeerID, Found | None]] = asyncio.Queue()
 
-    async def ask(peer: PeerID) -> None:
+    async def ask(peer: PeerID, addresses: tuple[str, ...]) -> None:
         reply = None
         try:
-            reply = await protocol.ask(peer, lookup.addresses[peer], request, Found)
+            reply = await protocol.ask(peer, addresses, request, Found)
         finally:
             answers.put_nowait((peer, reply))
 
@@ -47,7 +47,7 @@ async def search(protocol: Protocol, target: int, width: int, parallel: int, hee
                     if protocol.is_blocked(peer):
                         lookup.failed(peer)
                     else:
-                        tasks.append(protocol.node.spawn(ask(peer)))
+                        tasks.append(protocol.node.spawn(ask(peer, lookup.addresses[peer])))
                 if len(tasks) == heard:
                     break
                 peer, reply = await answers.get()
