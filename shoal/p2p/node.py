@@ -152,8 +152,9 @@ class Node:
         except TimeoutError:
             raise PeerUnreachable(f"{peer!r} did not answer within {min(timeout, DIAL_TIMEOUT):g} s") from None
         except asyncio.CancelledError:
-            if self.closed and task.cancelled():
-                raise PeerUnreachable("this node is closed") from None
+            me = asyncio.current_task()
+            if task.cancelled() and me is not None and not me.cancelling():
+                raise PeerUnreachable("this node was closed") from None
             raise
         if not self.is_connected(peer):
             raise PeerUnreachable(f"{peer!r} was lost again at once")

@@ -146,6 +146,7 @@ class Router:
         self._monitor.connect(self._monitor_endpoint)
         self._loop.add_reader(self.socket.fileno(), self._drain)
         self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
+        self._read_monitor()  # a socket signals what arrives only after it was once found empty
 
     # -- making and ending connections
 
@@ -159,6 +160,7 @@ class Router:
         self.socket.connect(endpoint)
         self._by_routing_id[connection.routing_id] = connection
         self.dialled[endpoint] = connection
+        self._schedule()
         return connection
 
     def cut(self, connection: Connection, reason: str) -> None:
