@@ -1,8 +1,56 @@
 """Shoal: train with the PyTorch optimizer that you already use on whatever machines you have.
 
-Importing this package starts nothing: no thread, no process, no socket.
+Importing this package starts nothing: no thread, no process, no socket. The public names are imported when they are
+first used, so that what needs no torch (a DHT node, say) does not load it.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal import compression as compression
+    from shoal.averaging.averager import DecentralizedAverager as DecentralizedAverager
+    from shoal.averaging.averager import RoundReport as RoundReport
+    from shoal.averaging.errors import AveragingError as AveragingError
+    from shoal.dht.dht import DHT as DHT
+    from shoal.dht.records import ValueWithExpiration as ValueWithExpiration
+    from shoal.dht.records import get_dht_time as get_dht_time
+    from shoal.optim.optimizer import Optimizer as Optimizer
+    from shoal.optim.progress import ProgressTracker as ProgressTracker
+    from shoal.optim.reports import DownloadReport as DownloadReport
+    from shoal.optim.reports import EpochReport as EpochReport
+    from shoal.p2p.identity import PeerID as PeerID
+    from shoal.p2p.multiaddr import Multiaddr as Multiaddr
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "AveragingError": "shoal.averaging.errors",
+    "DHT": "shoal.dht.dht",
+    "DecentralizedAverager": "shoal.averaging.averager",
+    "DownloadReport": "shoal.optim.reports",
+    "EpochReport": "shoal.optim.reports",
+    "Multiaddr": "shoal.p2p.multiaddr",
+    "Optimizer": "shoal.optim.optimizer",
+    "PeerID": "shoal.p2p.identity",
+    "ProgressTracker": "shoal.optim.progress",
+    "RoundReport": "shoal.averaging.averager",
+    "ValueWithExpiration": "shoal.dht.records",
+    "get_dht_time": "shoal.dht.records",
+}
+__all__ = ["__version__", "compression", *_HOMES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name == "compression":
+        return import_module("shoal.compression")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from shoal.averaging.book import root_of
 from shoal.averaging.member import Member
 from shoal.averaging.messages import Abort, Begin, Call, Commit, Count, Done, Have, Join, Progress, Repair, Source, Survey
 from shoal.averaging.plan import chunk_elements, chunk_table, divide
@@ -34,7 +35,8 @@ class Rules:
 
     Attributes:
         sizes: elements of each flat buffer of the vector.
-        matchmaking_time: the longest wait, in seconds, from the first JOIN (or the CALL) to BEGIN.
+        matchmaking_time: the longest wait, in seconds, from the CALL to BEGIN; where nobody calls, the first who joins
+            says how long it waits.
         round_timeout: the longest time, in seconds, from BEGIN to COMMIT.
         min_group: fewer members than this begin nothing.
         target_group: as many members begin at once, whoever else is expected; None for no such number.
@@ -123,7 +125,7 @@ class Coordinator:
         actions: list[Send] = []
         target = self.rules.target_samples
         if self.phase is Phase.COUNTING and target is not None and samples >= target:
-            actions = self._gather(now)
+            actions = self._gather(now + self.rules.matchmaking_time)
         rate = sum(count.rate for count in self.counts.values())
         return Count(self.tip, samples, rate, len(self.counts), self.phase is not Phase.COUNTING), actions
 
@@ -133,12 +135,11 @@ class Coordinator:
             return []
         self.joins[key] = join
         self.gathered[key] = gathered
-        actions = self._gather(now) if self.phase is Phase.COUNTING else []
+        actions = self._gather(now + join.patience) if self.phase is Phase.COUNTING else []
         return actions + self.tick(now)
 
-    def _gather(self, now: float) -> list[Send]:
-        self.phase = Phase.GATHERING
-        self.deadline = now + self.rules.matchmaking_time
+    def _gather(self, deadline: float) -> list[Send]:
+        self.phase, self.deadline = Phase.GATHERING, deadline
         return [Send(tuple(self.expected), Call(self.tip))]
 
     def tick(self, now: float) -> list[Send]:
@@ -151,7 +152,9 @@ class Coordinator:
 
     def wake_at(self) -> float | None:
         """When `tick` has something to do if nothing happens before; None if never."""
-        if self.phase is Phase.GATHERING and self.deadline is not None and self.joins:
+        if self.phase is Phase.GATHERING and self.deadline is not None:
+            if len(self.joins) < max(1, self.rules.min_group):
+                return None  # the next JOIN decides
             return min(self.deadline, self.settled_at) if self._all_joined() else self.deadline
         return self.deadline if self.phase in (Phase.RUNNING, Phase.SURVEYING) else None
 
@@ -284,12 +287,11 @@ class Coordinator:
         roots = {root for root in self.done.values() if root}
         if len(roots) > 1:
             return self.start_survey(now)
-        if not roots:
-            return self.abort("only auxiliary members are left")
+        root = roots.pop() if roots else root_of(())  # only auxiliary members have nothing to average
         samples = sum(self.begin.weights)
         keys = tuple(member.key for member in self.begin.members)
         kept = tuple(member for member in view if member.key not in self.out)
-        return self._commit(Commit(self.tip, self.begin.round, roots.pop(), samples, keys, kept))
+        return self._commit(Commit(self.tip, self.begin.round, root, samples, keys, kept))
 
     def _commit(self, commit: Commit) -> list[Send]:
         self.phase = Phase.COMMITTED

@@ -78,7 +78,8 @@ class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
     """The sender's input is ready. What it wants to tell the others (`gather`) is in the buffer.
 
     `schema` is the hash of the layout of what is averaged; `options` are those that must be equal in a run; `machine`
-    names everything on which the bits of a local step depend; `attempt` is the highest that the sender has followed.
+    names everything on which the bits of a local step depend; `attempt` is the highest that the sender has followed;
+    `patience` is how many seconds it wants to wait for others.
     """
 
     tip: Tip
@@ -89,6 +90,7 @@ class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
     machine: ShortText
     state: MaybeDigest
     attempt: Annotated[int, msgspec.Meta(ge=0, lt=1 << 52)]
+    patience: Annotated[float, msgspec.Meta(ge=0, le=86400)]
 
 
 class Joined(msgspec.Struct, tag=6, array_like=True, frozen=True):

@@ -18,6 +18,7 @@ from shoal.p2p.node import Node, Service
 log = logging.getLogger(__name__)
 
 MEET_TIMEOUT = 5.0
+FIRST_REFRESH_SECONDS = 0.5  # until the first commit
 SPREAD_DELAY = 0.02  # news of members that come together is told together
 
 
@@ -129,7 +130,7 @@ class Neighbourhood:
         """Stay listed, and meet whoever is listed and not connected: newcomers, and both sides of a healed partition."""
         while True:
             # Peers that start together may each have read the directory before the other was listed: look again soon.
-            await asyncio.sleep(REFRESH_SECONDS if len(self.membership.members) > 1 else 1.0)
+            await asyncio.sleep(REFRESH_SECONDS if self._tip().epoch else FIRST_REFRESH_SECONDS)
             try:
                 await self._directory.publish(self.membership.me)
                 listed = await self._directory.read()

@@ -63,7 +63,7 @@ DEFAULT_CHUNK_TIMEOUT = 5.0  # `next_chunk_timeout` when none is given, in secon
 PING_SECONDS = 1.0
 JOIN_TIMEOUT = 10.0
 WAIT_FOR_TIP = 2.0  # how long a message about a tip to come is kept: COMMIT reaches members at different times
-SETTLE_SECONDS = 1.0  # before a run's first commit: peers that start together find each other within this time
+SETTLE_SECONDS = 1.0  # before a run's first commit, BEGIN waits until nobody new was found for so long
 MAX_EARLY = 512  # messages of a round whose BEGIN has not come yet
 FETCHES = 8  # chunks fetched at a time
 
@@ -79,6 +79,8 @@ class Contribution:
         weight: of its input in the mean, at least 0 (then it only receives).
         schema: hash of the layout, 32 bytes; must be equal in the round.
         open: makes the exchange of a round: `open(begin, send, fault)`.
+        patience: how many seconds to wait for others.
+        prepare: awaited between BEGIN and the first byte, if given: may wait for the input to be free.
         gathered: bytes that all members of the round get; at most 64 KiB.
         tip: the state that the input was made from: a round of any other tip raises `Behind`. None: of any tip.
         options: that must be equal in the run, by name.
@@ -89,6 +91,8 @@ class Contribution:
     weight: float
     schema: bytes
     open: Callable[[Begin, SendTo, Fault], Exchange]
+    patience: float = 15.0
+    prepare: Callable[[], Awaitable[None]] | None = None
     gathered: bytes = b""
     tip: Tip | None = None
     options: dict[str, str] = field(default_factory=dict)
@@ -197,6 +201,7 @@ class Swarm:
         self._reported_to: tuple[bytes, Tip] | None = None
         self._count: Count | None = None
         self._settled_at = 0.0
+        self._met = 1
         self._pinged: set[bytes] = set()
         self._stop_listening: Callable[[], None] = lambda: None
 
@@ -317,6 +322,7 @@ class Swarm:
             machine=given.machine,
             state=given.state,
             attempt=self.participant.attempt,
+            patience=given.patience,
         )
         buffers = [given.gathered] if given.gathered else []
         try:
@@ -520,6 +526,8 @@ class Swarm:
                 self._complain(member.key, str(result), fault=False)
             elif isinstance(result, BaseException):
                 raise result
+        if attempt.contribution.prepare is not None:
+            await attempt.contribution.prepare()
         if attempt.exchange is None or self.participant.begin is not begin:
             return
         attempt.exchange.start()
@@ -697,6 +705,11 @@ class Swarm:
 
     def _review(self) -> None:
         """Members came or went: does somebody else coordinate now?"""
+        if self.tip.epoch == 0 and len(self.membership.members) > self._met:
+            self._settled_at = self._now() + SETTLE_SECONDS
+            if self._lead is not None:
+                self._lead.coordinator.settled_at = self._settled_at
+        self._met = len(self.membership.members)
         coordinator = self.neighbourhood.coordinator()
         if self._lead is not None and not self._lead.over:
             phase = self._lead.coordinator.phase

@@ -1,0 +1,142 @@
+"""What a state consists of, before any of it is sent: its name, its sizes, and the digest of every chunk. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import msgspec
+from blake3 import blake3
+
+from shoal.averaging.tip import DIGEST_BYTES, Tip
+from shoal.p2p.identity import PeerID
+
+FORMAT: Final = 1
+CHUNK_ELEMENTS: Final = 1 << 18
+"""Elements of a flat buffer in one chunk: 1 MiB of float32, and at most the 4 MiB that fit into a message."""
+
+SCALAR_CHUNK_BYTES: Final = 1 << 20
+MAX_CHUNKS: Final = 1 << 16
+MAX_BUFFERS: Final = 256
+MAX_LAYOUT_BYTES: Final = 3 << 19
+MAX_SCALARS_BYTES: Final = 64 << 20
+ITEM_BYTES: Final = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex128": 16, "complex64": 8,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""The dtypes that flat buffers have, by their torch names, and the size of an element."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateChunk:
+    """The unit of a state's download: elements `[start, stop)` of flat buffer number `buffer`, or bytes of the scalars
+    if `buffer` is None."""
+
+    buffer: int | None
+    start: int
+    stop: int
+
+
+class BufferShape(msgspec.Struct, frozen=True, array_like=True):
+    """One flat buffer: the name of its dtype in torch, and its number of elements, padding included."""
+
+    dtype: Annotated[str, msgspec.Meta(max_length=16)]
+    numel: Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS * CHUNK_ELEMENTS)]
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True):
+    """Names a state and every byte of it. Two donors hold the same state, encoded alike, if their `id` is equal.
+
+    Chunks are numbered: first those of the scalars, 1 MiB each, then of each buffer in turn those of its elements,
+    `CHUNK_ELEMENTS` each; the last of each may be shorter.
+
+    Attributes:
+        tip: epoch, lineage and samples of the state.
+        layout: `Layout.to_wire()` of the buffers as msgpack; not looked into here.
+        codec: the wire name of the codec in which chunks of buffers are sent. Scalars are sent as they are.
+        buffers: the flat buffers, in the layout's order.
+        scalars_nbytes: bytes of everything in the state that is in no buffer.
+        digests: blake3 of every chunk as it is sent, 32 bytes each, one after another.
+        format: the number of these rules.
+
+    Making or decoding one raises ValueError (msgspec.ValidationError) if its parts contradict each other.
+    """
+
+    tip: Tip
+    layout: Annotated[bytes, msgspec.Meta(max_length=MAX_LAYOUT_BYTES)]
+    codec: Annotated[str, msgspec.Meta(max_length=32)]
+    buffers: Annotated[tuple[BufferShape, ...], msgspec.Meta(max_length=MAX_BUFFERS)]
+    scalars_nbytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_SCALARS_BYTES)]
+    digests: Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNKS * DIGEST_BYTES)]
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError(f"this version of Shoal reads manifests of format {FORMAT}, not {self.format}")
+        for number, buffer in enumerate(self.buffers):
+            if buffer.dtype not in ITEM_BYTES:
+                raise ValueError(f"buffer {number} has dtype {buffer.dtype!r}; known are {', '.join(ITEM_BYTES)}")
+        chunks = -(-self.scalars_nbytes // SCALAR_CHUNK_BYTES)
+        chunks += sum(-(-buffer.numel // CHUNK_ELEMENTS) for buffer in self.buffers)
+        if len(self.digests) != chunks * DIGEST_BYTES:
+            raise ValueError(f"a state of {chunks} chunks has {chunks * DIGEST_BYTES} bytes of digests, not "
+                             f"{len(self.digests)}")  # fmt: skip
+
+    @classmethod
+    def decode(cls, data: memoryview | bytes) -> Manifest:
+        """The manifest that `data`, from whomever, describes. Raises ValueError that says what is wrong with it.
+
+        It allocates no more than the data's own size; how large the state would be is for the caller to judge.
+        """
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"not a manifest: {error}") from error
+
+    def encode(self) -> bytes:
+        """The manifest as it is sent: at most 3.6 MiB."""
+        return msgspec.msgpack.encode(self)
+
+    @property
+    def id(self) -> bytes:
+        """32 bytes that stand for all of it."""
+        return blake3(self.encode()).digest()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the state in memory: of the buffers and the scalars."""
+        return self.scalars_nbytes + sum(ITEM_BYTES[buffer.dtype] * buffer.numel for buffer in self.buffers)
+
+    @property
+    def chunk_digests(self) -> list[bytes]:
+        """The digest of each chunk, by its number."""
+        return [self.digests[at : at + DIGEST_BYTES] for at in range(0, len(self.digests), DIGEST_BYTES)]
+
+    @property
+    def chunks(self) -> list[StateChunk]:
+        """What each chunk is, by its number."""
+        return list(state_chunks(self.scalars_nbytes, [buffer.numel for buffer in self.buffers]))
+
+
+def state_chunks(scalars_nbytes: int, numels: list[int]) -> Iterator[StateChunk]:
+    """The chunks, in order, of a state with so many bytes of scalars and buffers of so many elements."""
+    for start in range(0, scalars_nbytes, SCALAR_CHUNK_BYTES):
+        yield StateChunk(None, start, min(start + SCALAR_CHUNK_BYTES, scalars_nbytes))
+    for buffer, numel in enumerate(numels):
+        for start in range(0, numel, CHUNK_ELEMENTS):
+            yield StateChunk(buffer, start, min(start + CHUNK_ELEMENTS, numel))
+
+
+def choose(offers: Mapping[PeerID, Manifest]) -> bytes:
+    """The id of the state to download: the one that most donors hold.
+
+    Of those that equally many hold, the one with more samples behind it, then more epochs, then the larger id. Raises
+    ValueError if nobody offers any.
+    """
+    if not offers:
+        raise ValueError("nobody offers a state")
+    by_id = {manifest.id: manifest for manifest in offers.values()}
+    holders = Counter(manifest.id for manifest in offers.values())
+    return max(by_id, key=lambda id: (holders[id], by_id[id].tip.samples, by_id[id].tip.epoch, id))

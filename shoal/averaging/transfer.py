@@ -1,0 +1,254 @@
+"""Downloading a state: the newcomer takes it from several donors at once, and checks every chunk.
+
+It drives `download.py`, which decides whom to ask for what; `donor.py` is the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from shoal.averaging.donor import Chunk, GetChunk, GetManifest, Offer, transfer_service
+from shoal.averaging.download import DownloadPlan
+from shoal.averaging.errors import AveragingError
+from shoal.averaging.manifest import Manifest, StateChunk, choose
+from shoal.compression import codec_by_name
+from shoal.p2p.errors import P2PError
+from shoal.p2p.identity import PeerID
+from shoal.p2p.node import Node, Reply, Service
+
+OFFER_SECONDS: Final = 15.0  # after so long, donors that have offered nothing are not waited for
+
+
+class DownloadFailed(AveragingError):
+    """No state was downloaded. The text names every donor with what was wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Downloaded:
+    """A state that was downloaded, complete and verified.
+
+    Attributes:
+        manifest: what it is; `manifest.tip`, `manifest.layout` and `manifest.codec` are meant for the caller.
+        buffers: as many 1-D CPU tensors as `manifest.buffers` lists.
+        scalars: as the donors gave them.
+        chunks_from: how many chunks came from each donor.
+        dropped: donors that offered or sent nothing usable, each with its reason.
+        nbytes: of the chunks as they were sent.
+        seconds: from the first question to the last chunk.
+    """
+
+    manifest: Manifest
+    buffers: list[Tensor]
+    scalars: bytes
+    chunks_from: dict[PeerID, int]
+    dropped: dict[PeerID, str]
+    nbytes: int
+    seconds: float
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def download_state(
+    node: Node,
+    service_name: str,
+    donors: Iterable[PeerID],
+    *,
+    timeout: float,
+    rng: random.Random,
+    max_nbytes: int = 1 << 36,
+) -> Downloaded:
+    """Download the state that most of `donors` hold, from all that hold it at once.
+
+    Every chunk is verified. A donor that is lost, refuses, is too slow or sends something else than it offered is left
+    out, and others send what it owed; if all that hold one state fail, the next state is tried, from the beginning.
+
+    Args:
+        node: this peer's node; it must know the donors' addresses.
+        service_name: of the donors' `StateDonor`.
+        donors: whom to ask; this peer itself is left out.
+        timeout: seconds for all of it.
+        rng: draws the order in which donors are asked.
+        max_nbytes: offers of states that need more memory are not taken.
+
+    Raises DownloadFailed, which names every donor and its reason, if no donor is left or the time is up.
+    """
+    others = sorted(set(donors) - {node.peer_id})
+    rng.shuffle(others)
+    download = _Download(node, transfer_service(service_name), others, timeout, max_nbytes)
+    try:
+        async with asyncio.timeout(timeout):
+            return await download.run()
+    except TimeoutError:
+        raise DownloadFailed(f"no state within {timeout:g} s. {download.story()}") from None
+
+
+class _Fetch:
+    """The chunks of one state, as they come in."""
+
+    def __init__(self, manifest: Manifest, donors: Iterable[PeerID]) -> None:
+        self.manifest = manifest
+        self.id = manifest.id
+        self.plan = DownloadPlan(manifest.chunk_digests, donors)
+        self.buffers = [torch.empty(b.numel, dtype=getattr(torch, b.dtype)) for b in manifest.buffers]
+        self.scalars = bytearray(manifest.scalars_nbytes)
+        self.nbytes = 0
+        self._chunks = manifest.chunks
+        self._codec = codec_by_name(manifest.codec)
+
+    def take(self, donor: PeerID, number: int, reply: Reply) -> None:
+        """Keep the chunk with that number if `reply` brings it."""
+        if not isinstance(reply.body, Chunk) or len(reply.buffers) != 1:
+            self.plan.donor_failed(donor, f"sent no chunk when asked for number {number}")
+            return
+        payload, chunk = memoryview(reply.buffers[0]), self._chunks[number]
+        if payload.nbytes != self._payload_nbytes(chunk):
+            self.plan.donor_failed(donor, f"sent chunk {number} with a wrong size")
+        elif self.plan.received(donor, number, blake3(payload).digest(), _now()):
+            self.nbytes += payload.nbytes
+            if chunk.buffer is None:
+                self.scalars[chunk.start : chunk.stop] = payload
+            else:
+                out = self.buffers[chunk.buffer][chunk.start : chunk.stop]
+                out.copy_(self._codec.decode(payload, out.dtype, out.numel()))
+
+    def _payload_nbytes(self, chunk: StateChunk) -> int:
+        numel = chunk.stop - chunk.start
+        return numel if chunk.buffer is None else self._codec.encoded_nbytes(numel, self.buffers[chunk.buffer].dtype)
+
+
+class _Download:
+    """One call of `download_state`."""
+
+    def __init__(self, node: Node, service: Service, donors: list[PeerID], timeout: float, max_nbytes: int) -> None:
+        self._node = node
+        self._service = service
+        self._donors = donors
+        self._timeout = timeout
+        self._max_nbytes = max_nbytes
+        self._offers: dict[PeerID, Manifest] = {}  # of donors that are not dropped
+        self._dropped: dict[PeerID, str] = {}
+        self._fetch: _Fetch | None = None
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._start = _now()
+
+    def story(self) -> str:
+        """How far it came, and what is known of each donor: for the text of an error."""
+        missing, dropped = "", self._dropped
+        if self._fetch is not None:
+            manifest, plan = self._fetch.manifest, self._fetch.plan
+            missing = f"{plan.missing} of {len(manifest.chunks)} chunks of {_title(manifest)} are missing. "
+            dropped = dropped | plan.dropped
+        known = {donor: f"offers {_title(manifest)}" for donor, manifest in self._offers.items()} | dropped
+        donors = "; ".join(f"{donor!r}: {known.get(donor, 'has not answered')}" for donor in self._donors)
+        return missing + (donors or "There was nobody to ask")
+
+    async def run(self) -> Downloaded:
+        """See `download_state`."""
+        try:
+            for donor in self._donors:
+                self._begin(self._ask_offer(donor))
+            waiting_until = self._start + OFFER_SECONDS
+            while True:
+                while not self._can_choose():
+                    await self._event(waiting_until if _now() < waiting_until else None)
+                if not self._offers:
+                    raise DownloadFailed(f"nobody can give a state. {self.story()}")
+                if (downloaded := await self._download(choose(self._offers))) is not None:
+                    return downloaded
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+    def _can_choose(self) -> bool:
+        """Whether what is not known yet can't change the choice, or is not worth waiting for."""
+        left = len(self._donors) - len(self._dropped)
+        holders = Counter(manifest.id for manifest in self._offers.values())
+        return (
+            len(self._offers) == left
+            or 2 * max(holders.values(), default=0) > left
+            or (bool(self._offers) and _now() >= self._start + OFFER_SECONDS)
+        )
+
+    async def _download(self, id: bytes) -> Downloaded | None:
+        """Fetch the state of that id; None if all that offer it failed."""
+        holders = [donor for donor in self._donors if donor in self._offers and self._offers[donor].id == id]
+        fetch = self._fetch = _Fetch(self._offers[holders[0]], holders)
+        while not fetch.plan.done and not fetch.plan.failed:
+            for donor, chunk in fetch.plan.next_requests(_now()):
+                self._begin(self._ask_chunk(fetch, donor, chunk))
+            await self._event(fetch.plan.next_check())
+        self._dropped |= fetch.plan.dropped
+        for donor in fetch.plan.dropped:
+            del self._offers[donor]
+        if fetch.plan.failed:
+            self._fetch = None
+            return None
+        return Downloaded(
+            manifest=fetch.manifest,
+            buffers=fetch.buffers,
+            scalars=bytes(fetch.scalars),
+            chunks_from=fetch.plan.chunks_from,
+            dropped=self._dropped,
+            nbytes=fetch.nbytes,
+            seconds=_now() - self._start,
+        )
+
+    async def _ask_offer(self, donor: PeerID) -> None:
+        try:
+            reply = await self._node.call_for_buffers(donor, self._service, GetManifest(), timeout=self._timeout)
+            if not isinstance(reply.body, Offer) or len(reply.buffers) != 1:
+                raise ValueError("sent no manifest when asked for it")
+            manifest = Manifest.decode(memoryview(reply.buffers[0]))
+            codec_by_name(manifest.codec)
+            if manifest.nbytes > self._max_nbytes:
+                raise ValueError(f"offers a state of {manifest.nbytes} bytes, more than the {self._max_nbytes} allowed")
+        except (P2PError, TimeoutError, ValueError) as error:
+            self._dropped[donor] = str(error) or "did not answer in time"
+        else:
+            self._offers[donor] = manifest
+            if self._fetch is not None and self._fetch.id == manifest.id:
+                self._fetch.plan.add_donor(donor)
+
+    async def _ask_chunk(self, fetch: _Fetch, donor: PeerID, chunk: int) -> None:
+        try:
+            request = GetChunk(fetch.id, chunk)
+            reply = await self._node.call_for_buffers(donor, self._service, request, timeout=self._timeout)
+        except (P2PError, TimeoutError) as error:
+            fetch.plan.donor_failed(donor, str(error) or "did not answer in time")
+        else:
+            fetch.take(donor, chunk, reply)
+
+    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._node.spawn(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._changed.set()
+
+    async def _event(self, until: float | None) -> None:
+        """Wait until a task has ended, at most until `until`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._changed.wait()
+        self._changed.clear()
+        if self._node.closed:
+            raise DownloadFailed("this node was closed during the download")
+
+
+def _title(manifest: Manifest) -> str:
+    return f"the state of epoch {manifest.tip.epoch} ({manifest.id.hex()[:8]})"
