@@ -1,0 +1,85 @@
+"""The ``shoal`` command.
+
+It promises to whoever types it: quick help and errors (torch is imported only by what needs it), and no process left
+behind. The commands use Shoal's public names only, and nothing leans on this room.
+"""
+
+from __future__ import annotations
+
+import signal
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import shoal
+from shoal.cli.demo.settings import Compression, DemoSettings
+from shoal.cli.demo.text import TextError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=shoal.__doc__)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shoal {shoal.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    # SIGTERM ends a command as Ctrl-C does, through its clean-up.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+@app.command()
+def demo(
+    peers: Annotated[int, typer.Option(help="How many peers begin, each a process of its own.")] = 4,
+    epochs: Annotated[int, typer.Option(help="How many epochs they train.")] = 150,
+    kill: Annotated[bool, typer.Option("--kill/--no-kill", help="Kill one peer on the way with SIGKILL.")] = True,
+    compression: Annotated[Compression, typer.Option(help="Codec of the averaged gradients.")] = Compression.NONE,
+    seed: Annotated[int, typer.Option(help="Of the model, and of what each peer reads.")] = 0,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Text to learn; without it Python's standard library.", exists=True, dir_okay=False),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; without it runs/demo-<time>.")] = None,
+) -> None:
+    """Train a small language model with several peers on this machine; kill one, take in a new one."""
+    from shoal.cli.demo.command import run_demo
+
+    folder = out or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
+    try:
+        settings = DemoSettings(
+            out=folder, peers=peers, epochs=epochs, kill=kill, compression=compression, seed=seed, data=data
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    try:
+        code = run_demo(settings, Console())
+    except TextError as error:
+        raise typer.BadParameter(str(error), param_hint="--data") from error
+    raise typer.Exit(code)
+
+
+@app.command()
+def node(
+    host_maddrs: Annotated[
+        list[str] | None, typer.Option(help="Multiaddr to listen on; can be given several times.")
+    ] = None,
+    initial_peers: Annotated[
+        list[str] | None, typer.Option(help="Multiaddr of a peer of the swarm to join; can be given several times.")
+    ] = None,
+    identity: Annotated[
+        Path | None, typer.Option(help="File that keeps the peer's key, made if missing: the address stays the same.")
+    ] = None,
+) -> None:
+    """Run a DHT node that others can join by; it prints its addresses and stays until Ctrl-C."""
+    from shoal.cli.node import run_node
+
+    run_node(host_maddrs or ["/ip4/0.0.0.0/tcp/0"], initial_peers or [], identity, Console())

@@ -1,0 +1,151 @@
+"""What the user sees while the demo runs: a live table in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from shoal.cli.demo.record import PeerRecord, PeerState, Record
+
+_REFRESH_SECONDS = 0.25
+_LINES_EVERY_EPOCHS = 10
+_STYLES = {
+    PeerState.STARTING: "yellow",
+    PeerState.TRAINING: "green",
+    PeerState.FINISHED: "cyan",
+    PeerState.KILLED: "red",
+    PeerState.FAILED: "bold red",
+}
+
+
+class View(Protocol):
+    """Shows a run."""
+
+    def update(self, record: Record) -> None:
+        """Called after each thing that happened, and at least twice a second."""
+
+    def note(self, text: str) -> None:
+        """One line for something that does not happen in every epoch."""
+
+
+class PlainView:
+    """Lines that stay readable in a log: every note, and each tenth epoch a line for the round and one per peer."""
+
+    def __init__(self, console: Console, epochs: int) -> None:
+        self._console = console
+        self._epochs = epochs
+        self._started_at = time.monotonic()
+        self._shown = -1
+        self._evaluations = 0
+
+    def update(self, record: Record) -> None:
+        """Prints what is new."""
+        for evaluation in record.evaluations[self._evaluations :]:
+            self.note(f"held-out loss {evaluation.held_out_loss:.3f} at epoch {evaluation.epoch}")
+        self._evaluations = len(record.evaluations)
+        if record.epoch // _LINES_EVERY_EPOCHS > self._shown // _LINES_EVERY_EPOCHS:
+            self._shown = record.epoch
+            self.note(f"epoch {record.epoch} of {self._epochs}: {_round_line(record)}")
+            for peer in record.peers.values():
+                if peer.state == PeerState.TRAINING:
+                    epoch, loss, speed, _, _ = _cells(record, peer)
+                    self.note(f"  {peer.name}: epoch {epoch}, loss {loss}, {speed} samples/s")
+
+    def note(self, text: str) -> None:
+        """Prints ``text`` with the time since the start."""
+        line = f"{time.monotonic() - self._started_at:6.1f} s  {text}"
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveView:
+    """A table that is drawn anew in place; notes scroll by above it."""
+
+    def __init__(self, live: Live, epochs: int) -> None:
+        self._live = live
+        self._epochs = epochs
+        self._started_at = time.monotonic()
+        self._drawn_at = 0.0
+
+    def update(self, record: Record) -> None:
+        """Draws the table, at most four times a second."""
+        if time.monotonic() - self._drawn_at >= _REFRESH_SECONDS:
+            self._drawn_at = time.monotonic()
+            self._live.update(_picture(record, self._epochs), refresh=True)
+
+    def note(self, text: str) -> None:
+        """Prints ``text`` with the time since the start, above the table."""
+        elapsed = f"{time.monotonic() - self._started_at:6.1f} s  "
+        self._live.console.print(Text.assemble((elapsed, "dim"), text))
+
+
+@contextmanager
+def open_view(console: Console, epochs: int) -> Iterator[View]:
+    """The view that suits ``console``."""
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            yield LiveView(live, epochs)
+    else:
+        yield PlainView(console, epochs)
+
+
+def _picture(record: Record, epochs: int) -> Group:
+    table = Table(title=f"epoch {max(record.epoch, 0)} of {epochs}", title_justify="left")
+    for heading in ("peer", "process", "state"):
+        table.add_column(heading)
+    for heading in ("epoch", "loss", "samples/s", "round", "sent / received"):
+        table.add_column(heading, justify="right")
+    coordinator = _latest_coordinator(record)
+    for peer in record.peers.values():
+        mark = " *" if peer.name == coordinator else ""
+        state = Text(peer.state.value, style=_STYLES[peer.state])
+        table.add_row(peer.name + mark, str(peer.pid), state, *_cells(record, peer))
+    return Group(table, Text("* coordinator   " + _round_line(record)), Text(_loss_line(record)))
+
+
+def _cells(record: Record, peer: PeerRecord) -> tuple[str, str, str, str, str]:
+    """Epoch, loss, samples per second, the last round's seconds, megabytes sent and received."""
+    progress = peer.progress[max(peer.progress)] if peer.progress else None
+    commit = peer.last_commit
+    return (
+        "" if commit is None else str(commit.epoch),
+        "" if progress is None else f"{progress.loss:.3f}",
+        "" if progress is None else f"{progress.samples_per_second:.0f}",
+        "" if commit is None else f"{commit.round_seconds:.2f} s",
+        "" if commit is None else f"{commit.bytes_sent / 1e6:.1f} / {commit.bytes_received / 1e6:.1f} MB",
+    )
+
+
+def _latest_coordinator(record: Record) -> str:
+    reports = [peer.last_commit for peer in record.peers.values() if peer.last_commit is not None]
+    latest = max(reports, key=lambda report: report.epoch, default=None)
+    return record.name_of(latest.coordinator) if latest is not None else ""
+
+
+def _round_line(record: Record) -> str:
+    if record.epoch < 0:
+        return "no round yet"
+    group = record.commits()[record.epoch]
+    longest = max(group, key=lambda report: report.round_seconds)
+    moved = sum(report.bytes_sent for report in group) / 1e6
+    return (
+        f"{longest.num_peers} peers, {longest.samples} samples, coordinator {record.name_of(longest.coordinator)}, "
+        f"round {longest.round_seconds:.2f} s (matchmaking {longest.matchmaking_seconds:.3f}, "
+        f"all-reduce {longest.allreduce_seconds:.2f}), {moved:.1f} MB moved"
+    )
+
+
+def _loss_line(record: Record) -> str:
+    if record.baseline is None or not record.evaluations:
+        return ""
+    latest = record.evaluations[-1]
+    return (
+        f"held-out loss {latest.held_out_loss:.3f} at epoch {latest.epoch}; "
+        f"the bigram model's is {record.baseline.bigram_loss:.3f} (nats per character)"
+    )

@@ -1,0 +1,53 @@
+"""The command line: quick answers, and clear errors for what cannot be run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shoal
+
+
+def shoal_command(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shoal.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder, check=False)
+
+
+def test_version() -> None:
+    done = shoal_command("--version")
+    assert (done.returncode, done.stdout) == (0, f"shoal {shoal.__version__}\n")
+
+
+def test_the_demos_parent_imports_no_torch() -> None:
+    code = "import sys, shoal.cli, shoal.cli.demo.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--peers", "1"), "use 2 or more"),
+        (("--epochs", "3"), "use 10 or more"),
+        (("--seed", "-1"), "use 0 or more"),
+        (("--compression", "zip"), "float16"),
+        (("--data", "/nowhere"), "does not exist"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_starts(
+    tmp_path: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    done = shoal_command("demo", *arguments, "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert says in " ".join(done.stderr.replace("│", "").split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("short")
+    done = shoal_command("demo", "--data", str(text), "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert "choose a longer" in " ".join(done.stderr.replace("│", "").split())
