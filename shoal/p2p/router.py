@@ -23,6 +23,7 @@ from typing import ParamSpec
 
 import zmq
 
+from shoal.p2p.context import ZAP_DOMAIN
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_HEADER_BYTES
 
@@ -35,7 +36,7 @@ HELLO_TIMEOUT = 10.0  # seconds from accepting a connection to its first message
 LINGER = 0.5  # seconds that what is queued has to leave when a socket is closed
 HEARTBEATS_MISSED = 3  # until a connection counts as lost
 _CURVE_OVERHEAD = 64  # bytes, at most, that encryption adds to a frame
-_NEVER = 10**9  # milliseconds until a reconnection, which is not wanted: by then the session is closed
+_NEVER = 10**9  # milliseconds (and more) until a reconnection, which is not wanted: by then the session is closed
 _BATCH = 64  # messages handled in one go, before the loop may do something else
 _EVENT = struct.Struct("=Hi")
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # plain integers: flags of an enum are slow
@@ -63,6 +64,8 @@ class Connection:
         instance: which start of that peer.
         reason: why this side ended it, "" if it didn't.
         muted: nothing that arrives over it is wanted any more.
+        retry: milliseconds until ZeroMQ would dial again. No two are equal, so the event that tells of a failure, by
+            endpoint and interval, is known for this dial's and not an earlier one's.
         failure: why its handshake failed.
         greeted: of a dialled connection: done when the other side has said hello, or in error.
         timer: ends an accepted connection that does not say hello.
@@ -76,6 +79,7 @@ class Connection:
     instance: bytes = b""
     reason: str = ""
     muted: bool = False
+    retry: int = 0
     failure: str = ""
     greeted: asyncio.Future[None] | None = None
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
@@ -113,7 +117,7 @@ class Router:
         self.dialled: dict[str, Connection] = {}
         self._ending: list[tuple[Connection, str]] = []
         self._scheduled = False
-        self._next_routing_id = count(1)
+        self._next_number = count(1)
 
         self.socket = context.socket(zmq.ROUTER)
         heartbeat = round(heartbeat_seconds * 1000)
@@ -126,8 +130,8 @@ class Router:
             zmq.HEARTBEAT_TIMEOUT: HEARTBEATS_MISSED * heartbeat,
             zmq.HEARTBEAT_TTL: HEARTBEATS_MISSED * heartbeat,
             zmq.HANDSHAKE_IVL: round(HELLO_TIMEOUT * 1000),
-            # Not -1: then a lost connection takes along what it brought and nobody has read.
-            zmq.RECONNECT_IVL: _NEVER,
+            # With a maximum, the interval has no random part: see `connect`.
+            zmq.RECONNECT_IVL_MAX: 2 * _NEVER,
             zmq.LINGER: round(LINGER * 1000),
         }
         for option, value in options.items():
@@ -136,6 +140,8 @@ class Router:
         self.socket.set(zmq.CURVE_SECRETKEY, secret)
         if accepts:
             self.socket.set(zmq.CURVE_SERVER, 1)
+            self.socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+            self.socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         else:
             self.socket.set(zmq.CURVE_PUBLICKEY, public)
 
@@ -152,8 +158,11 @@ class Router:
 
     def connect(self, endpoint: str, server_key: bytes, *, ipv6: bool) -> Connection:
         """Begin to dial; `on_ended` tells of a failure. Messages may be sent at once, they wait."""
-        connection = Connection(self, endpoint, next(self._next_routing_id).to_bytes(8, "big"))
+        number = next(self._next_number)
+        connection = Connection(self, endpoint, number.to_bytes(8, "big"), retry=_NEVER + number % _NEVER)
         # ZeroMQ takes each connection's settings from the socket at the time of connecting.
+        # The interval is never -1: then a lost connection would take along what it brought and nobody has read.
+        self.socket.set(zmq.RECONNECT_IVL, connection.retry)
         self.socket.set(zmq.IPV6, ipv6)
         self.socket.set(zmq.CURVE_SERVERKEY, server_key)
         self.socket.set(zmq.CONNECT_ROUTING_ID, connection.routing_id)
@@ -310,7 +319,7 @@ class Router:
                     self._by_fd[value] = connection
                 elif number & _HANDSHAKE_FAILED:
                     connection.failure = "somebody answers there who cannot prove to be that peer"
-                elif number == zmq.EVENT_CONNECT_RETRIED and connection.fd < 0:
+                elif number == zmq.EVENT_CONNECT_RETRIED and value == connection.retry:
                     self._end(connection, "nobody listens there")
 
     def _accepted(self, fd: int) -> None:

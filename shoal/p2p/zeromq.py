@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import zmq
 
 from shoal.p2p import greeting
-from shoal.p2p.context import ZAP_DOMAIN, SharedContext
+from shoal.p2p.context import SharedContext
 from shoal.p2p.errors import HandshakeFailed, MessageTooLarge, PeerUnreachable
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
@@ -61,10 +61,10 @@ class ZeroMQTransport(Transport):
 
     async def listen(self, address: Multiaddr) -> Multiaddr:
         ip = (await self._resolve(address))[0]
+        if self._closed:
+            raise RuntimeError("this transport is closed")
         if self._listener is None:
             self._listener = self._router(accepts=True)
-            self._listener.socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-            self._listener.socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._listener.socket.set(zmq.IPV6, ip.version == 6)
         try:
             self._listener.socket.bind(_endpoint(ip, address.port))
@@ -138,7 +138,9 @@ class ZeroMQTransport(Transport):
         for router in (self._dialler, self._listener):
             if router is not None:
                 for connection in list(router.dialled.values()):
-                    self._fail(connection, PeerUnreachable("this transport was closed"))
+                    if connection.greeted is not None and not connection.greeted.done():
+                        self._fail(connection, PeerUnreachable("this transport was closed"))
+                        router.forget(connection)
                 router.close()
         self._peers.clear()
         self._hellos.clear()
@@ -274,8 +276,6 @@ class ZeroMQTransport(Transport):
     # -- sockets
 
     def _router(self, *, accepts: bool) -> Router:
-        if self._closed:
-            raise RuntimeError("this transport is closed")
         if self._shared is None:
             self._shared = SharedContext.acquire()
         return Router(

@@ -1,0 +1,148 @@
+"""Real processes that die or stop: a lost peer is an event, and what it had sent comes first."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from shoal.p2p.multiaddr import Multiaddr
+from tests.p2p.recorder import LOOPBACK, Recorder, zeromq
+
+MESSAGES = 100
+CHILD = textwrap.dedent(
+    f"""
+    import asyncio, sys
+    from shoal.p2p.identity import Identity
+    from shoal.p2p.multiaddr import Multiaddr
+    from shoal.p2p.zeromq import ZeroMQTransport
+
+    async def main(heartbeat, address=None):
+        transport = ZeroMQTransport(Identity(), float(heartbeat))
+        asked = asyncio.get_running_loop().create_future()
+        transport.start(lambda peer, header, buffers: asked.set_result(peer), lambda peer, reason: None)
+        if address is None:
+            print(await transport.listen(Multiaddr("ip4", "127.0.0.1", 0)), flush=True)
+            peer = await asked
+        else:
+            peer = Multiaddr.parse(address).peer_id
+            await transport.dial(Multiaddr.parse(address))
+        for number in range({MESSAGES}):
+            transport.send([peer], b"%d" % number, [bytes(100_000)])
+        await asyncio.sleep(60)
+
+    asyncio.run(main(*sys.argv[1:]))
+    """
+)
+ALL = [b"%d" % number for number in range(MESSAGES)]
+
+
+@contextmanager
+def child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.fixture(params=["it dialled", "it listens"])
+def meet(request):
+    """Runs a scenario with an end of this process and a child, which sends all its messages once connected."""
+
+    def run(scenario, heartbeat: float = 2.0):
+        async def main():
+            async with zeromq(None, heartbeat_seconds=heartbeat) as (end,):
+                if request.param == "it dialled":
+                    address = await end.transport.listen(LOOPBACK)
+                    with child(str(heartbeat), str(address)) as process:
+                        await scenario(end, process)
+                else:
+                    with child(str(heartbeat)) as process:
+                        assert process.stdout is not None
+                        line = await asyncio.to_thread(process.stdout.readline)
+                        address = Multiaddr.parse(line.strip())
+                        await end.transport.dial(address)
+                        end.transport.send([address.peer_id], b"begin")
+                        await scenario(end, process)
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_a_killed_process_is_lost_within_a_second_and_after_its_messages(meet):
+    async def scenario(end: Recorder, process):
+        await end.until_messages(MESSAGES)
+        os.kill(process.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        await end.until_lost(end.messages[0][0])
+        assert time.monotonic() - killed < 1
+        assert end.headers == ALL
+        assert not end.transport.is_connected(end.messages[0][0])
+
+    meet(scenario)
+
+
+def test_what_a_dead_process_had_sent_is_handled_before_its_loss(meet):
+    """The loop is kept busy until the other process is long gone, so messages and loss wait side by side."""
+
+    async def scenario(end: Recorder, process):
+        await end.until_messages(1)
+        time.sleep(0.5)  # noqa: ASYNC251 - to keep the loop busy is the point
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        time.sleep(0.2)  # noqa: ASYNC251
+        assert len(end.messages) < MESSAGES
+        await end.until_lost(end.messages[0][0])
+        assert end.headers == ALL
+        assert end.order == ["message"] * MESSAGES + ["lost"]
+
+    meet(scenario)
+
+
+def test_a_process_killed_while_it_sends_leaves_no_gap(meet):
+    async def scenario(end: Recorder, process):
+        await end.until_messages(3)
+        os.kill(process.pid, signal.SIGKILL)
+        await end.until_lost(end.messages[0][0])
+        assert end.headers == ALL[: len(end.headers)]
+        assert end.order == ["message"] * len(end.headers) + ["lost"]
+
+    meet(scenario)
+
+
+def test_a_stopped_process_is_lost_when_three_heartbeats_were_missed(meet):
+    """SIGSTOP stops ZeroMQ's threads as well, so to its peers it is as a machine that vanished."""
+
+    async def scenario(end: Recorder, process):
+        await end.until_messages(MESSAGES)
+        os.kill(process.pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        await end.until_lost(end.messages[0][0])
+        assert 0.2 < time.monotonic() - stopped < 3
+
+    meet(scenario, heartbeat=0.2)
+
+
+def test_an_idle_connection_and_a_loop_that_hangs_are_not_lost(meet):
+    """ZeroMQ's own threads answer heartbeats: this side's Python sleeps, the child has nothing to say."""
+
+    async def scenario(end: Recorder, process):
+        await end.until_messages(MESSAGES)
+        time.sleep(0.5)  # noqa: ASYNC251 - ten heartbeats
+        await asyncio.sleep(0.1)
+        assert end.lost == []
+
+    meet(scenario, heartbeat=0.05)

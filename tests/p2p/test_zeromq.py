@@ -1,0 +1,334 @@
+"""The transport over TCP: who may connect, how connections come and go, and what is left when all is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import shoal.p2p.router
+from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
+from shoal.p2p.identity import Identity, PeerID
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.zeromq import ZeroMQTransport
+from tests.p2p.recorder import LOOPBACK, eventually, zeromq
+
+SEED = bytes(range(32))
+
+
+def test_a_dialler_that_claims_another_peer_id_is_refused():
+    async def main():
+        async with zeromq(None, None, None) as (listener, impostor, friend):
+            address = await listener.transport.listen(LOOPBACK)
+            await friend.transport.dial(address)
+            impostor.transport.peer_id = friend.transport.peer_id
+            with pytest.raises(HandshakeFailed, match="the key of this connection is not that of"):
+                await impostor.transport.dial(address)
+            impostor.transport.send([listener.transport.peer_id], b"I am your friend")
+            friend.transport.send([listener.transport.peer_id], b"unharmed")
+            await listener.until_messages(1)
+            assert listener.headers == [b"unharmed"]
+            assert friend.lost == listener.lost == []
+
+    asyncio.run(main())
+
+
+def test_a_refused_dialler_that_stays_is_thrown_out(monkeypatch):
+    monkeypatch.setattr("shoal.p2p.zeromq.REFUSAL_TIME", 0.05)
+
+    async def main():
+        async with zeromq(None, None) as (listener, impostor):
+            address = await listener.transport.listen(LOOPBACK)
+            impostor.transport.peer_id = Identity().peer_id
+            # It looks away when the refusal comes, so it does not hang up by itself.
+            impostor.transport._on_welcome = lambda connection, frames: None
+            started = time.monotonic()
+            with pytest.raises(PeerUnreachable, match="connection was lost"):
+                await asyncio.wait_for(impostor.transport.dial(address), 5)
+            assert time.monotonic() - started < 2
+
+    asyncio.run(main())
+
+
+def test_one_that_connects_and_says_nothing_is_thrown_out(monkeypatch):
+    monkeypatch.setattr(shoal.p2p.router, "HELLO_TIMEOUT", 0.1)
+
+    async def main():
+        async with zeromq(None) as (listener,):
+            address = await listener.transport.listen(LOOPBACK)
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            async with asyncio.timeout(5):
+                await reader.read()  # ZeroMQ's greeting, and then the end
+            writer.close()
+
+    asyncio.run(main())
+
+
+def test_two_processes_with_one_identity_are_told_so():
+    async def main():
+        async with zeromq(SEED, None) as (listener, twin):
+            address = await listener.transport.listen(LOOPBACK)
+            other = ZeroMQTransport(Identity(SEED))
+            other.start(twin.transport._on_message, twin.transport._on_lost)
+            with pytest.raises(PeerUnreachable, match="is this peer itself"):
+                await other.dial(address)
+            await other.close()
+
+    asyncio.run(main())
+
+
+def test_a_peer_id_that_is_no_key_can_not_be_dialled():
+    async def main():
+        async with zeromq(None) as (one,):
+            with pytest.raises(HandshakeFailed, match="nobody can be"):
+                await one.transport.dial(LOOPBACK.with_port(9).with_peer(PeerID(b"\xff" * 32)))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("host", ["/ip4/127.0.0.1", "/ip6/::1", "/dns/localhost", "/dns4/localhost", "/dns6/localhost"])
+def test_kinds_of_addresses(host):
+    family = socket.AF_INET if "4" in host or host == "/dns/localhost" else socket.AF_INET6
+    with contextlib.suppress(OSError), socket.create_server(("localhost", 0), family=family):
+        family = None  # this machine has it
+    if family is not None:
+        pytest.skip("this machine lacks that kind of address")
+
+    async def main():
+        async with zeromq(None, None) as (listener, dialler):
+            address = await listener.transport.listen(Multiaddr.parse(f"{host}/tcp/0"))
+            with pytest.raises(PeerUnreachable, match="nobody listens there"):
+                await asyncio.wait_for(dialler.transport.dial(address.with_port(9)), 2)
+            await asyncio.wait_for(dialler.transport.dial(address), 2)
+            dialler.transport.send([listener.transport.peer_id], b"hello")
+            await listener.until_messages(1)
+
+    asyncio.run(main())
+
+
+def test_addresses_that_can_not_be_dialled():
+    async def main():
+        async with zeromq(None) as (one,):
+            peer = Identity().peer_id
+            with pytest.raises(PeerUnreachable, match="nobody listens there"):
+                await one.transport.dial(LOOPBACK.with_peer(peer))
+            with pytest.raises(PeerUnreachable, match="no-such-host"):
+                await one.transport.dial(Multiaddr("dns", "no-such-host.invalid", 80, peer))
+
+    asyncio.run(main())
+
+
+def test_an_abandoned_dial_leaves_nothing_and_may_be_repeated():
+    async def main():
+        async with zeromq(None, None) as (listener, dialler):
+            silent = socket.create_server(("127.0.0.1", 0))  # connects, and never greets
+            nowhere = LOOPBACK.with_port(silent.getsockname()[1]).with_peer(listener.transport.peer_id)
+            for _ in range(3):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(dialler.transport.dial(nowhere), 0.05)
+            router = dialler.transport._dialler
+            assert (router.dialled, router._by_routing_id, router._by_fd) == ({}, {}, {})
+            silent.close()
+            await dialler.transport.dial(await listener.transport.listen(LOOPBACK))
+
+    asyncio.run(main())
+
+
+def test_two_dials_to_one_endpoint_do_not_disturb_each_other():
+    async def main():
+        async with zeromq(None, None) as (listener, dialler):
+            address = await listener.transport.listen(LOOPBACK)
+            wrong = address.with_peer(Identity().peer_id)
+            dials = [dialler.transport.dial(where) for where in (wrong, address, address, wrong)]
+            outcomes = await asyncio.wait_for(asyncio.gather(*dials, return_exceptions=True), 5)
+            assert [type(outcome) for outcome in outcomes] == [
+                HandshakeFailed,
+                type(None),
+                type(None),
+                HandshakeFailed,
+            ]
+            assert dialler.lost == listener.lost == []
+
+    asyncio.run(main())
+
+
+def test_two_that_dial_each_other_at_once_are_connected_and_lost_once():
+    async def main():
+        for _ in range(5):
+            async with zeromq(None, None) as (one, other):
+                addresses = [await end.transport.listen(LOOPBACK) for end in (one, other)]
+                await asyncio.gather(one.transport.dial(addresses[1]), other.transport.dial(addresses[0]))
+                for number in range(50):
+                    one.transport.send([other.transport.peer_id], b"%d" % number)
+                    other.transport.send([one.transport.peer_id], b"%d" % number)
+                await asyncio.gather(one.until_messages(50), other.until_messages(50))
+                assert one.headers == other.headers == [b"%d" % number for number in range(50)]
+                one.transport.disconnect(other.transport.peer_id)
+                await other.until_lost(one.transport.peer_id)
+                await asyncio.sleep(0.02)  # a second report would come now
+                assert (len(other.lost), one.lost) == (1, [])
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_was_started_anew_replaces_what_it_was():
+    """Its old connection may look alive for a while: a machine that lost power says no goodbye."""
+
+    async def main():
+        async with zeromq(None, SEED, SEED) as (listener, before, after):
+            address = await listener.transport.listen(LOOPBACK)
+            await before.transport.dial(address)
+            before.transport.send([listener.transport.peer_id], b"before")
+            await listener.until_messages(1)
+            await after.transport.dial(address)
+            assert await listener.until_lost(after.transport.peer_id) == "it connected anew"
+            listener.transport.send([after.transport.peer_id], b"welcome back")
+            await after.until_messages(1)
+            assert listener.transport.is_connected(after.transport.peer_id)
+            await before.until_lost(listener.transport.peer_id)
+
+    asyncio.run(main())
+
+
+def test_a_port_can_be_listened_on_again_after_a_restart():
+    async def main():
+        async with zeromq(None, SEED) as (dialler, before):
+            address = await before.transport.listen(LOOPBACK)
+            await dialler.transport.dial(address)
+            await before.transport.close()
+            await dialler.until_lost(address.peer_id)
+            async with zeromq(SEED) as (after,):
+                await after.transport.listen(LOOPBACK.with_port(address.port))
+                await dialler.transport.dial(address)
+                dialler.transport.send([after.transport.peer_id], b"again")
+                await after.until_messages(1)
+
+    asyncio.run(main())
+
+
+def test_a_peer_whose_queue_is_full_is_lost_and_the_others_are_not(monkeypatch):
+    monkeypatch.setattr(shoal.p2p.router, "SEND_QUEUE", 8)
+    monkeypatch.setattr(shoal.p2p.router, "RECEIVE_QUEUE", 8)
+
+    async def main():
+        async with zeromq(None, None, None) as (sender, slow, quick):
+            await asyncio.gather(
+                slow.transport.dial(await sender.transport.listen(LOOPBACK)),
+                sender.transport.dial(await quick.transport.listen(LOOPBACK)),
+            )
+            asyncio.get_running_loop().remove_reader(slow.transport._dialler.socket.fileno())
+            sent = 0
+            while not sender.lost:
+                sender.transport.send([slow.transport.peer_id, quick.transport.peer_id], b"%d" % sent, [bytes(1 << 20)])
+                sent += 1
+                assert sent < 1000
+                await quick.until_messages(sent)
+            assert sender.lost == [(slow.transport.peer_id, "its queue is full")]
+            assert not sender.transport.is_connected(slow.transport.peer_id)
+            assert quick.headers == [b"%d" % number for number in range(sent)]
+            # What the slow one did get is a beginning without a gap.
+            slow.transport._dialler._drain()
+            await slow.until_lost(sender.transport.peer_id)
+            assert slow.headers == [b"%d" % number for number in range(len(slow.headers))]
+            assert len(slow.headers) < sent
+
+    asyncio.run(main())
+
+
+def test_a_defect_in_a_handler_stops_neither_loop_nor_connection(caplog):
+    async def main():
+        async with zeromq(None, None) as (one, other):
+            await one.transport.dial(await other.transport.listen(LOOPBACK))
+            handler = other.transport._on_message
+            other.transport._on_message = lambda *_: 1 / 0
+            one.transport.send([other.transport.peer_id], b"first")
+            await eventually(lambda: "ZeroDivisionError" in caplog.text)
+            other.transport._on_message = handler
+            one.transport.send([other.transport.peer_id], b"second")
+            await other.until_messages(1)
+            assert other.headers == [b"second"]
+
+    asyncio.run(main())
+
+
+def test_32_transports_share_a_handful_of_threads():
+    async def main():
+        before = len(os.listdir("/proc/self/task"))
+        async with zeromq(*[None] * 32) as ends:
+            addresses = [await end.transport.listen(LOOPBACK) for end in ends]
+            for number, end in enumerate(ends):
+                await asyncio.gather(*(end.transport.dial(address) for address in addresses[:number]))
+            everybody = [end.transport.peer_id for end in ends]
+            for end in ends:
+                end.transport.send([peer for peer in everybody if peer != end.transport.peer_id], b"hello all")
+            await asyncio.gather(*(end.until_messages(31) for end in ends))
+            assert len(os.listdir("/proc/self/task")) - before <= 4
+
+    asyncio.run(main())
+
+
+def test_nothing_is_left_when_all_is_closed():
+    def descriptors() -> set[str]:
+        return {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()}
+
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    async def main():
+        before = (threads(), len(descriptors()))
+        async with zeromq(None, None, None) as (one, two, three):
+            address = await one.transport.listen(LOOPBACK)
+            await asyncio.gather(two.transport.dial(address), three.transport.dial(address))
+            with pytest.raises(HandshakeFailed):
+                await two.transport.dial(address.with_peer(Identity().peer_id))
+            dial = asyncio.create_task(three.transport.dial(address.with_port(9).with_peer(Identity().peer_id)))
+            await asyncio.sleep(0)
+            two.transport.disconnect(one.transport.peer_id)
+            assert threads() > before[0]
+        with pytest.raises(PeerUnreachable):
+            await dial
+        # The kernel may list a thread for a moment after it was joined.
+        await eventually(lambda: (threads(), len(descriptors())) == before)
+        with pytest.raises(PeerUnreachable, match="closed"):
+            await two.transport.dial(address)
+        with pytest.raises(RuntimeError, match="closed"):
+            await one.transport.listen(LOOPBACK)
+        two.transport.send([one.transport.peer_id], b"to nobody")
+        two.transport.disconnect(one.transport.peer_id)
+        await two.transport.close()
+
+    asyncio.run(main())
+    assert threading.active_count() == 1
+
+
+def test_loops_in_different_threads_do_not_share_a_context():
+    def run():
+        async def main():
+            async with zeromq(None, None) as (one, other):
+                await one.transport.dial(await other.transport.listen(LOOPBACK))
+                for number in range(100):
+                    one.transport.send([other.transport.peer_id], b"%d" % number)
+                await other.until_messages(100)
+                done.append(True)
+
+        asyncio.run(main())
+
+    done: list[bool] = []
+    running = [threading.Thread(target=run) for _ in range(3)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(20)
+    assert done == [True] * 3
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e9, float("nan")])
+def test_heartbeats_out_of_reach_are_refused(seconds):
+    with pytest.raises(ValueError, match="heartbeat_seconds"):
+        ZeroMQTransport(Identity(), heartbeat_seconds=seconds)
