@@ -17,7 +17,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from shoal.averaging.donor import Chunk, GetChunk, GetManifest, Offer, transfer_service
+from shoal.averaging.donor import Chunk, GetChunk, GetManifest, Offer, Snapshot, StateDonor, transfer_service
 from shoal.averaging.download import DownloadPlan
 from shoal.averaging.errors import AveragingError
 from shoal.averaging.manifest import Manifest, StateChunk, choose
@@ -25,6 +25,8 @@ from shoal.compression import codec_by_name
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Node, Reply, Service
+
+__all__ = ["DownloadFailed", "Downloaded", "Snapshot", "StateDonor", "download_state"]
 
 OFFER_SECONDS: Final = 15.0  # after so long, donors that have offered nothing are not waited for
 
