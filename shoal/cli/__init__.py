@@ -81,5 +81,12 @@ def node(
 ) -> None:
     """Run a DHT node that others can join by; it prints its addresses and stays until Ctrl-C."""
     from shoal.cli.node import run_node
+    from shoal.p2p.errors import PeerUnreachable
 
-    run_node(host_maddrs or ["/ip4/0.0.0.0/tcp/0"], initial_peers or [], identity, Console())
+    try:
+        run_node(host_maddrs or ["/ip4/0.0.0.0/tcp/0"], initial_peers or [], identity, Console())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except (PeerUnreachable, OSError) as error:
+        typer.echo(f"the node could not start: {error}", err=True)
+        raise typer.Exit(1) from error

@@ -89,7 +89,7 @@ class Peer:
         while self._optimizer.local_epoch == epoch:
             windows = self._corpus.random_windows(recipe.BATCH_SIZE_PER_STEP, self._context, self._generator)
             loss = self._model.loss(*windows)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())
             if not math.isfinite(losses[-1]):
                 raise RuntimeError(f"the training loss is {losses[-1]} in epoch {epoch}; choose another --seed")
