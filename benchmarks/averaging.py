@@ -1,0 +1,195 @@
+"""Averages one vector among 4 peers on loopback: Shoal, hivemind and the floor, in turn in one run.
+
+    python -m benchmarks.averaging --hivemind-python .venv-hivemind/bin/python        (or: make bench)
+
+All peers of all sides are alive and idle except in their turn; what that costs (idle CPU) is measured and reported.
+Each round's vectors are filled before it and hashed after it, outside the measured time. Memory is measured before,
+with one side alive at a time, because its peers would otherwise share pages with another's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks import costs, report
+from benchmarks.contenders import CONTENDERS, Contender, Result, compare
+from benchmarks.processes import end_on_signals
+from benchmarks.report import number
+from benchmarks.swarm import PEERS, Memory, Round, Swarm
+
+CODECS = ("none", "float16")
+SIDES = ("floor", "shoal", "hivemind")
+WARM_UPS = 2
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+class Bench:
+    """Starts swarms and runs them in turn; `elements` are the float32 of the vector."""
+
+    def __init__(self, hivemind_python: str | None, elements: int, logs: Path) -> None:
+        self._pythons = {"floor": sys.executable, "shoal": sys.executable, "hivemind": hivemind_python or ""}
+        self._elements = elements
+        self._logs = logs
+
+    def _start(self, stack: contextlib.ExitStack, contender: Contender, codec: str) -> tuple[Swarm, float]:
+        """A swarm that has averaged a few times, and its largest error; it lives as long as the stack."""
+        module = f"benchmarks.workers.{contender.side}_averager"
+        arguments = [codec, *contender.arguments]
+        python = self._pythons[contender.side]
+        swarm = stack.enter_context(Swarm(python, module, self._elements, arguments, self._logs))
+        swarm.warm_up(WARM_UPS)
+        return swarm, swarm.check()
+
+    def run(self, contenders: Sequence[Contender], codec: str, rounds: int) -> list[Result]:
+        """Measures all contenders with one codec."""
+        kinds = {contender.swarm: contender for contender in contenders}
+        memory: dict[tuple[str, ...], Memory] = {}
+        for kind, contender in kinds.items():
+            say(f"{codec}: memory of {' '.join(kind)}")
+            with contextlib.ExitStack() as alone:
+                memory[kind] = self._start(alone, contender, codec)[0].memory()
+        with contextlib.ExitStack() as together:
+            say(f"{codec}: starting all peers")
+            started = {kind: self._start(together, contender, codec) for kind, contender in kinds.items()}
+            idle = {kind: swarm.idle_cpu(seconds=3.0) for kind, (swarm, _) in started.items()}
+            measured: dict[Contender, list[Round]] = {contender: [] for contender in contenders}
+            for index in range(1, rounds + 1):
+                for contender in contenders:
+                    a_round = started[contender.swarm][0].round(contender.busy)
+                    measured[contender].append(a_round)
+                    outcome = a_round.failure or f"{a_round.seconds:.2f} s"
+                    say(f"{codec}: round {index} of {rounds}, {contender.name}: {outcome}")
+        return [
+            Result(codec, who, measured[who], memory[who.swarm], idle[who.swarm], started[who.swarm][1])
+            for who in contenders
+        ]
+
+
+def say(progress: str) -> None:
+    """Progress, apart from the report."""
+    print(progress, file=sys.stderr, flush=True)
+
+
+def time_table(results: Iterable[Result]) -> str:
+    """Where the time of a round goes."""
+    head = ["codec: who", "round s", "least - most", "matchmaking s", "all-reduce s", "CPU s", "failed", "identical"]
+    rows = []
+    for result in results:
+        good = result.good_rounds
+        seconds = [a_round.seconds for a_round in good]
+        rows.append(
+            [
+                f"{result.codec}: {result.contender.name}",
+                number(result.median("seconds")),
+                f"{min(seconds):.2f} - {max(seconds):.2f}" if seconds else "-",
+                number(result.median("matchmaking"), 3),
+                number(result.median("allreduce")),
+                number(result.median("cpu_seconds")),
+                f"{len(result.rounds) - len(good)} of {len(result.rounds)}",
+                f"{sum(a_round.identical for a_round in good)} of {len(good)}",
+            ]
+        )
+    return report.table(head, rows)
+
+
+def resource_table(results: Iterable[Result]) -> str:
+    """What the peers hold and move; the same whether a trainer is busy or not."""
+    head = ["codec: who", "idle PSS MB", "peak PSS MB", "sent MB", "idle CPU s/s", "largest error"]
+    rows = []
+    for result in results:
+        if not result.contender.busy:
+            sent = result.median("bytes_sent")
+            rows.append(
+                [
+                    f"{result.codec}: {result.contender.name}",
+                    number(result.memory.idle / PEERS / 1e6, 0),
+                    number(result.memory.peak / PEERS / 1e6, 0),
+                    number(None if sent is None else sent / PEERS / 1e6, 1),
+                    number(result.idle_cpu / PEERS, 3),
+                    f"{result.error:.1e}",
+                ]
+            )
+    return report.table(head, rows)
+
+
+def cost_table(priced: dict[str, costs.Cost], cores: int) -> str:
+    """The count behind the floor, with its sum."""
+    rows = [
+        [name, f"{c.bytes_per_peer / 1e6:.0f}", number(c.seconds_per_gigabyte, 3), number(c.group_cpu_seconds, 3)]
+        for name, c in priced.items()
+    ]
+    total = sum(c.group_cpu_seconds for c in priced.values())
+    rows.append(["**sum**", "", "", number(total, 3)])
+    rows.append([f"**on {cores} cores that never wait**", "", "", number(total / cores, 3)])
+    return report.table(["work", "MB per peer", "CPU s per GB", f"CPU s, {PEERS} peers"], rows)
+
+
+TIME_NOTE = f"""\
+Medians of the rounds that did not fail; times are of the slowest of {PEERS} peers, CPU of all peers and all
+that they started (hivemind: two servers and a Go daemon each). *Busy*: one trainer runs pure Python all the while; its
+loop is in the CPU column. *Identical*: rounds after which all peers held the same bits. *Floor*: a bare butterfly on
+ZeroMQ with CURVE and digests (`benchmarks/floor.py`). hivemind has `min_matchmaking_time=2`; *size known* means
+`target_group_size=4`."""
+RESOURCE_NOTE = """\
+Per peer, with all that it started. PSS is measured with only this side alive, idle after a round and as the largest of
+samples within one; the vector itself is in it. *Largest error*: of an element, against the exact mean."""
+
+
+def main() -> None:
+    """Parses the command line, measures, reports; exit code 1 when Shoal failed a round or its peers disagreed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hivemind-python", metavar="PATH", help="interpreter of a venv with hivemind 1.1.12")
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds of each kind (default: 7)")
+    parser.add_argument("--elements", type=int, default=25_000_000, help="float32 in the vector (default: 25 million)")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="default: all, hivemind if its interpreter is given")
+    parser.add_argument("--codecs", nargs="+", choices=CODECS, default=CODECS, help="default: both")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for averaging.md and averaging.json")
+    options = parser.parse_args()
+    sides = options.sides or [side for side in SIDES if side != "hivemind" or options.hivemind_python]
+    if "hivemind" in sides and not options.hivemind_python:
+        parser.error("hivemind runs in a venv of its own: name its interpreter with --hivemind-python")
+
+    end_on_signals()
+    facts = report.environment()
+    contenders = [contender for contender in CONTENDERS if contender.side in sides]
+    units = costs.unit_costs()
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as logs:
+        bench = Bench(options.hivemind_python, options.elements, Path(logs))
+        for codec in options.codecs:
+            results += bench.run(contenders, codec, options.rounds)
+
+    figures = [figure for codec in options.codecs for figure in compare(codec, results)]
+    priced = {codec: costs.price(PEERS, options.elements, codec == "float16", units) for codec in options.codecs}
+    parts = [
+        f"# Averaging {options.elements / 1e6:g} million float32 among {PEERS} peers on loopback",
+        report.describe(facts | {"rounds": options.rounds}),
+        time_table(results),
+        TIME_NOTE,
+        report.figure_table(figures),
+        resource_table(results),
+        RESOURCE_NOTE,
+    ]
+    for codec, lines in priced.items():
+        parts += [f"## What no implementation can leave out, codec {codec}", cost_table(lines, facts["cores"])]
+    data = {
+        "environment": facts,
+        "options": {"elements": options.elements, "rounds": options.rounds, "peers": PEERS},
+        "results": [asdict(result) for result in results],
+        "figures": [asdict(figure) | {"met": figure.met} for figure in figures],
+        "costs": {codec: {name: asdict(cost) for name, cost in lines.items()} for codec, lines in priced.items()},
+        "cpu_seconds_per_byte": units,
+    }
+    report.publish(options.out, "averaging", "\n\n".join(parts), data)
+    ours = [a_round for result in results if result.contender.side == "shoal" for a_round in result.rounds]
+    sys.exit(0 if all(a_round.identical and not a_round.failure for a_round in ours) else 1)
+
+
+if __name__ == "__main__":
+    main()
