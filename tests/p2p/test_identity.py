@@ -24,7 +24,7 @@ def test_a_signature_holds_for_its_data_and_signer_only():
 
 
 def test_the_text_form_is_libp2ps():
-    # By hand from libp2p's peer id specification: CIDv1, libp2p-key, identity multihash, protobuf of an Ed25519 key of zeros.
+    # By hand from libp2p's peer id specification: CIDv1, libp2p-key, identity multihash, protobuf of a key.
     text = str(PeerID(bytes(32)))
     assert text == "bafzaajaiaejca" + "a" * 51
     assert PeerID.parse(text) == PeerID(bytes(32))
@@ -39,10 +39,8 @@ def test_the_text_form_is_read_back(key):
 
 @given(st.text() | st.text(alphabet="abcdefghijklmnopqrstuvwxyz234567=", max_size=80))
 def test_other_text_is_refused_with_a_valueerror(text):
-    try:
-        assert str(PeerID.parse(text)) == text.lower()
-    except ValueError as error:
-        assert "is not a peer id" in str(error)
+    with pytest.raises(ValueError, match="is not a peer id"):
+        PeerID.parse(text)
 
 
 def test_a_peer_id_is_32_bytes():
