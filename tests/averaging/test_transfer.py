@@ -1,0 +1,416 @@
+"""A newcomer downloads a state: from many donors, some of which lie, die, dawdle or differ."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shoal.averaging.donor import KEEP_SECONDS, Chunk, GetChunk, GetManifest, Offer, describe, transfer_service
+from shoal.averaging.manifest import CHUNK_ELEMENTS, BufferShape, Manifest
+from shoal.averaging.tip import Tip
+from shoal.averaging.transfer import Downloaded, DownloadFailed, Snapshot, StateDonor, download_state
+from shoal.compression import Codec, Float16Compression, NoCompression
+from shoal.p2p.errors import Refused
+from shoal.p2p.identity import Identity, PeerID
+from shoal.p2p.memory import MemoryNetwork, MemoryTransport
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.node import Answer, Node, Reply
+from shoal.simulation.clock import run
+from shoal.simulation.world import World
+
+NAME = "state/test"
+
+
+def snapshot(epoch: int = 7, chunks: int = 12) -> Snapshot:
+    """A state of float32, int64 and bool buffers, about `chunks` chunks altogether; the same for the same epoch."""
+    generator = torch.Generator().manual_seed(epoch)
+    return Snapshot(
+        Tip(epoch, bytes([epoch]) * 32, 32.0 * epoch),
+        b"layout",
+        [
+            torch.randn((chunks - 5) * CHUNK_ELEMENTS + 3, generator=generator),
+            torch.randint(1 << 60, (CHUNK_ELEMENTS,), generator=generator),
+            torch.rand(100, generator=generator) < 0.5,
+            torch.empty(0),
+        ],
+        random.Random(epoch).randbytes(1_100_000),
+    )
+
+
+def donate(node: Node, state: Snapshot | None = None, codec: Codec | None = None) -> list[Snapshot]:
+    """Let `node` serve `state`; returns the list of snapshots taken, of which the first entry is what it serves."""
+    current = [state or snapshot()]
+    taken: list[Snapshot] = []
+
+    async def take() -> Snapshot:
+        await asyncio.sleep(0.1)
+        taken.append(current[0])
+        return current[0]
+
+    StateDonor(node, NAME, take, lambda: current[0].tip, codec or NoCompression())
+    return taken
+
+
+def donate_by(node: Node, manifest: Manifest, answer: Callable[[int], Answer | Awaitable[Answer]]) -> None:
+    """Let `node` offer what `manifest` says, and answer requests for chunks as the test likes."""
+
+    def handler(_peer: PeerID, message: object, _buffers: object) -> Answer | Awaitable[Answer]:
+        if isinstance(message, GetManifest):
+            return Reply(Offer(), [manifest.encode()])
+        assert isinstance(message, GetChunk)
+        return answer(message.chunk)
+
+    node.serve(transfer_service(NAME), handler)
+
+
+async def swarm(world: World, donors: int) -> tuple[Node, list[Node]]:
+    """A newcomer, and others that it knows."""
+    nodes = [await world.spawn_node() for _ in range(donors + 1)]
+    world.introduce()
+    return nodes[0], nodes[1:]
+
+
+async def download(
+    newcomer: Node, donors: list[Node], *, timeout: float = 300, max_nbytes: int = 1 << 30
+) -> Downloaded:
+    peers = [donor.peer_id for donor in donors]
+    return await download_state(newcomer, NAME, peers, timeout=timeout, rng=random.Random(1), max_nbytes=max_nbytes)
+
+
+def assert_same(result: Downloaded, expected: Snapshot) -> None:
+    assert result.manifest.tip == expected.tip
+    assert result.manifest.layout == expected.layout
+    assert result.scalars == expected.scalars
+    assert len(result.buffers) == len(expected.buffers)
+    for got, wanted in zip(result.buffers, expected.buffers, strict=True):
+        assert got.dtype is wanted.dtype
+        assert torch.equal(got, wanted)
+
+
+def test_a_state_comes_bit_by_bit_from_several_donors():
+    async def scenario() -> None:
+        newcomer, donors = await swarm(World(1), 3)
+        for donor in donors:
+            donate(donor)
+        result = await download(newcomer, [newcomer, *donors])
+        assert_same(result, snapshot())
+        assert sum(result.chunks_from.values()) == 12
+        assert set(result.chunks_from) == {donor.peer_id for donor in donors}
+        assert result.dropped == {}
+        assert result.nbytes == result.manifest.nbytes
+        assert 0 < result.seconds < 5
+
+    run(scenario())
+
+
+def test_on_a_real_loop_too():
+    async def scenario() -> None:
+        network = MemoryNetwork()
+        nodes = [Node(identity, MemoryTransport(network, identity.peer_id)) for identity in (Identity(), Identity())]
+        for node in nodes:
+            await node.listen(Multiaddr("ip4", "127.0.0.1", 0))
+        nodes[0].learn(nodes[1].peer_id, nodes[1].addresses)
+        donate(nodes[1])
+        assert_same(await download(nodes[0], nodes[1:], timeout=30), snapshot())
+        for node in nodes:
+            await node.close()
+
+    asyncio.run(scenario())
+
+
+def test_five_donors_of_which_one_lies_one_dies_one_dawdles_and_one_differs():
+    async def scenario() -> None:
+        world = World(2, bandwidth=4e6)
+        state = snapshot(chunks=40)
+        manifest = await describe(state, NoCompression())
+        newcomer, (honest, liar, mortal, slow, other) = await swarm(world, 5)
+        donate(honest, state)
+        donate(mortal, state)
+        donate(other, snapshot(8))
+
+        def lies(number: int) -> Reply:
+            chunk = manifest.chunks[number]
+            return Reply(Chunk(), [bytes((chunk.stop - chunk.start) * 4)])
+
+        async def dawdles(number: int) -> Reply:
+            await asyncio.sleep(1000)
+            raise AssertionError
+
+        donate_by(liar, manifest, lies)
+        donate_by(slow, manifest, dawdles)
+        asyncio.get_running_loop().call_later(1.0, world.kill, mortal.peer_id)
+        result = await download(newcomer, [honest, liar, mortal, slow, other])
+        assert_same(result, state)
+        assert set(result.dropped) >= {liar.peer_id, mortal.peer_id}
+        assert "wrong" in result.dropped[liar.peer_id]
+        assert "lost" in result.dropped[mortal.peer_id]
+        assert set(result.chunks_from) <= {honest.peer_id, mortal.peer_id}
+        assert result.chunks_from[mortal.peer_id] >= 1
+        assert result.seconds < 30
+
+    run(scenario())
+
+
+def test_a_slow_donor_does_not_hold_up_the_last_chunks():
+    async def scenario() -> None:
+        state = snapshot()
+        manifest = await describe(state, NoCompression())
+        newcomer, (good, slow) = await swarm(World(3), 2)
+        donate(good, state)
+
+        async def dawdles(number: int) -> Reply:
+            await asyncio.sleep(15)
+            raise Refused("too late anyway")
+
+        donate_by(slow, manifest, dawdles)
+        result = await download(newcomer, [good, slow])
+        assert_same(result, state)
+        assert 5 < result.seconds < 7  # the patience with which a donor is waited for, and a little
+
+    run(scenario())
+
+
+def test_if_all_donors_of_the_majority_fail_the_next_state_is_tried():
+    async def scenario() -> None:
+        newcomer, donors = await swarm(World(4), 3)
+        manifest = await describe(snapshot(8), NoCompression())
+
+        def refuses(number: int) -> Reply:
+            raise Refused("changed my mind")
+
+        donate_by(donors[0], manifest, refuses)
+        donate_by(donors[1], manifest, refuses)
+        donate(donors[2])
+        result = await download(newcomer, donors)
+        assert_same(result, snapshot())
+        assert set(result.dropped) == {donor.peer_id for donor in donors[:2]}
+
+    run(scenario())
+
+
+def test_a_donor_that_offers_late_still_helps():
+    async def scenario() -> None:
+        world = World(5, bandwidth=2e6)
+        newcomer, donors = await swarm(world, 3)
+        state = snapshot(chunks=30)
+        for donor in donors[:2]:
+            donate(donor, state)
+
+        async def takes_its_time() -> Snapshot:
+            await asyncio.sleep(3)
+            return state
+
+        StateDonor(donors[2], NAME, takes_its_time, lambda: state.tip, NoCompression())
+        result = await download(newcomer, donors)
+        assert_same(result, state)
+        assert result.chunks_from[donors[2].peer_id] > 2
+
+    run(scenario())
+
+
+def test_without_a_usable_donor_the_error_names_each_with_its_reason():
+    async def scenario() -> None:
+        world = World(6)
+        newcomer, donors = await swarm(world, 5)
+        unwilling, ignorant, corrupt, gone, garbled = donors
+        StateDonor(unwilling, NAME, snapshot, lambda: snapshot().tip, NoCompression(), allow=False)  # type: ignore[arg-type]
+        manifest = await describe(snapshot(), NoCompression())
+        donate_by(corrupt, manifest, lambda number: Reply(Chunk(), [b"short"]))
+        garbled.serve(transfer_service(NAME), lambda peer, message, buffers: Reply(Offer(), [b"not a manifest"]))
+        world.kill(gone.peer_id)
+        with pytest.raises(DownloadFailed) as failure:
+            await download(newcomer, donors)
+        text = str(failure.value)
+        for donor, reason in (
+            (unwilling, "this peer does not share its state"),
+            (ignorant, "unknown service"),
+            (corrupt, "wrong size"),
+            (gone, "nobody answers"),
+            (garbled, "not a manifest"),
+        ):
+            mine = next(part for part in text.split("; ") if repr(donor.peer_id) in part)
+            assert reason in mine
+
+    run(scenario())
+
+
+def test_with_nobody_to_ask_or_nobody_that_answers_it_says_so():
+    async def scenario() -> None:
+        newcomer, (silent,) = await swarm(World(7), 1)
+        with pytest.raises(DownloadFailed, match="nobody to ask"):
+            await download(newcomer, [newcomer])
+
+        async def never(*_: object) -> Reply:
+            await asyncio.sleep(10_000)
+            raise AssertionError
+
+        silent.serve(transfer_service(NAME), never)
+        with pytest.raises(DownloadFailed, match=r"no state within 100 s\..*has not answered"):
+            await download(newcomer, [silent], timeout=100)
+        assert asyncio.get_running_loop().time() < 110
+
+    run(scenario())
+
+
+def test_time_up_in_the_middle_says_how_far_it_came():
+    async def scenario() -> None:
+        newcomer, donors = await swarm(World(8, bandwidth=1e6), 1)
+        donate(donors[0], snapshot(chunks=40))
+        with pytest.raises(
+            DownloadFailed, match=r"no state within 20 s\. \d\d of \d\d chunks .* epoch 7 .* are missing"
+        ):
+            await download(newcomer, donors, timeout=20)
+
+    run(scenario())
+
+
+def test_a_state_larger_than_the_newcomer_allows_is_refused_before_anything_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async def scenario() -> None:
+        newcomer, donors = await swarm(World(9), 1)
+        huge = Manifest(Tip(1, bytes(32), 1.0), b"", "none", (BufferShape("float64", 1 << 33),), 0, bytes(32 << 15))
+        donate_by(donors[0], huge, lambda number: Reply(Chunk(), [b""]))
+        monkeypatch.setattr(torch, "empty", None)
+        with pytest.raises(DownloadFailed, match=f"offers a state of {8 << 33} bytes, more than the {1 << 30} allowed"):
+            await download(newcomer, donors)
+
+    run(scenario())
+
+
+def test_a_codec_shrinks_what_is_sent_and_all_newcomers_decode_the_same():
+    async def scenario() -> None:
+        world = World(10)
+        nodes = [await world.spawn_node() for _ in range(4)]
+        world.introduce()
+        for donor in nodes[2:]:
+            donate(donor, codec=Float16Compression())
+        one, other = await asyncio.gather(download(nodes[0], nodes[2:]), download(nodes[1], nodes[2:]))
+        assert one.nbytes < 0.8 * one.manifest.nbytes
+        assert one.manifest.codec == "float16"
+        state = snapshot()
+        assert torch.equal(one.buffers[0], state.buffers[0].half().float())
+        assert torch.equal(one.buffers[1], state.buffers[1])
+        for mine, theirs in zip(one.buffers, other.buffers, strict=True):
+            assert torch.equal(mine, theirs)
+
+    run(scenario())
+
+
+def test_the_state_is_one_moments_while_the_donor_trains_on():
+    async def scenario() -> None:
+        world = World(11, bandwidth=3e6)
+        newcomer, donors = await swarm(world, 2)
+        parameters = torch.zeros(20 * CHUNK_ELEMENTS)
+        epoch = 0
+
+        def tip() -> Tip:
+            return Tip(epoch, bytes(32), float(epoch))
+
+        async def take() -> Snapshot:
+            return Snapshot(tip(), b"", [parameters.clone()], b"")
+
+        async def trains() -> None:
+            nonlocal epoch
+            while True:
+                await asyncio.sleep(0.5)
+                parameters.add_(1)
+                epoch += 1
+
+        for donor in donors:
+            StateDonor(donor, NAME, take, tip, NoCompression())
+        donors[0].spawn(trains())
+        await asyncio.sleep(10.1)
+        result = await download(newcomer, donors)
+        assert result.seconds > 3
+        assert result.manifest.tip.epoch == 20
+        assert bool(result.buffers[0].eq(20).all())
+
+    run(scenario())
+
+
+def test_those_who_ask_together_share_a_snapshot_and_it_is_dropped_when_nobody_asks():
+    async def scenario() -> None:
+        world = World(12)
+        nodes = [await world.spawn_node() for _ in range(5)]
+        world.introduce()
+        taken = donate(nodes[4])
+        for _ in range(2):
+            results = await asyncio.gather(*(download(node, nodes[4:]) for node in nodes[:4]))
+            assert len(taken) == 1
+        for result in results:
+            assert_same(result, snapshot())
+        await asyncio.sleep(KEEP_SECONDS + 1)
+        request = GetChunk(results[0].manifest.id, 0)
+        with pytest.raises(Refused, match="not held any more"):
+            await nodes[0].call(nodes[4].peer_id, transfer_service(NAME), request, Chunk, timeout=1)
+        await download(nodes[0], nodes[4:])
+        assert len(taken) == 2
+
+    run(scenario())
+
+
+def test_a_download_in_progress_is_not_cut_off_by_newer_snapshots():
+    async def scenario() -> None:
+        world = World(13, bandwidth=2e6)
+        nodes = [await world.spawn_node() for _ in range(4)]
+        world.introduce()
+        state = snapshot(1, chunks=20)
+        epoch = 1
+
+        async def take() -> Snapshot:
+            return replace(state, tip=tip())
+
+        def tip() -> Tip:
+            return Tip(epoch, bytes(32), float(epoch))
+
+        StateDonor(nodes[3], NAME, take, tip, NoCompression())
+        downloads = []
+        for epoch in (1, 2, 3):  # `tip` reads it
+            downloads.append(asyncio.create_task(download(nodes[epoch - 1], nodes[3:])))
+            await asyncio.sleep(2)
+        epochs = [result.manifest.tip.epoch for result in await asyncio.gather(*downloads)]
+        assert epochs == [1, 2, 2]
+
+    run(scenario())
+
+
+def test_bad_requests_are_refused_with_the_reason():
+    async def scenario() -> None:
+        newcomer, (donor,) = await swarm(World(14), 1)
+        donate(donor)
+        service = transfer_service(NAME)
+        id = (await download(newcomer, [donor])).manifest.id
+        for request, reason in (
+            (GetChunk(id, 12), "the state has 12 chunks, there is no number 12"),
+            (GetChunk(bytes(32), 0), "not held any more"),
+            (GetChunk(id, 1 << 40), "not a message"),
+            (GetChunk(b"", 0), "not a message"),
+            (Offer(), "not a request"),
+        ):
+            with pytest.raises(Refused, match=reason):
+                await newcomer.call(donor.peer_id, service, request, Chunk, timeout=1)
+
+    run(scenario())
+
+
+def test_a_donor_that_stops_tells_those_who_wait():
+    async def scenario() -> None:
+        newcomer, (node,) = await swarm(World(15), 1)
+
+        async def never() -> Snapshot:
+            await asyncio.sleep(10_000)
+            raise AssertionError
+
+        donor = StateDonor(node, NAME, never, lambda: snapshot().tip, NoCompression())
+        asyncio.get_running_loop().call_later(1, donor.close)
+        with pytest.raises(DownloadFailed, match="does not share its state any more"):
+            await download(newcomer, [node])
+        assert asyncio.get_running_loop().time() < 2
+
+    run(scenario())

@@ -1,0 +1,226 @@
+"""The manifest and the plan of a download: decided without I/O."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.averaging.download import DownloadPlan
+from shoal.averaging.manifest import CHUNK_ELEMENTS, BufferShape, Manifest, StateChunk, choose
+from shoal.averaging.tip import Tip
+from shoal.p2p.identity import PeerID
+
+DIGESTS = [bytes([number]) * 32 for number in range(10)]
+ANN, BOB, CYD, DAN = (PeerID(bytes([number]) * 32) for number in range(1, 5))
+
+
+def manifest(epoch: int = 3, samples: float = 100.0, digest: int = 0, **changes: object) -> Manifest:
+    fields = {
+        "tip": Tip(epoch, bytes(32), samples),
+        "layout": b"",
+        "codec": "none",
+        "buffers": (BufferShape("float32", CHUNK_ELEMENTS + 1), BufferShape("int64", 0), BufferShape("bool", 5)),
+        "scalars_nbytes": 10,
+        "digests": bytes([digest]) * 4 * 32,
+    }
+    return Manifest(**(fields | changes))  # type: ignore[arg-type]
+
+
+# -- manifest
+
+
+def test_chunks_are_the_scalars_and_then_each_buffer():
+    assert manifest().chunks == [
+        StateChunk(None, 0, 10),
+        StateChunk(0, 0, CHUNK_ELEMENTS),
+        StateChunk(0, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1),
+        StateChunk(2, 0, 5),
+    ]
+    assert manifest().nbytes == 10 + 4 * (CHUNK_ELEMENTS + 1) + 5
+
+
+def test_a_manifest_survives_the_wire_and_its_id_covers_every_field():
+    original = manifest()
+    assert Manifest.decode(original.encode()) == original
+    others = [
+        manifest(epoch=4),
+        manifest(samples=101.0),
+        manifest(digest=1),
+        manifest(layout=b"x"),
+        manifest(codec="float16"),
+        manifest(scalars_nbytes=11),
+    ]
+    assert len({other.id for other in [original, *others]}) == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"digests": bytes(3 * 32)}, "a state of 4 chunks has 128 bytes of digests, not 96"),
+        ({"buffers": (BufferShape("float32", 1 << 60),)}, "buffers"),
+        ({"buffers": (BufferShape("float32", 1 << 33),)}, "of digests"),
+        ({"buffers": (BufferShape("object", 5),)}, "dtype 'object'"),
+        ({"buffers": (BufferShape("float32", -5),)}, "buffers"),
+        ({"buffers": (BufferShape("uint8", 0),) * 1000}, "buffers"),
+        ({"scalars_nbytes": 1 << 40}, "scalars_nbytes"),
+        ({"scalars_nbytes": 1 << 25}, "of digests"),
+        ({"tip": Tip(1 << 60, bytes(32), 0.0)}, "Expected `int`"),
+        ({"tip": Tip(1, bytes(31), 0.0)}, "length >= 32"),
+        ({"format": 2}, "format 1, not 2"),
+    ],
+)
+def test_a_manifest_that_is_absurd_or_contradicts_itself_is_refused(changes: dict[str, object], complaint: str):
+    fields = msgspec.structs.asdict(manifest()) | changes
+    data = msgspec.msgpack.encode(fields)
+    with pytest.raises(ValueError, match="not a manifest") as failure:
+        Manifest.decode(data)
+    assert complaint in str(failure.value)
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_manifest_or_a_value_error(data: bytes):
+    for garbage in (data, manifest().encode()[:40] + data, b"\x91" * 100_000):
+        with pytest.raises(ValueError, match="not a manifest"):
+            Manifest.decode(garbage)
+
+
+def test_the_majoritys_state_is_chosen_and_ties_go_to_more_samples_then_epochs():
+    common, rich, late = manifest(3, 100.0), manifest(3, 900.0), manifest(9, 900.0)
+    assert choose({ANN: common, BOB: common, CYD: late}) == common.id
+    assert choose({ANN: common, BOB: rich}) == rich.id
+    assert choose({ANN: late, BOB: rich}) == late.id
+    one, other = manifest(digest=1), manifest(digest=2)
+    assert choose({ANN: one, BOB: other}) == choose({ANN: other, BOB: one}) == max(one.id, other.id)
+    with pytest.raises(ValueError, match="nobody offers"):
+        choose({})
+
+
+# -- plan
+
+
+def test_chunks_are_spread_over_donors_within_their_windows_and_asked_once():
+    plan = DownloadPlan(DIGESTS, [ANN, BOB], window=3)
+    first = plan.next_requests(0.0)
+    assert [chunk for _, chunk in first] == [0, 1, 2, 3, 4, 5]
+    assert [donor for donor, _ in first] == [ANN, BOB] * 3
+    assert plan.next_requests(0.0) == []
+    assert plan.received(ANN, 0, DIGESTS[0], 1.0)
+    assert plan.next_requests(1.0) == [(ANN, 6)]
+
+
+def test_what_is_outstanding_is_bounded_over_all_donors():
+    donors = [PeerID(bytes([number]) * 32) for number in range(100)]
+    plan = DownloadPlan([bytes(32)] * 1000, donors, window=4, max_outstanding=32)
+    assert len(plan.next_requests(0.0)) == 32
+
+
+def test_what_a_failed_donor_owed_goes_to_the_others():
+    plan = DownloadPlan(DIGESTS[:4], [ANN, BOB], window=4)
+    assert plan.next_requests(0.0) == [(ANN, 0), (BOB, 1), (ANN, 2), (BOB, 3)]
+    plan.donor_failed(ANN, "lost")
+    assert plan.next_requests(0.0) == [(BOB, 0), (BOB, 2)]
+    plan.add_donor(ANN)
+    plan.donor_failed(BOB, "lost too")
+    assert plan.failed
+    assert not plan.done
+    assert plan.dropped == {ANN: "lost", BOB: "lost too"}
+
+
+def test_a_wrong_digest_drops_the_donor_and_the_chunk_is_asked_of_another():
+    plan = DownloadPlan(DIGESTS[:2], [ANN, BOB])
+    assert plan.next_requests(0.0) == [(ANN, 0), (BOB, 1)]
+    assert not plan.received(ANN, 0, DIGESTS[7], 1.0)
+    assert plan.dropped == {ANN: "sent chunk 0 with a wrong digest"}
+    assert plan.next_requests(1.0) == [(BOB, 0)]
+    assert plan.received(BOB, 0, DIGESTS[0], 1.0)
+    assert plan.received(BOB, 1, DIGESTS[1], 1.0)
+    assert plan.done
+    assert plan.chunks_from == {BOB: 2}
+
+
+def test_a_chunk_that_was_not_asked_for_counts_as_nothing():
+    plan = DownloadPlan(DIGESTS[:2], [ANN, BOB], window=1)
+    plan.next_requests(0.0)
+    assert not plan.received(ANN, 1, DIGESTS[1], 1.0)
+    assert not plan.received(CYD, 1, DIGESTS[1], 1.0)
+    assert plan.missing == 2
+    assert plan.dropped == {}
+
+
+def test_a_late_donor_gets_no_more_and_others_are_asked_for_what_it_owes():
+    plan = DownloadPlan(DIGESTS[:4], [ANN, BOB], window=2, patience=5.0, give_up=20.0)
+    assert plan.next_requests(0.0) == [(ANN, 0), (BOB, 1), (ANN, 2), (BOB, 3)]
+    assert plan.next_check() == 5.0
+    assert plan.received(BOB, 1, DIGESTS[1], 4.0)
+    assert plan.next_requests(4.9) == []
+    assert plan.next_requests(5.0) == [(BOB, 0)]
+    assert plan.received(BOB, 3, DIGESTS[3], 6.0)
+    # Ann answers after all: what she still owes is not asked of others as well.
+    assert plan.received(ANN, 0, DIGESTS[0], 6.0)
+    assert plan.next_requests(6.0) == []
+    assert not plan.received(BOB, 0, DIGESTS[0], 7.0)
+    assert plan.received(ANN, 2, DIGESTS[2], 7.0)
+    assert plan.done
+
+
+def test_a_donor_that_stays_silent_is_dropped():
+    plan = DownloadPlan(DIGESTS[:1], [ANN], patience=5.0, give_up=20.0)
+    plan.next_requests(0.0)
+    assert plan.next_requests(5.0) == []
+    assert plan.next_check() == 20.0
+    assert plan.next_requests(20.0) == []
+    assert plan.failed
+    assert plan.dropped == {ANN: "sent nothing for 20 s"}
+
+
+def test_a_slow_but_steady_donor_is_never_late():
+    plan = DownloadPlan(DIGESTS[:6], [ANN, BOB], window=3, patience=5.0)
+    asked = plan.next_requests(0.0)
+    for step, chunk in enumerate([chunk for donor, chunk in asked if donor == ANN]):
+        assert plan.received(ANN, chunk, DIGESTS[chunk], 4.0 * (step + 1))
+        for donor, other in asked:
+            if donor == BOB and step == 0:
+                assert plan.received(BOB, other, DIGESTS[other], 4.0)
+        assert plan.next_requests(4.0 * (step + 1)) == []
+    assert plan.done
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 2**32), st.integers(0, 20), st.integers(1, 5))
+def test_whatever_happens_a_plan_ends_and_keeps_its_rules(seed: int, chunks: int, donors: int):
+    rng = random.Random(seed)
+    digests = [bytes([number]) * 32 for number in range(chunks)]
+    peers = [PeerID(bytes([number]) * 32) for number in range(donors)]
+    plan = DownloadPlan(digests, peers, window=2, max_outstanding=5, patience=5.0, give_up=20.0)
+    now, asked, kept = 0.0, [], []
+    while not plan.done and not plan.failed:
+        requests = plan.next_requests(now)
+        assert not {donor for donor, _ in requests} & set(plan.dropped)
+        asked += requests
+        assert len(asked) == len(set(asked)), "one donor was asked twice for one chunk"
+        event = rng.random()
+        if event < 0.6 and asked:
+            donor, chunk = asked.pop(rng.randrange(len(asked)))
+            digest = digests[chunk] if rng.random() < 0.95 else bytes(31) + b"x"
+            if plan.received(donor, chunk, digest, now):
+                kept.append(chunk)
+        elif event < 0.63:
+            plan.donor_failed(rng.choice(peers), "lost")
+        else:
+            check = plan.next_check()
+            assert check is not None or plan.done or plan.failed, "nothing is outstanding, and nothing is asked"
+            now = max(now, check or 0.0) if rng.random() < 0.5 else now + rng.random()
+        asked = [(donor, chunk) for donor, chunk in asked if donor not in plan.dropped]
+    assert sorted(kept) == sorted(set(kept))
+    assert plan.failed or len(kept) == chunks
+
+
+def test_neither_imports_torch():
+    script = "import sys, shoal.averaging.manifest, shoal.averaging.download; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
