@@ -37,8 +37,8 @@ def _main(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-@app.command()
-def demo(
+@app.command("demo")
+def demo_command(
     peers: Annotated[int, typer.Option(help="How many peers begin, each a process of its own.")] = 4,
     epochs: Annotated[int, typer.Option(help="How many epochs they train.")] = 150,
     kill: Annotated[bool, typer.Option("--kill/--no-kill", help="Kill one peer on the way with SIGKILL.")] = True,
@@ -67,8 +67,8 @@ def demo(
     raise typer.Exit(code)
 
 
-@app.command()
-def node(
+@app.command("node")
+def node_command(
     host_maddrs: Annotated[
         list[str] | None, typer.Option(help="Multiaddr to listen on; can be given several times.")
     ] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import subprocess
@@ -109,4 +110,6 @@ def test_no_peer_outlives_its_parent(tmp_path: Path, ending: signal.Signals) -> 
     finally:
         parent.kill()
         parent.wait()
+        for pid in filter(is_alive, pids):
+            os.kill(pid, signal.SIGKILL)
         parent.stdout.close()

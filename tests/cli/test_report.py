@@ -65,7 +65,7 @@ def test_lines_tell_of_peers_rounds_and_losses_when_there_is_no_terminal() -> No
     assert "killed peer 3" in lines
     assert lines.count("held-out loss 1.600 at epoch 20") == 1
     assert "coordinator peer 2, round 0.20 s (matchmaking 0.010, all-reduce 0.15), 16.0 MB moved" in lines
-    assert "peer 1: epoch 19, loss 2.100, 50 samples/s" in lines
+    assert "peer 1: loss 2.100, 50 samples/s" in lines
     assert "\x1b" not in lines
 
 

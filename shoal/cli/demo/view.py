@@ -42,7 +42,7 @@ class PlainView:
         self._console = console
         self._epochs = epochs
         self._started_at = time.monotonic()
-        self._shown = -1
+        self._next_epoch = _LINES_EVERY_EPOCHS
         self._evaluations = 0
 
     def update(self, record: Record) -> None:
@@ -50,13 +50,15 @@ class PlainView:
         for evaluation in record.evaluations[self._evaluations :]:
             self.note(f"held-out loss {evaluation.held_out_loss:.3f} at epoch {evaluation.epoch}")
         self._evaluations = len(record.evaluations)
-        if record.epoch // _LINES_EVERY_EPOCHS > self._shown // _LINES_EVERY_EPOCHS:
-            self._shown = record.epoch
-            self.note(f"epoch {record.epoch} of {self._epochs}: {_round_line(record)}")
+        # An epoch is shown when the one after it is there: then all peers have told what they know of it.
+        if record.epoch > self._next_epoch:
+            epoch = record.epoch - 1
+            self._next_epoch = epoch - epoch % _LINES_EVERY_EPOCHS + _LINES_EVERY_EPOCHS
+            self.note(f"epoch {epoch} of {self._epochs}: {_round_line(record, epoch)}")
             for peer in record.peers.values():
-                if peer.state == PeerState.TRAINING:
-                    epoch, loss, speed, _, _ = _cells(record, peer)
-                    self.note(f"  {peer.name}: epoch {epoch}, loss {loss}, {speed} samples/s")
+                if peer.state == PeerState.TRAINING and peer.progress:
+                    latest = peer.progress[max(peer.progress)]
+                    self.note(f"  {peer.name}: loss {latest.loss:.3f}, {latest.samples_per_second:.0f} samples/s")
 
     def note(self, text: str) -> None:
         """Prints ``text`` with the time since the start."""
@@ -105,11 +107,11 @@ def _picture(record: Record, epochs: int) -> Group:
     for peer in record.peers.values():
         mark = " *" if peer.name == coordinator else ""
         state = Text(peer.state.value, style=_STYLES[peer.state])
-        table.add_row(peer.name + mark, str(peer.pid), state, *_cells(record, peer))
-    return Group(table, Text("* coordinator   " + _round_line(record)), Text(_loss_line(record)))
+        table.add_row(peer.name + mark, str(peer.pid), state, *_cells(peer))
+    return Group(table, Text("* coordinator   " + _round_line(record, record.epoch)), Text(_loss_line(record)))
 
 
-def _cells(record: Record, peer: PeerRecord) -> tuple[str, str, str, str, str]:
+def _cells(peer: PeerRecord) -> tuple[str, str, str, str, str]:
     """Epoch, loss, samples per second, the last round's seconds, megabytes sent and received."""
     progress = peer.progress[max(peer.progress)] if peer.progress else None
     commit = peer.last_commit
@@ -128,10 +130,10 @@ def _latest_coordinator(record: Record) -> str:
     return record.name_of(latest.coordinator) if latest is not None else ""
 
 
-def _round_line(record: Record) -> str:
-    if record.epoch < 0:
+def _round_line(record: Record, epoch: int) -> str:
+    group = [peer.committed[epoch] for peer in record.peers.values() if epoch in peer.committed]
+    if not group:
         return "no round yet"
-    group = record.commits()[record.epoch]
     longest = max(group, key=lambda report: report.round_seconds)
     moved = sum(report.bytes_sent for report in group) / 1e6
     return (
