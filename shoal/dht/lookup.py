@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable
+from itertools import islice
 
 from shoal.dht.records import node_id
 from shoal.p2p.identity import PeerID
@@ -30,6 +31,7 @@ class Lookup:
         self._by_distance: list[tuple[int, PeerID]] = []
         self._asked: set[PeerID] = set()
         self._answered: set[PeerID] = set()
+        self._slow: set[PeerID] = set()
 
     def add(self, contacts: Iterable[tuple[PeerID, tuple[str, ...]]]) -> None:
         """Somebody knows of these peers, and of the addresses where they listen. The nearest 256 are remembered."""
@@ -44,7 +46,8 @@ class Lookup:
 
     def next_peer(self) -> PeerID | None:
         """The nearest peer that was not asked yet, if it may still matter; it counts as asked from now on."""
-        for _, peer in self._by_distance[: self.width]:
+        expected = (peer for _, peer in self._by_distance if peer not in self._slow)
+        for peer in islice(expected, self.width):
             if peer not in self._asked:
                 self._asked.add(peer)
                 return peer
@@ -53,6 +56,11 @@ class Lookup:
     def answered(self, peer: PeerID) -> None:
         """`peer`, which was asked, gave an answer."""
         self._answered.add(peer)
+        self._slow.discard(peer)
+
+    def slow(self, peer: PeerID) -> None:
+        """`peer`, which was asked, has given no answer yet: ask another one as well, in case it gives none."""
+        self._slow.add(peer)
 
     def failed(self, peer: PeerID) -> None:
         """`peer`, which was asked, gave none: the search goes on without it."""

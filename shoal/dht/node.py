@@ -155,7 +155,7 @@ class DHTNode:
                 f"\n  {address}: {failures[peer]}" for peer, known in self._initial_peers.items() for address in known
             ]
             raise PeerUnreachable(f"none of the initial peers answered:{''.join(reasons)}")
-        await self._search(self.table.own_id)
+        await self._meet(self.table.own_id)
 
     async def _greet_initial_peers(self, timeout: float) -> dict[PeerID, str]:
         """Tell the initial peers that this node is there; returns why those that did not answer did not."""
@@ -181,6 +181,10 @@ class DHTNode:
                 task.cancel()
         reasons = {peer: task.result() if task.done() else "no answer yet" for peer, task in greetings.items()}
         return {peer: reason for peer, reason in reasons.items() if reason}
+
+    async def _meet(self, target: int) -> None:
+        """Get to know the nodes nearest to `target`, and be known to them."""
+        await search(self._protocol, target, self.table.bucket_size, self._parallel)
 
     # -- storing
 
@@ -333,7 +337,7 @@ class DHTNode:
             if self._initial_peers and not self.table.alive():
                 await self._greet_initial_peers(timeout=10.0)
             for target in self.table.refresh_targets(loop.time(), self._rng):
-                await self._search(target)
+                await self._meet(target)
             republished = [self.storage.get(key, self._clock()) for key in self._replication.due(loop.time())]
             await _gather(self._store_records, [records for records in republished if records])
 

@@ -15,6 +15,7 @@ from shoal.p2p.identity import PeerID
 log = logging.getLogger(__name__)
 
 TIMEOUT = 20.0
+PATIENCE = 0.5  # seconds after which another node is asked instead of one that has not answered
 
 Heed = Callable[[PeerID, list[DHTRecord]], bool]
 
@@ -38,20 +39,32 @@ async def search(protocol: Protocol, target: int, width: int, parallel: int, hee
         finally:
             answers.put_nowait((peer, reply))
 
+    loop = asyncio.get_running_loop()
     tasks: list[asyncio.Task[None]] = []
+    expected: dict[PeerID, float] = {}  # who is being asked, and when it counts as slow
     heard = 0
     try:
         async with asyncio.timeout(TIMEOUT):
             while True:
-                while len(tasks) - heard < parallel and (peer := lookup.next_peer()) is not None:
-                    if protocol.is_blocked(peer):
-                        lookup.failed(peer)
+                while len(expected) < parallel and (asked := lookup.next_peer()) is not None:
+                    if protocol.is_blocked(asked):
+                        lookup.failed(asked)
                     else:
-                        tasks.append(protocol.node.spawn(ask(peer, lookup.addresses[peer])))
+                        expected[asked] = loop.time() + PATIENCE
+                        tasks.append(protocol.node.spawn(ask(asked, lookup.addresses[asked])))
                 if len(tasks) == heard:
                     break
-                peer, reply = await answers.get()
+                first = next(iter(expected), None)
+                try:
+                    async with asyncio.timeout_at(expected[first] if first else None):
+                        peer, reply = await answers.get()
+                except TimeoutError:
+                    assert first is not None
+                    del expected[first]
+                    lookup.slow(first)
+                    continue
                 heard += 1
+                expected.pop(peer, None)
                 if reply is None:
                     lookup.failed(peer)
                     continue
