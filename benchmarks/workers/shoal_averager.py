@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import torch
@@ -39,13 +40,16 @@ class ShoalPeer:
         """Nothing to do: peers find each other in the DHT."""
 
     def round(self) -> dict[str, Any]:
-        """One step; the averager itself says how the time was split."""
-        self._averager.step(timeout=TIMEOUT)
+        """One step, without retries, so that a failed round shows; the averager says when BEGIN came."""
+        started = time.monotonic()
+        self._averager.step(timeout=TIMEOUT, allow_retries=False)
+        seconds = time.monotonic() - started
         last = self._averager.last_round
+        assert last is not None
         return {
             "members": len(last.members),
             "matchmaking": last.matchmaking_seconds,
-            "allreduce": last.allreduce_seconds,
+            "allreduce": seconds - last.matchmaking_seconds,  # until the mean is in the tensor, after COMMIT
             "join_to_begin": last.join_to_begin_seconds,
             "bytes_sent": last.bytes_sent,
             "bytes_received": last.bytes_received,
