@@ -338,12 +338,13 @@ class DHT:
     # -- crossing over to the reactor
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        try:
-            future = self.reactor.submit(coroutine)
-        except BaseException:
-            coroutine.close()
-            raise
-        self._pending.add(future)
+        with self._lock:  # so that shutdown() cancels it, or it is refused
+            try:
+                future = self.reactor.submit(coroutine)
+            except BaseException:
+                coroutine.close()
+                raise
+            self._pending.add(future)
         future.add_done_callback(self._pending.discard)
         return future
 

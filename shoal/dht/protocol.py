@@ -181,8 +181,10 @@ class Protocol:
             raise
         if isinstance(reply, Pong):
             self._heed_sender(peer, reply.sender)
+        elif addresses := self._addresses(peer):
+            self._heard(peer, addresses)
         else:
-            self._heard(peer, tuple(str(replace(address, peer_id=None)) for address in self.node.known_addresses(peer)))
+            self.node.spawn(self.ping(peer))  # it came to us, and says in its answer where it listens
         return reply
 
     async def ask(
@@ -235,17 +237,21 @@ class Protocol:
 
     def _heard(self, peer: PeerID, addresses: tuple[str, ...]) -> None:
         self._blocked.pop(peer, None)
-        known = self.table.get(peer)
         was_alive = self.table.is_alive(peer)
-        check = self.table.heard(
-            peer, addresses or (known.addresses if known else ()), asyncio.get_running_loop().time()
-        )
+        check = self.table.heard(peer, addresses, asyncio.get_running_loop().time())
         if check is not None:
             self.node.spawn(self.ping(check.peer))
         if not was_alive and self.table.is_alive(peer):
             records = [record for key in self.replication.joined(peer) for record in self._records(key)]
             if records:
                 self.node.spawn(self.send_records(peer, addresses, records))
+
+    def _addresses(self, peer: PeerID) -> tuple[str, ...]:
+        """Where `peer` listens, as it said itself, or else as it was found."""
+        contact = self.table.get(peer)
+        if contact is not None:
+            return contact.addresses
+        return tuple(str(replace(address, peer_id=None)) for address in self.node.known_addresses(peer))
 
     def _on_lost(self, peer: PeerID) -> None:
         if not self.node.closed:

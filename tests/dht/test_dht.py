@@ -1,0 +1,271 @@
+"""The public DHT class, over real sockets on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from shoal.dht.dht import DHT
+from shoal.dht.node import DHTNode
+from shoal.dht.records import ValueWithExpiration, get_dht_time
+from shoal.dht.validation import SchemaValidator, owner_marker
+from shoal.p2p.errors import PeerUnreachable
+from shoal.p2p.identity import Identity
+from shoal.p2p.multiaddr import Multiaddr
+
+
+@pytest.fixture
+def swarm() -> Iterator[list[DHT]]:
+    """Four peers."""
+    with ExitStack() as stack:
+        first = stack.enter_context(DHT(start=True))
+        others = [stack.enter_context(DHT(first.get_visible_maddrs(), start=True)) for _ in range(3)]
+        yield [first, *others]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+def test_store_and_get(swarm: list[DHT]) -> None:
+    expiration = get_dht_time() + 60
+    assert swarm[1].store("key", {"a": [1, None, b"x"]}, expiration)
+    for dht in swarm:
+        assert dht.get("key") == ValueWithExpiration({"a": [1, None, b"x"]}, expiration)
+        assert dht.get("nothing") is None
+        assert dht.is_alive()
+
+
+def test_return_future(swarm: list[DHT]) -> None:
+    stored = swarm[0].store("key", 1, get_dht_time() + 60, return_future=True)
+    assert isinstance(stored, Future)
+    assert stored.result(10) is True
+    found = swarm[1].get("key", return_future=True).result(10)
+    assert found is not None
+    assert found.value == 1
+
+
+def test_subkeys_by_many_peers_and_their_expiration(swarm: list[DHT]) -> None:
+    soon, later = get_dht_time() + 1.0, get_dht_time() + 60
+    for index, dht in enumerate(swarm):
+        expiration = soon if index == 0 else later
+        assert dht.store("members", [index], expiration, subkey=owner_marker(dht.peer_id))
+    expected = {owner_marker(dht.peer_id): [index] for index, dht in enumerate(swarm)}
+    for dht in swarm:
+        found = dht.get("members", latest=True)
+        assert found is not None
+        assert {subkey: entry.value for subkey, entry in found.value.items()} == expected
+    time.sleep(max(0.0, soon - get_dht_time()))
+    del expected[owner_marker(swarm[0].peer_id)]
+    for dht in swarm:
+        found = dht.get("members")
+        assert found is not None
+        assert {subkey: entry.value for subkey, entry in found.value.items()} == expected
+
+
+def test_another_peers_subkey_can_not_be_written(swarm: list[DHT]) -> None:
+    assert not swarm[0].store("members", 1, get_dht_time() + 60, subkey=owner_marker(swarm[1].peer_id))
+
+
+def test_store_and_get_of_subkeys_are_fast(swarm: list[DHT]) -> None:
+    times = []
+    for index in range(20):
+        start = time.perf_counter()
+        assert swarm[1].store("members", index, get_dht_time() + 60, subkey=owner_marker(swarm[1].peer_id))
+        assert swarm[2].get("members", latest=True) is not None
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[len(times) // 2] < 0.05  # 2 ms where nothing else runs
+
+
+def test_client_mode(swarm: list[DHT]) -> None:
+    with DHT(swarm[0].get_visible_maddrs(), client_mode=True, start=True) as client:
+        assert client.get_visible_maddrs() == []
+        assert client.node.addresses == []
+        assert client.store("key", "from a client", get_dht_time() + 60)
+        assert [dht.get("key") for dht in swarm] == [client.get("key", latest=True)] * 4
+
+        async def knows_client(_dht: DHT, dht_node: DHTNode) -> bool:
+            return dht_node.table.get(client.peer_id) is not None
+
+        assert not any(dht.run_coroutine(knows_client) for dht in swarm)
+
+
+def test_identity_is_kept_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "identity"
+    with DHT(start=True, identity_path=path) as dht:
+        peer_id = dht.peer_id
+        addresses = dht.get_visible_maddrs()
+    # The same list of initial peers serves every node, the first one included.
+    with DHT(addresses, start=True, identity_path=path) as dht:
+        assert dht.peer_id == peer_id
+
+
+def test_validators(swarm: list[DHT]) -> None:
+    with DHT(swarm[0].get_visible_maddrs(), start=True, record_validators=[SchemaValidator({"number": int})]) as strict:
+        assert not strict.store("number", "x", get_dht_time() + 60)
+        assert swarm[0].store("text", 1, get_dht_time() + 60)
+        assert strict.get("text") is not None
+        strict.add_validators([SchemaValidator({"text": str})])
+        assert strict.get("text", latest=True) is None
+
+
+def test_run_coroutine(swarm: list[DHT]) -> None:
+    async def sum_of(dht: DHT, dht_node: DHTNode) -> int:
+        assert dht_node is dht.dht_node
+        assert asyncio.get_running_loop() is dht.reactor.loop
+        await dht_node.store("key", 1, get_dht_time() + 60)
+        found = await dht_node.get("key")
+        return found.value + 1 if found else 0
+
+    assert swarm[0].run_coroutine(sum_of) == 2
+    assert swarm[0].run_coroutine(sum_of, return_future=True).result(10) == 2
+
+    async def fails(_dht: DHT, _dht_node: DHTNode) -> None:
+        raise KeyError("as it is")
+
+    with pytest.raises(KeyError, match="as it is"):
+        swarm[0].run_coroutine(fails)
+
+
+def test_waiting_on_the_reactors_thread_is_refused(swarm: list[DHT]) -> None:
+    async def waits(dht: DHT, _dht_node: DHTNode) -> object:
+        return dht.get("key")
+
+    with pytest.raises(RuntimeError, match="reactor's thread"):
+        swarm[0].run_coroutine(waits)
+
+
+# -- start and end
+
+
+def test_shutdown_can_be_repeated_and_ends_what_is_under_way() -> None:
+    dht = DHT(start=True)
+
+    async def forever(_dht: DHT, _dht_node: DHTNode) -> None:
+        await asyncio.sleep(3600)
+
+    future = dht.run_coroutine(forever, return_future=True)
+    dht.shutdown()
+    dht.shutdown()
+    assert future.cancelled()
+    assert not dht.is_alive()
+    for use in (lambda: dht.get("key"), dht.get_visible_maddrs, lambda: dht.node, lambda: dht.reactor):
+        with pytest.raises(RuntimeError, match="was shut down"):
+            use()
+
+
+def test_it_starts_when_told_to() -> None:
+    dht = DHT()
+    assert not dht.is_alive()
+    for use in (lambda: dht.peer_id, lambda: dht.get("key"), lambda: dht.reactor):
+        with pytest.raises(RuntimeError, match="was not started"):
+            use()
+    dht.run_in_background(await_ready=False)
+    dht.wait_until_ready(10)
+    assert dht.is_alive()
+    with pytest.raises(RuntimeError, match="started before"):
+        dht.run_in_background()
+    dht.shutdown()
+    with DHT() as started, DHT(start=True) as other:
+        assert started.is_alive()
+        assert other.is_alive()
+
+
+def test_unreachable_initial_peers_are_named_in_bounded_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        free = socket.socket()
+        free.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        ports = [free.getsockname()[1], silent.getsockname()[1]]
+        addresses = [Multiaddr.parse(f"/ip4/127.0.0.1/tcp/{port}").with_peer(Identity().peer_id) for port in ports]
+        start = time.monotonic()
+        with pytest.raises(PeerUnreachable, match="none of the initial peers answered") as error:
+            DHT(addresses, start=True, bootstrap_timeout=2.0)
+        assert time.monotonic() - start < 6
+        free.close()
+    for address in addresses:
+        assert f"\n  {address}: " in str(error.value)
+
+
+def test_a_start_that_takes_too_long_can_be_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Multiaddr.parse(f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}").with_peer(Identity().peer_id)
+        dht = DHT([address])
+        with pytest.raises(TimeoutError):
+            dht.run_in_background(timeout=0.2)
+    assert not dht.is_alive()
+
+
+def test_an_address_in_use_is_an_error_that_names_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
+        with pytest.raises(OSError, match=address):
+            DHT(host_maddrs=[address], start=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"initial_peers": ["nonsense"]}, "initial_peers: 'nonsense' is not an address"),
+        ({"initial_peers": ["/ip4/127.0.0.1/tcp/1"]}, "/p2p/<peer id>"),
+        ({"host_maddrs": ["/ip4/127.0.0.1/udp/1"]}, "host_maddrs"),
+        ({"host_maddrs": []}, "host_maddrs is empty"),
+        ({"client_mode": True}, "client_mode=True needs initial_peers"),
+        ({"num_replicas": 0}, "num_replicas"),
+    ],
+    ids=str,
+)
+def test_arguments_that_make_no_sense(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DHT(**arguments, start=True)  # type: ignore[arg-type]
+
+
+def test_a_single_address_is_no_list() -> None:
+    with pytest.raises(TypeError, match="must be a list"):
+        DHT("/ip4/127.0.0.1/tcp/1")
+
+
+def test_records_that_make_no_sense(swarm: list[DHT]) -> None:
+    with pytest.raises(ValueError, match="at most 65536 bytes"):
+        swarm[0].store("key", bytes(70_000), get_dht_time() + 60)
+    with pytest.raises(TypeError, match="plain data"):
+        swarm[0].store("key", object(), get_dht_time() + 60)
+    with pytest.raises(ValueError, match="expiration time"):
+        swarm[0].store("key", 1, float("nan"))
+    with pytest.raises(TypeError, match="str, bytes or int"):
+        swarm[0].get(None)  # type: ignore[call-overload]
+
+
+def test_visible_addresses() -> None:
+    public = Multiaddr.parse("/dns4/example.org/tcp/4000")
+    with DHT(host_maddrs=["/ip4/0.0.0.0/tcp/0"], announce_maddrs=[public], start=True) as everywhere:
+        first, *rest = everywhere.get_visible_maddrs(latest=True)
+        assert first == public.with_peer(everywhere.peer_id)
+        assert "0.0.0.0" not in [address.host for address in rest]
+        assert rest[-1].host == "127.0.0.1"
+        assert {address.port for address in rest} == {everywhere.node.addresses[0].port}
+        with DHT([rest[-1]], start=True) as other:
+            assert other.is_alive()
+
+
+def test_an_interpreter_that_forgets_to_shut_down_ends() -> None:
+    program = """
+from shoal.dht.dht import DHT
+first = DHT(start=True)
+second = DHT(first.get_visible_maddrs(), start=True)
+print(second.get("key"))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "None\n", "")
