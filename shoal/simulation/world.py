@@ -40,7 +40,6 @@ class World:
         network: the `MemoryNetwork`.
         nodes: the living peers' nodes, in the order in which they were made.
         trace: what happened, as (virtual time, text).
-        wall_clock: see the method; hand it to whatever asks for the time of day.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class World:
     # -- time and record
 
     def wall_clock(self) -> float:
-        """The virtual time of day, in seconds since 1970."""
+        """The virtual time of day, in seconds since 1970: for whatever takes a clock."""
         return EPOCH + self._loop.time()
 
     def log(self, text: str) -> None:

@@ -118,7 +118,7 @@ def test_killing_a_peer_ends_all_tasks_that_are_its_own_and_no_others():
 
         children: list[asyncio.Task[None]] = []
 
-        async def handler(_peer: PeerID, note: Note, _buffers: object) -> Note:
+        def handler(_peer: PeerID, note: Note, _buffers: object) -> Note:
             children.append(asyncio.create_task(acts("child of a handler")))
             return note
 
