@@ -39,14 +39,14 @@ class StateChunk:
     stop: int
 
 
-class BufferShape(msgspec.Struct, frozen=True, array_like=True):
+class BufferShape(msgspec.Struct, frozen=True):
     """One flat buffer: the name of its dtype in torch, and its number of elements, padding included."""
 
     dtype: Annotated[str, msgspec.Meta(max_length=16)]
     numel: Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS * CHUNK_ELEMENTS)]
 
 
-class Manifest(msgspec.Struct, frozen=True, array_like=True):
+class Manifest(msgspec.Struct, frozen=True):
     """Names a state and every byte of it. Two donors hold the same state, encoded alike, if their `id` is equal.
 
     Chunks are numbered: first those of the scalars, 1 MiB each, then of each buffer in turn those of its elements,
