@@ -18,13 +18,14 @@ import torch
 
 from shoal.averaging.coordinator import Rules
 from shoal.averaging.directory import DHTDirectory
+from shoal.averaging.donor import Snapshot, StateDonor
 from shoal.averaging.errors import AveragingError
-from shoal.averaging.exchange import Exchange
+from shoal.averaging.exchange import Exchange, compute_serially
 from shoal.averaging.member import Member, Role
 from shoal.averaging.messages import MAX_GATHER_BYTES, Begin
 from shoal.averaging.swarm import Contribution, Fault, Outcome, SendTo, Swarm
 from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import Snapshot, StateDonor, download_state
+from shoal.averaging.transfer import download_state
 from shoal.compression import Codec, NoCompression
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
@@ -129,7 +130,9 @@ class DecentralizedAverager:
     ) -> None:
         client_mode = dht.client_mode if client_mode is None else client_mode
         if client_mode and auxiliary:
-            raise ValueError("an auxiliary averager lends its bandwidth, a client has none to lend: choose one of the two")
+            raise ValueError(
+                "an auxiliary averager lends its bandwidth, a client has none to lend: choose one of the two"
+            )
         if target_group_size is not None and target_group_size < min_group_size:
             raise ValueError(f"target_group_size={target_group_size} is less than min_group_size={min_group_size}")
         if bandwidth is not None and not 0 <= bandwidth < math.inf:
@@ -142,7 +145,9 @@ class DecentralizedAverager:
         self.client_mode = client_mode
         self.auxiliary = auxiliary
         self.bandwidth = bandwidth
-        self.allow_state_sharing = not client_mode and not auxiliary if allow_state_sharing is None else allow_state_sharing
+        self.allow_state_sharing = (
+            not client_mode and not auxiliary if allow_state_sharing is None else allow_state_sharing
+        )
         self.min_matchmaking_time = min_matchmaking_time
         self.shutdown_timeout = shutdown_timeout
         self.last_round: RoundReport | None = None
@@ -176,11 +181,14 @@ class DecentralizedAverager:
             self.dht.reactor.run(self._start())
 
     async def _start(self) -> None:
+        compute_serially()
         node, dht = self.dht.node, self.dht.dht_node
         role = Role.CLIENT if self.client_mode else Role.AUXILIARY if self.auxiliary else Role.NODE
         addresses = () if self.client_mode else tuple(str(address) for address in dht.visible_addresses())[:8]
         me = Member(node.peer_id.key, addresses, role, 1.0 if self.bandwidth is None else self.bandwidth)
-        swarm = Swarm(node, DHTDirectory(dht, self.prefix), self.prefix, me, self._rules, chunk_timeout=self._chunk_timeout)
+        swarm = Swarm(
+            node, DHTDirectory(dht, self.prefix), self.prefix, me, self._rules, chunk_timeout=self._chunk_timeout
+        )
         self._donor = StateDonor(
             node,
             f"state/{self.prefix}",

@@ -101,7 +101,9 @@ class Book:
         if sender not in self.weights:
             raise RuleBroken("it is not a member of the round")
         if chunk not in self.parts:
-            raise RuleBroken(f"chunk {chunk} is not mine to reduce" if chunk < len(self.chunks) else f"no chunk {chunk}")
+            raise RuleBroken(
+                f"chunk {chunk} is not mine to reduce" if chunk < len(self.chunks) else f"no chunk {chunk}"
+            )
         if not self.receives[sender]:
             raise RuleBroken("an auxiliary member contributes nothing")
         if sender in self.parts[chunk]:

@@ -24,7 +24,20 @@ from enum import Enum
 
 from shoal.averaging.book import root_of
 from shoal.averaging.member import Member
-from shoal.averaging.messages import Abort, Begin, Call, Commit, Count, Done, Have, Join, Progress, Repair, Source, Survey
+from shoal.averaging.messages import (
+    Abort,
+    Begin,
+    Call,
+    Commit,
+    Count,
+    Done,
+    Have,
+    Join,
+    Progress,
+    Repair,
+    Source,
+    Survey,
+)
 from shoal.averaging.plan import chunk_elements, chunk_table, divide
 from shoal.averaging.tip import Ballot, Tip
 
@@ -62,11 +75,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """An action: send `message`, and `buffer` with it, to the peers with these keys."""
+    """An action: send `message` to the peers with these keys."""
 
     to: tuple[bytes, ...]
     message: Begin | Call | Survey | Repair | Commit | Abort
-    buffer: bytes = b""
 
 
 @dataclass
@@ -96,11 +108,12 @@ class Coordinator:
     have: dict[bytes, Have] = field(default_factory=dict)
     commit: Commit | None = None
     deadline: float | None = None  # of the phase
+    took_over: bool = False
 
     @classmethod
     def successor(cls, me: bytes, begin: Begin, attempt: int, lost: Iterable[bytes], rules: Rules) -> Coordinator:
         """Takes over the round of a lost coordinator: `start_survey` is the first thing to do."""
-        coordinator = cls(me, begin.tip, rules, phase=Phase.SURVEYING, begin=begin)
+        coordinator = cls(me, begin.tip, rules, phase=Phase.SURVEYING, begin=begin, took_over=True)
         coordinator.ballot = Ballot(attempt, me)
         coordinator.out = dict.fromkeys(lost, "lost")
         return coordinator
@@ -221,7 +234,8 @@ class Coordinator:
         self.deadline = self.deadline or now + self.rules.round_timeout
         self.ballot = Ballot(self.ballot.number + 1, self.me)
         self.have, self.done = {}, {}
-        return [Send(tuple(self.live()), Survey(self.begin.round, self.ballot, tuple(self.out)))]
+        begin = self.begin if self.took_over else None
+        return [Send(tuple(self.live()), Survey(self.begin.round, self.ballot, tuple(self.out), begin))]
 
     def surveyed(self, key: bytes, ballot: Ballot, have: Have, now: float) -> list[Send]:
         """A member's answer to the survey of `ballot`."""
@@ -245,9 +259,11 @@ class Coordinator:
         """Where the chunks come from that BEGIN's reducers do not bring any more."""
         assert self.begin is not None
         live, begin = self.live(), self.begin
-        reducers = [member.key for member in begin.members if member.key in live and member.reduces] or [
-            member.key for member in begin.members if member.key in live and member.addresses
-        ] or live
+        reducers = (
+            [member.key for member in begin.members if member.key in live and member.reduces]
+            or [member.key for member in begin.members if member.key in live and member.addresses]
+            or live
+        )
         owners = [m.key for i, m in enumerate(begin.members) for _ in range(begin.starts[i], begin.starts[i + 1])]
         followed = max((h.repair for h in self.have.values() if h.repair), key=lambda r: r.ballot, default=None)
         for source in followed.sources if followed is not None else ():

@@ -98,16 +98,14 @@ class Lead:
     def _act(self, actions: Iterable[Send]) -> None:
         for action in actions:
             peers = [PeerID(key) for key in action.to]
-            buffers = []
             if isinstance(action.message, Begin):
                 self.join_to_begin = None if self.last_join_at is None else self._now() - self.last_join_at
-                gathered = {m.key: self.coordinator.gathered.get(m.key, b"") for m in action.message.members}
-                buffers = [msgspec.msgpack.encode(gathered)]
-            if isinstance(action.message, Survey):
+                self._node.notify(peers, self._service, action.message, [self._gathered(action.message)])
+            elif isinstance(action.message, Survey):
                 for peer in peers:
                     self._node.spawn(self._survey(peer, action.message))
             else:
-                self._node.notify(peers, self._service, action.message, buffers)
+                self._node.notify(peers, self._service, action.message)
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -117,9 +115,15 @@ class Lead:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(max(wake_at, loop.time()), lambda: self._act(self.coordinator.tick(self._now())))
 
+    def _gathered(self, begin: Begin) -> bytes:
+        return msgspec.msgpack.encode({m.key: self.coordinator.gathered.get(m.key, b"") for m in begin.members})
+
     async def _survey(self, peer: PeerID, survey: Survey) -> None:
+        buffers = [self._gathered(survey.begin)] if survey.begin is not None else []
         try:
-            have = await self._node.call(peer, self._service, survey, Have, timeout=self._survey_timeout)
+            have = await self._node.call(
+                peer, self._service, survey, Have, timeout=self._survey_timeout, buffers=buffers
+            )
         except (P2PError, TimeoutError) as error:
             if self.coordinator.ballot == survey.ballot:
                 self._act(self.coordinator.put_out(peer.key, f"no answer to a survey: {error}", self._now()))

@@ -9,6 +9,7 @@
 | Begin | coordinator → members | the members, and who reduces which chunks |
 | Part, Result | member ↔ reducer | a chunk (in the buffer) of my input; of the average |
 | Done | member → coordinator | I have every chunk, and this is their digest |
+| Orphaned | member → successor | our coordinator is lost: take over |
 | Broken | member → coordinator | I can't go on with that peer, because … |
 | Survey → Have | coordinator → members | these are out; which chunks do you hold? |
 | Repair | coordinator → members | where the chunks come from that nobody brings any more |
@@ -157,11 +158,13 @@ class Broken(msgspec.Struct, tag=12, array_like=True, frozen=True):
 
 
 class Survey(msgspec.Struct, tag=13, array_like=True, frozen=True):
-    """The members `out` have left the round; follow this ballot, and tell what you hold."""
+    """The members `out` have left the round; follow this ballot, and tell what you hold. A successor adds the BEGIN (and
+    what was gathered, in the buffer), which may not have reached everybody."""
 
     round: Round
     ballot: Ballot
     out: Keys
+    begin: Begin | None
 
 
 class Have(msgspec.Struct, tag=14, array_like=True, frozen=True):
@@ -242,7 +245,13 @@ class Committed(msgspec.Struct, tag=22, array_like=True, frozen=True):
     digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
 
 
+class Orphaned(msgspec.Struct, tag=23, array_like=True, frozen=True):
+    """The coordinator of this round is lost, and the receiver is the next; what was gathered is in the buffer."""
+
+    begin: Begin
+
+
 Message = (
     Hello | Progress | Count | Call | Join | Joined | Elsewhere | Begin | Part | Result | Done | Broken | Survey | Have
-    | Repair | Fetch | Commit | Abort | Ping | Pong | Digests | Committed
+    | Repair | Fetch | Commit | Abort | Ping | Pong | Digests | Committed | Orphaned
 )  # fmt: skip

@@ -30,11 +30,12 @@ class Participant:
     def attempt(self) -> int:
         return self.ballot.number if self.ballot is not None else 0
 
-    def follow_begin(self, sender: bytes, begin: Begin, joined: bool) -> None:
-        """Enter a round. Raises RuleBroken if this BEGIN must not be followed."""
+    def follow_begin(self, sender: bytes, begin: Begin, *, joined: bool, relayed: bool) -> None:
+        """Enter a round; `relayed` by another member after its coordinator was lost. Raises RuleBroken if this BEGIN must
+        not be followed."""
         if begin.tip != self.tip:
             raise RuleBroken(f"BEGIN of epoch {begin.tip.epoch}, and this peer is at another state")
-        if begin.ballot.coordinator != sender:
+        if begin.ballot.coordinator != sender and not (relayed and any(m.key == sender for m in begin.members)):
             raise RuleBroken("BEGIN under the ballot of another peer")
         if not joined or all(member.key != self.me for member in begin.members):
             raise RuleBroken("BEGIN without a JOIN of this peer")

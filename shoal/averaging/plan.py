@@ -41,7 +41,9 @@ def chunk_table(sizes: Sequence[int], elements: int) -> list[ChunkSpan]:
         for start in range(0, size, elements)
     ]
     if len(table) > MAX_CHUNKS:
-        raise ValueError(f"{sum(sizes)} elements make {len(table)} chunks of {elements}; at most {MAX_CHUNKS} are allowed")
+        raise ValueError(
+            f"{sum(sizes)} elements make {len(table)} chunks of {elements}; at most {MAX_CHUNKS} are allowed"
+        )
     return table
 
 

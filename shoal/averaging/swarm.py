@@ -39,6 +39,7 @@ from shoal.averaging.messages import (
     Join,
     Joined,
     Message,
+    Orphaned,
     Part,
     Ping,
     Pong,
@@ -270,7 +271,9 @@ class Swarm:
         if self._attempt is not None:
             raise AveragingError("this peer is in a round already")
         if len(contribution.gathered) > MAX_GATHER_BYTES:
-            raise ValueError(f"gather is {len(contribution.gathered)} bytes long; at most {MAX_GATHER_BYTES} are allowed")
+            raise ValueError(
+                f"gather is {len(contribution.gathered)} bytes long; at most {MAX_GATHER_BYTES} are allowed"
+            )
         node = self.node
         attempt = self._attempt = _Attempt(contribution, self._now(), node.bytes_sent, node.bytes_received)
         try:
@@ -400,8 +403,11 @@ class Swarm:
             case Begin():
                 self._on_begin(peer, message, buffers)
                 return None
+            case Orphaned():
+                self._on_orphaned(peer, message.begin, buffers)
+                return None
             case Survey():
-                return self._on_survey(peer, message)
+                return self._on_survey(peer, message, buffers)
             case Fetch() | Digests():
                 return self._on_fetch(message)
             case Hello():
@@ -494,20 +500,26 @@ class Swarm:
     # -- as member
 
     def _on_begin(self, peer: PeerID, begin: Begin, buffers: Sequence[memoryview]) -> None:
-        attempt = self._attempt
         try:
-            self.participant.follow_begin(peer.key, begin, joined=attempt is not None and attempt.outcome is None)
-            assert attempt is not None
+            self._enter_round(peer, begin, buffers, relayed=False)
+        except RuleBroken as error:
+            # The coordinator waits for this peer now: it must hear that it waits in vain.
+            self.node.notify([peer], self.service, Broken(begin.round, self.me.key, False, str(error)[:256]))
+            raise Refused(str(error)) from error
+
+    def _enter_round(self, peer: PeerID, begin: Begin, buffers: Sequence[memoryview], *, relayed: bool) -> None:
+        attempt = self._attempt
+        joined = attempt is not None and attempt.outcome is None
+        self.participant.follow_begin(peer.key, begin, joined=joined, relayed=relayed)
+        assert attempt is not None
+        try:
             if attempt.contribution.tip not in (None, begin.tip):
                 raise RuleBroken("BEGIN of a state that this peer's input was not made from")
             attempt.gathered = _gathered.decode(buffers[0]) if buffers else {}
             attempt.exchange = attempt.contribution.open(begin, self._send, self._fault)
         except (RuleBroken, msgspec.MsgspecError) as error:
-            if self.participant.begin is begin:
-                self.participant.leave()
-            # The coordinator waits for this peer now: it must hear that it waits in vain.
-            self.node.notify([peer], self.service, Broken(begin.round, self.me.key, False, str(error)[:256]))
-            raise Refused(str(error)) from error
+            self.participant.leave()
+            raise RuleBroken(str(error)) from error
         attempt.began = self._now()
         attempt.progressed = (0, attempt.began)
         self._last = self._last_begin = None  # its memory is written again
@@ -571,15 +583,17 @@ class Swarm:
             done = Done(participant.begin.round, ballot, attempt.exchange.book.root())
             self.node.notify([PeerID(ballot.coordinator)], self.service, done)
 
-    def _on_survey(self, peer: PeerID, survey: Survey) -> Have:
+    def _on_survey(self, peer: PeerID, survey: Survey, buffers: Sequence[memoryview]) -> Have:
         commit = self.participant.commit
         if commit is not None and commit.round == survey.round:
             return Have(survey.ballot, (), None, (), None, commit)
-        attempt = self._attempt
         try:
+            if self.participant.begin is None and survey.begin is not None and survey.begin.round == survey.round:
+                self._enter_round(peer, survey.begin, buffers, relayed=True)
             self.participant.follow_survey(peer.key, survey)
         except RuleBroken as error:
             raise Refused(str(error)) from error
+        attempt = self._attempt
         if attempt is None or attempt.exchange is None:
             raise Refused("this peer has left the round")
         attempt.exchange.put_out(survey.out)
@@ -759,14 +773,33 @@ class Swarm:
             return  # we coordinate: `Lead` has been told of it by the review
         if self.participant.ballot.coordinator != key:
             self._complain(key, "the connection to it was lost", fault=False)
-        elif self._successor(begin) == self.me.key:
-            gone = [m.key for m in begin.members if not self.node.is_connected(m.peer)]
-            gone = [k for k in gone if k != self.me.key]
-            log.info("%r takes over the round of epoch %d", self.node.peer_id, begin.tip.epoch)
-            successor = Coordinator.successor(self.me.key, begin, self.participant.attempt, gone, self.rules)
-            self._follow_lead(successor)
-            assert self._lead is not None
-            self._lead.take_over()
+        elif (successor := self._successor(begin)) == self.me.key:
+            self._take_over(begin)
+        elif successor is not None and self._attempt is not None:
+            # It may not even have the BEGIN.
+            gathered = msgspec.msgpack.encode(self._attempt.gathered)
+            self.node.notify([PeerID(successor)], self.service, Orphaned(begin), [gathered])
+
+    def _on_orphaned(self, peer: PeerID, begin: Begin, buffers: Sequence[memoryview]) -> None:
+        """A member of a round has lost its coordinator and takes this peer for the successor."""
+        if self.participant.begin is not None or self.tip != begin.tip:
+            return  # in the round already, and takes over when the loss is seen here too; or past it
+        try:
+            self._enter_round(peer, begin, buffers, relayed=True)
+        except RuleBroken as error:
+            raise Refused(str(error)) from error
+        if not self.node.is_connected(PeerID(begin.ballot.coordinator)):
+            self._take_over(begin)
+
+    def _take_over(self, begin: Begin) -> None:
+        log.info("%r takes over the round of epoch %d", self.node.peer_id, begin.tip.epoch)
+        gone = [m.key for m in begin.members if m.key != self.me.key and not self.node.is_connected(m.peer)]
+        coordinator = Coordinator.successor(self.me.key, begin, self.participant.attempt, gone, self.rules)
+        if self._attempt is not None:
+            coordinator.gathered = dict(self._attempt.gathered)
+        self._follow_lead(coordinator)
+        assert self._lead is not None
+        self._lead.take_over()
 
     def _successor(self, begin: Begin) -> bytes | None:
         keys = {member.key for member in begin.members}

@@ -1,0 +1,55 @@
+"""SIGKILL at each phase of a round: the others commit it, alike in all bits, and go on."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+
+from tests.averaging.processes import PeerProcess, all_round, running
+
+ELEMENTS = 25_000_000
+
+
+def coordinator_of(peers: list[PeerProcess]) -> PeerProcess:
+    name = peers[0].ask(do="coordinator")["coordinator"]
+    return next(peer for peer in peers if peer.peer == name)
+
+
+@pytest.mark.parametrize(
+    ("victim_is", "where", "number"),
+    [
+        ("coordinator", "part", 20),  # in the middle, when it is the coordinator, a reducer and a sender
+        ("coordinator", "begin", 2),  # has told BEGIN to two of four
+        ("coordinator", "commit", 1),  # has told COMMIT to one of four
+        ("other", "result", 12),  # a reducer that has sent half of its results
+        ("other", "part", 30),  # a sender that has sent less than half of its parts
+    ],
+)
+def test_survivors_commit_the_same(victim_is: str, where: str, number: int) -> None:
+    with running(4, ELEMENTS, min_matchmaking_time=15.0) as peers:
+        healthy = []
+        for _ in range(3):
+            answers = all_round(peers)
+            assert all(answer is not None and "error" not in answer for answer in answers), answers
+            healthy.append(max(answer["seconds"] for answer in answers if answer))
+        coordinator = coordinator_of(peers)
+        victim = coordinator if victim_is == "coordinator" else next(p for p in peers if p is not coordinator)
+        victim.ask(do="die", where=where, number=number)
+        answers = all_round(peers)
+        survivors = [peer for peer in peers if peer is not victim]
+        results = [answer for peer, answer in zip(peers, answers, strict=True) if peer is not victim]
+        assert answers[peers.index(victim)] is None, "the victim was not killed in the round"
+        assert victim.process.wait() == -9
+        assert all(result is not None and "error" not in result for result in results), results
+        assert len({result["digest"] for result in results if result}) == 1
+        slowest = max(result["seconds"] for result in results if result)
+        assert slowest <= median(healthy[1:]) + 3.0, (slowest, healthy)
+
+        answers = all_round(survivors)
+        assert len({answer["digest"] for answer in answers if answer}) == 1
+        for answer in answers:
+            assert answer is not None
+            assert len(answer["members"]) == 3
+            assert answer["first"] == pytest.approx(1.0)
+            assert answer["last"] == pytest.approx(1.0)

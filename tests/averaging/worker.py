@@ -1,0 +1,121 @@
+"""One peer as a process of its own, for the tests of averaging: obeys JSON lines on stdin, answers with JSON lines.
+
+It can be told to kill itself with SIGKILL at a given point of a round, so that a test hits the phase that it means.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+
+import shoal
+from shoal.averaging.exchange import Exchange
+from shoal.averaging.lead import Lead
+from shoal.averaging.messages import Begin, Commit, Part, Result
+
+
+def say(**message: Any) -> None:
+    print(json.dumps(message), flush=True)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_when(where: str, number: int) -> None:
+    """Arrange for this process to be killed: "part" or "result" when it is about to send the `number`-th one, "begin"
+    or "commit" when as coordinator it has told that to `number` members."""
+    sent = 0
+    if where in ("part", "result"):
+        kind = Part if where == "part" else Result
+        original_init = Exchange.__init__
+
+        def init(self: Exchange, book: Any, inputs: Any, outputs: Any, codec: Any, send: Any, fault: Any) -> None:
+            def counting(keys: Any, message: Any, buffers: Any) -> None:
+                nonlocal sent
+                sent += isinstance(message, kind)
+                if sent == number:
+                    time.sleep(0.05)  # what was sent before is on its way: ZeroMQ's thread has it
+                    die()
+                send(keys, message, buffers)
+
+            original_init(self, book, inputs, outputs, codec, counting, fault)
+
+        Exchange.__init__ = init  # type: ignore[method-assign]
+    else:
+        kind_of_message = Begin if where == "begin" else Commit
+        original_act = Lead._act
+
+        def act(self: Lead, actions: Any) -> None:
+            for action in actions:
+                if isinstance(action.message, kind_of_message):
+                    first = type(action)(action.to[:number], action.message)
+                    original_act(self, [first])
+                    time.sleep(0.1)
+                    die()
+                original_act(self, [action])
+
+        Lead._act = act  # type: ignore[method-assign]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    options = json.loads(sys.argv[1])
+    dht = shoal.DHT(options.get("initial_peers", []), start=True)
+    tensor = torch.zeros(options["elements"])
+    averager = shoal.DecentralizedAverager([tensor], dht, start=True, **options["averager"])
+    say(addresses=[str(address) for address in dht.get_visible_maddrs()], peer=str(dht.peer_id))
+    for line in sys.stdin:
+        command = json.loads(line)
+        match command["do"]:
+            case "die":
+                die_when(command["where"], command["number"])
+                say(ok=True)
+            case "coordinator":
+                swarm = averager._swarm
+                assert swarm is not None
+                say(coordinator=str(swarm.neighbourhood.coordinator().peer))
+            case "forget":
+                swarm = averager._swarm
+                assert swarm is not None
+
+                async def forget(swarm: Any = swarm, keys: Any = command["peers"]) -> None:
+                    for key in keys:
+                        swarm.membership.members.pop(shoal.PeerID.parse(key).key, None)
+
+                dht.reactor.run(forget())
+                say(ok=True)
+            case "round":
+                with averager.get_tensors():
+                    tensor.fill_(command["value"])
+                started = time.perf_counter()
+                try:
+                    gathered = averager.step(timeout=command.get("timeout", 60.0), weight=command.get("weight"))
+                except shoal.AveragingError as error:
+                    say(error=str(error), seconds=time.perf_counter() - started)
+                    continue
+                report = averager.last_round
+                assert report is not None
+                say(
+                    seconds=time.perf_counter() - started,
+                    members=sorted(map(str, gathered)),
+                    digest=report.digest,
+                    first=tensor[0].item(),
+                    last=tensor[-1].item(),
+                    join_to_begin=report.join_to_begin_seconds,
+                    coordinator=str(report.coordinator),
+                )
+            case "stop":
+                averager.shutdown()
+                dht.shutdown()
+                say(ok=True)
+                return
+
+
+main()
