@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.cli.demo.messages import Evaluated
+from shoal.cli.demo.messages import Downloaded, Evaluated
 from shoal.cli.demo.summary import summarise
 from tests.cli.runs import EPOCHS, committed, good_run, settings
 
@@ -101,3 +101,11 @@ def test_a_run_in_which_nothing_happened_has_no_numbers_but_problems() -> None:
     assert summary.median_round_seconds is None
     assert summary.recovery_seconds is None
     assert len(summary.problems) == 4
+
+
+def test_a_downloaded_state_counts_as_one_of_its_epoch() -> None:
+    record = good_run()
+    record.hear(4, Downloaded(epoch=16, seconds=0.1, bytes=4, donors=2, state_digest="digest 16"))
+    assert summarise(record, settings()).problems == []
+    record.hear(4, Downloaded(epoch=15, seconds=0.1, bytes=4, donors=2, state_digest="spoilt"))
+    assert summarise(record, settings()).problems == ["in epoch 15 4 peers had 2 different states"]

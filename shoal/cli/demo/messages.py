@@ -43,10 +43,10 @@ class Progress(_Timed, frozen=True, kw_only=True):
 
 
 class Committed(_Timed, frozen=True, kw_only=True):
-    """An epoch was committed and its step made; ``state_digest`` is of the parameters after the step."""
+    """A step was made, which began ``epoch``; ``state_digest`` is of the parameters after the step."""
 
     epoch: int
-    samples: int
+    samples: float
     num_peers: int
     coordinator: str
     round_seconds: float
@@ -58,12 +58,13 @@ class Committed(_Timed, frozen=True, kw_only=True):
 
 
 class Downloaded(_Timed, frozen=True, kw_only=True):
-    """The peer downloaded the state of ``epoch`` from ``donors`` peers."""
+    """The peer downloaded the state of ``epoch`` from ``donors`` peers; ``state_digest`` is of its parameters."""
 
     epoch: int
     seconds: float
     bytes: int
     donors: int
+    state_digest: str
 
 
 class Evaluated(_Timed, frozen=True, kw_only=True):

@@ -51,6 +51,12 @@ class PeerRecord:
         return f"peer {self.index}"
 
     @property
+    def digests(self) -> dict[int, str]:
+        """What the peer says of the parameters at the begin of each epoch that it stepped to or downloaded."""
+        downloaded = {download.epoch: download.state_digest for download in self.downloads}
+        return downloaded | {epoch: commit.state_digest for epoch, commit in self.committed.items()}
+
+    @property
     def last_commit(self) -> Committed | None:
         """Of the highest epoch that the peer committed."""
         return self.committed[max(self.committed)] if self.committed else None
@@ -106,6 +112,12 @@ class Record:
         epochs = sorted({epoch for peer in self.peers.values() for epoch in peer.committed})
         peers = self.peers.values()
         return {epoch: [peer.committed[epoch] for peer in peers if epoch in peer.committed] for epoch in epochs}
+
+    def digests(self) -> dict[int, list[str]]:
+        """What the peers say of their parameters at the begin of each epoch, in the order of epochs."""
+        found = [peer.digests for peer in self.peers.values()]
+        epochs = sorted({epoch for digests in found for epoch in digests})
+        return {epoch: [digests[epoch] for digests in found if epoch in digests] for epoch in epochs}
 
     def name_of(self, peer_id: str) -> str:
         """The name of the peer with this id."""

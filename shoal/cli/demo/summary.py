@@ -48,7 +48,7 @@ def summarise(record: Record, settings: DemoSettings) -> Summary:
     assert record.ended_at is not None
     commits = record.commits()
     reports = [report for group in commits.values() for report in group]
-    compared = [group for group in commits.values() if len(group) > 1]
+    compared = [group for group in record.digests().values() if len(group) > 1]
     first_commits = [min(report.at for report in group) for group in commits.values()]
     ready_at, started_at, joined_at = _newcomer_times(record)
     finals = [found.held_out_loss for found in record.evaluations if found.epoch >= settings.epochs]
@@ -56,7 +56,7 @@ def summarise(record: Record, settings: DemoSettings) -> Summary:
         settings=settings,
         epochs=len(commits),
         epochs_compared=len(compared),
-        digests_equal=all(len({report.state_digest for report in group}) == 1 for group in compared),
+        digests_equal=all(len(set(group)) == 1 for group in compared),
         loss_before=record.evaluations[0].held_out_loss if record.evaluations else None,
         loss_after=finals[-1] if finals else None,
         bigram_loss=record.baseline.bigram_loss if record.baseline else None,
@@ -75,10 +75,9 @@ def summarise(record: Record, settings: DemoSettings) -> Summary:
 
 def _problems(record: Record, settings: DemoSettings, commits: dict[int, list[Committed]]) -> list[str]:
     problems = list(record.failures)
-    for epoch, group in commits.items():
-        digests = {report.state_digest for report in group}
-        if len(digests) > 1:
-            problems.append(f"in epoch {epoch} {len(group)} peers had {len(digests)} different states")
+    for epoch, digests in record.digests().items():
+        if len(set(digests)) > 1:
+            problems.append(f"in epoch {epoch} {len(digests)} peers had {len(set(digests))} different states")
     if settings.peers > 1 and all(len(group) < 2 for group in commits.values()):
         problems.append("no epoch was committed by more than one peer")
     killed = [peer for peer in record.peers.values() if peer.killed_at is not None]

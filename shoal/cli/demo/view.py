@@ -74,12 +74,18 @@ class LiveView:
         self._epochs = epochs
         self._started_at = time.monotonic()
         self._drawn_at = 0.0
+        self._record = Record()
 
     def update(self, record: Record) -> None:
         """Draws the table, at most four times a second."""
+        self._record = record
         if time.monotonic() - self._drawn_at >= _REFRESH_SECONDS:
-            self._drawn_at = time.monotonic()
-            self._live.update(_picture(record, self._epochs), refresh=True)
+            self.draw()
+
+    def draw(self) -> None:
+        """Draws the table as it is now."""
+        self._drawn_at = time.monotonic()
+        self._live.update(_picture(self._record, self._epochs), refresh=True)
 
     def note(self, text: str) -> None:
         """Prints ``text`` with the time since the start, above the table."""
@@ -92,7 +98,9 @@ def open_view(console: Console, epochs: int) -> Iterator[View]:
     """The view that suits ``console``."""
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
-            yield LiveView(live, epochs)
+            view = LiveView(live, epochs)
+            yield view
+            view.draw()
     else:
         yield PlainView(console, epochs)
 
@@ -137,7 +145,7 @@ def _round_line(record: Record, epoch: int) -> str:
     longest = max(group, key=lambda report: report.round_seconds)
     moved = sum(report.bytes_sent for report in group) / 1e6
     return (
-        f"{longest.num_peers} peers, {longest.samples} samples, coordinator {record.name_of(longest.coordinator)}, "
+        f"{longest.num_peers} peers, {longest.samples:.0f} samples, coordinator {record.name_of(longest.coordinator)}, "
         f"round {longest.round_seconds:.2f} s (matchmaking {longest.matchmaking_seconds:.3f}, "
         f"all-reduce {longest.allreduce_seconds:.2f}), {moved:.1f} MB moved"
     )
