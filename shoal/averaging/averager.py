@@ -19,7 +19,7 @@ import torch
 from shoal.averaging.coordinator import Rules
 from shoal.averaging.directory import DHTDirectory
 from shoal.averaging.donor import Snapshot, StateDonor
-from shoal.averaging.errors import AveragingError
+from shoal.averaging.errors import AveragingError, Rejected
 from shoal.averaging.exchange import Exchange, compute_serially
 from shoal.averaging.member import Member, Role
 from shoal.averaging.messages import MAX_GATHER_BYTES, Begin
@@ -343,6 +343,8 @@ class DecentralizedAverager:
                 try:
                     outcome = await swarm.average(contribution, deadline - loop.time())
                     break
+                except Rejected:
+                    raise
                 except AveragingError:
                     if not retries or loop.time() >= deadline - 0.1:
                         raise

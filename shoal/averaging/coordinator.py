@@ -89,6 +89,8 @@ class Coordinator:
         me: the key of the peer that runs this.
         tip: the state that the round starts from.
         rules: see `Rules`.
+        veterans: the members of the last round. Where members count samples, BEGIN waits only for these and for those who
+            have reported since: not for a newcomer that is still downloading the state.
         settled_at: before this time not everybody may have been found yet, so BEGIN waits even if all known joined.
     """
 
@@ -96,6 +98,7 @@ class Coordinator:
     tip: Tip
     rules: Rules
     settled_at: float = 0.0
+    veterans: frozenset[bytes] = frozenset()
     phase: Phase = Phase.COUNTING
     expected: dict[bytes, Member] = field(default_factory=dict)  # connected members: BEGIN waits for them
     joins: dict[bytes, Join] = field(default_factory=dict)
@@ -172,7 +175,10 @@ class Coordinator:
         return self.deadline if self.phase in (Phase.RUNNING, Phase.SURVEYING) else None
 
     def _all_joined(self) -> bool:
-        return all(key in self.joins for key in self.expected)
+        return all(key in self.joins for key in self.expected if self._waits_for(key))
+
+    def _waits_for(self, key: bytes) -> bool:
+        return self.rules.target_samples is None or key in self.counts or key in self.veterans
 
     def _may_begin(self, now: float) -> bool:
         size = len(self.joins)
@@ -312,7 +318,8 @@ class Coordinator:
     def _commit(self, commit: Commit) -> list[Send]:
         self.phase = Phase.COMMITTED
         self.commit = commit
-        to = dict.fromkeys([*self.live(), *(member.key for member in commit.view)])
+        in_round = self.begin.members if self.begin is not None else ()
+        to = dict.fromkeys(member.key for member in (*in_round, *commit.view))
         return [Send(tuple(to), commit)]
 
     def abort(self, reason: str) -> list[Send]:

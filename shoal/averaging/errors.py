@@ -7,5 +7,9 @@ class AveragingError(Exception):
     """A round gave no result; nothing that was handed in has changed. The text says why."""
 
 
+class Rejected(AveragingError):
+    """The run does not take this peer as it is configured; the text names what differs. Trying again does not help."""
+
+
 class Behind(AveragingError):
     """The swarm is at another state than this peer: download it before joining a round."""

@@ -17,6 +17,7 @@
 | Digests → Committed | member → holder | I missed that round: what was it? |
 | Commit | coordinator → members, passed on | this digest is the result: apply it |
 | Abort | coordinator → members | this round ends without a result |
+| Leave | member → all | I am leaving the run |
 | Ping → Pong | any → any | is your reactor alive? |
 """
 
@@ -251,7 +252,11 @@ class Orphaned(msgspec.Struct, tag=23, array_like=True, frozen=True):
     begin: Begin
 
 
+class Leave(msgspec.Struct, tag=24, array_like=True, frozen=True):
+    """The sender leaves the run; its connections may stay."""
+
+
 Message = (
     Hello | Progress | Count | Call | Join | Joined | Elsewhere | Begin | Part | Result | Done | Broken | Survey | Have
-    | Repair | Fetch | Commit | Abort | Ping | Pong | Digests | Committed | Orphaned
+    | Repair | Fetch | Commit | Abort | Ping | Pong | Digests | Committed | Orphaned | Leave
 )  # fmt: skip

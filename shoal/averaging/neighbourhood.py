@@ -32,7 +32,7 @@ class Neighbourhood:
         directory: where members are listed.
         tip: this peer's state.
         changed: called after what is known or connected has changed.
-        heard: called with a member and its tip, when one tells it.
+        heard: called with the tip of a member, when one tells it.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Neighbourhood:
         *,
         tip: Callable[[], Tip],
         changed: Callable[[], None],
-        heard: Callable[[Member, Tip], None],
+        heard: Callable[[Tip], None],
     ) -> None:
         self.membership = membership
         self._node, self._service, self._directory = node, service, directory
@@ -80,7 +80,7 @@ class Neighbourhood:
         news = self.membership.learn(hello.members)
         for member in news:
             self._node.spawn(self.meet(member))
-        self._heard(hello.sender, hello.tip)
+        self._heard(hello.tip)
         return self.hello()
 
     def spoke(self, peer: PeerID, member: Member) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from shoal.averaging.book import RuleBroken, root_of
 from shoal.averaging.coordinator import Coordinator, Phase, Rules
 from shoal.averaging.directory import Directory
-from shoal.averaging.errors import AveragingError, Behind
+from shoal.averaging.errors import AveragingError, Behind, Rejected
 from shoal.averaging.lead import Lead
 from shoal.averaging.member import Member, Role
 from shoal.averaging.membership import Membership
@@ -38,6 +38,7 @@ from shoal.averaging.messages import (
     Hello,
     Join,
     Joined,
+    Leave,
     Message,
     Orphaned,
     Part,
@@ -222,6 +223,8 @@ class Swarm:
 
     def stop(self) -> None:
         """Leave the run."""
+        others = [member.peer for member in self.neighbourhood.connected() if member.key != self.me.key]
+        self.node.notify(others, self.service, Leave())
         self.node.stop_serving(self.service)
         self._stop_listening()
         self._watcher.cancel()
@@ -255,7 +258,7 @@ class Swarm:
             case Elsewhere():
                 await self.neighbourhood.meet(answer.body.coordinator)
             case Hello():
-                self._heard(answer.body.sender, answer.body.tip)
+                self._heard(answer.body.tip)
                 if answer.body.tip.outranks(self.tip):
                     raise Behind(f"the swarm is at epoch {answer.body.tip.epoch}, this peer at {self.tip.epoch}")
         return Count(report.tip, report.samples, report.rate, 1, False)
@@ -333,7 +336,7 @@ class Swarm:
                 coordinator.peer, self.service, join, timeout=JOIN_TIMEOUT, buffers=buffers
             )
         except Refused as error:
-            attempt.error = AveragingError(f"{coordinator.peer!r} refused this peer: {error}")
+            attempt.error = Rejected(f"the run refuses this peer: {error}")
         except (P2PError, TimeoutError):
             self._lost(coordinator.key)
         else:
@@ -343,7 +346,7 @@ class Swarm:
             if isinstance(answer.body, Elsewhere):
                 await self.neighbourhood.meet(answer.body.coordinator)
             elif isinstance(answer.body, Hello):
-                self._heard(answer.body.sender, answer.body.tip)
+                self._heard(answer.body.tip)
             # The two views or tips differ, and are about to be exchanged; asking at once again would only spin.
             await asyncio.sleep(0.05)
         self._changed.set()
@@ -435,6 +438,8 @@ class Swarm:
                     self._fail(AveragingError(f"the round was ended by {peer!r}: {message.reason}"))
             case Elsewhere():
                 self.node.spawn(self.neighbourhood.meet(message.coordinator))
+            case Leave():
+                self._lost(peer.key)
             case _:
                 raise Refused(f"{type(message).__name__} is an answer, and nothing was asked")
 
@@ -469,6 +474,7 @@ class Swarm:
         if tip != self.tip and not self.tip.outranks(tip):
             await self._wait_for_tip(tip)
         if tip != self.tip:
+            self._heard(tip)
             return self.neighbourhood.hello()
         if self._lead is not None and not self._lead.over:
             return None
@@ -487,7 +493,8 @@ class Swarm:
         """This peer's coordination of its tip, begun if need be."""
         if self._lead is None or self._lead.over:
             settled = self._settled_at if self.tip.epoch == 0 else 0.0
-            self._follow_lead(Coordinator(self.me.key, self.tip, self.rules, settled))
+            veterans = frozenset(self.participant.commit.members) if self.participant.commit is not None else frozenset()
+            self._follow_lead(Coordinator(self.me.key, self.tip, self.rules, settled, veterans))
         assert self._lead is not None
         return self._lead
 
@@ -746,7 +753,7 @@ class Swarm:
         except (P2PError, AveragingError, TimeoutError) as error:
             log.debug("%r could not report: %s", self.node.peer_id, error)
 
-    def _heard(self, member: Member, tip: Tip) -> None:
+    def _heard(self, tip: Tip) -> None:
         """A member told its tip."""
         if not tip.outranks(self.tip):
             return
