@@ -1,6 +1,7 @@
-"""One trainer that makes an Optimizer and says what that took. Argument: `shoal` or `hivemind`.
+"""One trainer that makes an Optimizer and says what that took.
 
-It answers when torch is imported, again when the optimizer is made, and then waits until its input ends.
+Argument: `shoal`, `hivemind`, or `torch` for a plain torch optimizer, which each of the others makes too. It answers
+when torch is imported, again when the optimizer is made, and then waits until its input ends.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Iterable
 
 import torch
 
 
-def sgd(params: object) -> torch.optim.Optimizer:
+def sgd(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """What the user would write."""
-    return torch.optim.SGD(params, lr=0.1)  # type: ignore[arg-type]
+    return torch.optim.SGD(params, lr=0.1)
 
 
 def main(side: str) -> None:
@@ -25,7 +27,10 @@ def main(side: str) -> None:
     print(json.dumps({"result": None}), file=answers, flush=True)
     sys.stdin.readline()
     started = time.monotonic()
+    stop: list[Callable[[], object]] = []
     match side:
+        case "torch":
+            sgd(model.parameters())
         case "shoal":
             import shoal
 
@@ -33,6 +38,7 @@ def main(side: str) -> None:
             optimizer = shoal.Optimizer(
                 dht=dht, run_id="start", target_batch_size=32, params=model.parameters(), optimizer=sgd
             )
+            stop = [optimizer.shutdown, dht.shutdown]
         case "hivemind":
             import hivemind
 
@@ -40,12 +46,13 @@ def main(side: str) -> None:
             optimizer = hivemind.Optimizer(
                 dht=dht, run_id="start", target_batch_size=32, params=model.parameters(), optimizer=sgd
             )
+            stop = [optimizer.shutdown, dht.shutdown]
         case other:
             raise ValueError(f"no library is named {other!r}")
     print(json.dumps({"result": time.monotonic() - started}), file=answers, flush=True)
     sys.stdin.read()
-    optimizer.shutdown()
-    dht.shutdown()
+    for shutdown in stop:
+        shutdown()
 
 
 if __name__ == "__main__":
