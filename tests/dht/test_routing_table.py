@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -81,8 +81,10 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTable = TableMachine.TestCase
+TestTable.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
 
 
+@settings(deadline=None)
 @given(st.integers())
 def test_a_node_knows_all_of_its_own_neighbourhood(seed: int) -> None:
     peers = random.Random(seed).sample(OTHERS, 200)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -80,8 +80,10 @@ class StorageMachine(RuleBasedStateMachine):
 
 
 TestStorage = StorageMachine.TestCase
+TestStorage.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
 
 
+@settings(deadline=None)
 @given(st.lists(records, max_size=12), st.integers())
 def test_order_of_arrival_makes_no_difference(items: list[DHTRecord], seed: int) -> None:
     one, other = LocalStorage(), LocalStorage()
