@@ -6,6 +6,7 @@ consume that hint. So after each wake-up, and after each send, the socket is rea
 How a connection is known. ZeroMQ names a message's connection by a routing id, the monitor's events by the file
 descriptor; `SRCFD` of a received frame joins the two. Descriptors are reused: the monitor is therefore read before a
 routing id is joined to a descriptor, and a connection that ended is forgotten only when all that it brought is read.
+ZeroMQ's threads race: that a connection was accepted may be told after its first message, and even after its end.
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ class Router:
         self._by_routing_id: dict[bytes, Connection] = {}
         self._by_fd: dict[int, Connection] = {}
         self.dialled: dict[str, Connection] = {}
+        self._early: dict[int, list[zmq.Frame]] = {}  # first messages of connections that were not announced yet
+        self._gone: set[int] = set()  # descriptors of connections whose end was announced before their beginning
         self._ending: list[tuple[Connection, str]] = []
         self._scheduled = False
         self._next_number = count(1)
@@ -179,8 +182,8 @@ class Router:
             self._shut_down(connection)
 
     def forget(self, connection: Connection) -> None:
-        """End a dialled connection, whatever its state, without a call of `on_ended`."""
-        self.cut(connection, "forgotten")
+        """End a dialled connection at once, whatever its state; what is queued to it or came from it is dropped."""
+        connection.reason = connection.reason or "this side ended it"
         self._by_routing_id.pop(connection.routing_id, None)
         if self._by_fd.get(connection.fd) is connection:
             del self._by_fd[connection.fd]
@@ -239,8 +242,9 @@ class Router:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:  # which means that it ended: the monitor tells
                 raise
-        if int(self.socket.get(zmq.EVENTS)) & _READABLE:
-            self._schedule()
+        finally:
+            if int(self.socket.get(zmq.EVENTS)) & _READABLE:
+                self._schedule()
         return True
 
     def _schedule(self) -> None:
@@ -278,27 +282,29 @@ class Router:
             log.exception("handling what a connection brought failed")
 
     def _received(self, frames: list[zmq.Frame]) -> None:
-        routing_id = frames[0].bytes
-        connection = self._by_routing_id.get(routing_id)
+        connection = self._by_routing_id.get(frames[0].bytes)
         if connection is None and self.accepts:
-            connection = self._first_of(routing_id, frames[1])
-        if connection is not None and not connection.muted:
+            self._first_of_accepted(frames)
+        elif connection is not None and not connection.muted:
+            if connection.fd < 0:
+                self._connected(connection, int(frames[1].get(zmq.SRCFD)))
             self._on_frames(connection, frames[1:])
 
-    def _first_of(self, routing_id: bytes, frame: zmq.Frame) -> Connection | None:
-        """The connection, until now known by its descriptor only, that brought its first message."""
+    def _first_of_accepted(self, frames: list[zmq.Frame]) -> None:
+        """A message of a connection that is known by its descriptor only, or not at all."""
         self._read_monitor()
-        connection = self._by_fd.get(int(frame.get(zmq.SRCFD)))
+        fd = int(frames[1].get(zmq.SRCFD))
+        connection = self._by_fd.get(fd)
         if connection is None:
-            return None  # it ended before anybody looked
-        if connection.routing_id:
+            self._early.setdefault(fd, frames)
+        elif connection.routing_id:
             # The first one ended unnoticed and its number was reused. Nobody can say which of the two is alive.
             connection.muted = True
             self.cut(connection, "its connection was lost")
-            return None
-        connection.routing_id = routing_id
-        self._by_routing_id[routing_id] = connection
-        return connection
+        else:
+            connection.routing_id = frames[0].bytes
+            self._by_routing_id[connection.routing_id] = connection
+            self._on_frames(connection, frames[1:])
 
     # -- events
 
@@ -315,25 +321,38 @@ class Router:
                 self._disconnected(value)
             elif not self.accepts and (connection := self.dialled.get(endpoint.decode())) is not None:
                 if number == zmq.EVENT_CONNECTED:
-                    connection.fd = value
-                    self._by_fd[value] = connection
+                    self._connected(connection, value)
                 elif number & _HANDSHAKE_FAILED:
                     connection.failure = "somebody answers there who cannot prove to be that peer"
                 elif number == zmq.EVENT_CONNECT_RETRIED and value == connection.retry:
                     self._end(connection, "nobody listens there")
 
+    def _connected(self, connection: Connection, fd: int) -> None:
+        if connection.fd < 0:
+            connection.fd = fd
+            self._by_fd[fd] = connection
+
     def _accepted(self, fd: int) -> None:
+        frames = self._early.pop(fd, None)
+        if fd in self._gone:
+            self._gone.remove(fd)
+            return
         connection = self._by_fd[fd] = Connection(self, fd=fd)
         if len(self._by_fd) > MAX_CONNECTIONS:
             log.warning("refused a connection: there are %d already", MAX_CONNECTIONS)
             self._loop.call_soon(self.cut, connection, "too many connections")
-        else:
-            connection.timer = self._loop.call_later(HELLO_TIMEOUT, self.cut, connection, "it did not say hello")
+            return
+        connection.timer = self._loop.call_later(HELLO_TIMEOUT, self.cut, connection, "it did not say hello")
+        if frames is not None:
+            self._received(frames)
+            self._schedule()
 
     def _disconnected(self, fd: int) -> None:
         connection = self._by_fd.pop(fd, None)
         if connection is not None:
             self._end(connection, "its connection was lost")
+        elif self.accepts:
+            self._gone.add(fd)
 
     def _end(self, connection: Connection, reason: str) -> None:
         if connection.timer is not None:
