@@ -95,6 +95,8 @@ class Peer:
                 raise RuntimeError(f"the training loss is {losses[-1]} in epoch {epoch}; choose another --seed")
             self._optimizer.step()
             self._optimizer.zero_grad()
+        if self._optimizer.local_epoch != epoch + 1:
+            return  # It downloaded a state instead: what it computed was dropped.
         speed = len(losses) * recipe.BATCH_SIZE_PER_STEP / (time.monotonic() - started)
         self._parent.tell(Progress(epoch=epoch, loss=sum(losses) / len(losses), samples_per_second=speed))
 

@@ -106,9 +106,10 @@ def _recovery_seconds(record: Record) -> float | None:
     victim = next((peer for peer in record.peers.values() if peer.killed_at is not None), None)
     if victim is None or victim.killed_at is None:
         return None
-    others = [report for peer in record.peers.values() if peer is not victim for report in peer.committed.values()]
-    before = max((report.epoch for report in others if report.at <= victim.killed_at), default=-1)
-    return _elapsed(victim.killed_at, min((report.at for report in others if report.epoch > before), default=None))
+    # Peers report a commit one after the other: an epoch that any of them, the victim too, had before is not the next.
+    reports = [report for peer in record.peers.values() for report in peer.committed.values()]
+    before = max((report.epoch for report in reports if report.at <= victim.killed_at), default=-1)
+    return _elapsed(victim.killed_at, min((report.at for report in reports if report.epoch > before), default=None))
 
 
 def _newcomer_times(record: Record) -> tuple[float | None, float | None, float | None]:
