@@ -16,14 +16,15 @@ from typing import Any, Literal, TypeVar, overload
 import msgspec
 import torch
 
+from shoal.averaging.contribution import Contribution, Fault, Outcome, SendTo
 from shoal.averaging.coordinator import Rules
 from shoal.averaging.directory import DHTDirectory
 from shoal.averaging.donor import Snapshot, StateDonor
 from shoal.averaging.errors import AveragingError, Rejected
 from shoal.averaging.exchange import Exchange, compute_serially
 from shoal.averaging.member import Member, Role
-from shoal.averaging.messages import MAX_GATHER_BYTES, Begin
-from shoal.averaging.swarm import Contribution, Fault, Outcome, SendTo, Swarm
+from shoal.averaging.messages import MAX_GATHER_BYTES, Begin, Terms
+from shoal.averaging.swarm import Swarm
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import download_state
 from shoal.compression import Codec, NoCompression
@@ -186,8 +187,10 @@ class DecentralizedAverager:
         role = Role.CLIENT if self.client_mode else Role.AUXILIARY if self.auxiliary else Role.NODE
         addresses = () if self.client_mode else tuple(str(address) for address in dht.visible_addresses())[:8]
         me = Member(node.peer_id.key, addresses, role, 1.0 if self.bandwidth is None else self.bandwidth)
+        options = {"compression": self._codec.spec, "target_group_size": str(self._rules.target_group)}
+        terms = Terms(options, self._layout.schema_hash)
         swarm = Swarm(
-            node, DHTDirectory(dht, self.prefix), self.prefix, me, self._rules, chunk_timeout=self._chunk_timeout
+            node, DHTDirectory(dht, self.prefix), self.prefix, me, terms, self._rules, chunk_timeout=self._chunk_timeout
         )
         self._donor = StateDonor(
             node,
@@ -328,12 +331,10 @@ class DecentralizedAverager:
         inputs = self._memory.flat if on_host else FlatBuffer(self._layout).flat
         contribution = Contribution(
             weight=weight,
-            schema=self._layout.schema_hash,
             open=open_exchange,
             patience=patience,
             prepare=lock,
             gathered=gathered,
-            options={"compression": self._codec.spec, "target_group_size": str(self._rules.target_group)},
         )
         try:
             while True:

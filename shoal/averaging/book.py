@@ -46,6 +46,8 @@ class Book:
         self.keys = [member.key for member in begin.members]
         self.weights = dict(zip(self.keys, begin.weights, strict=True))
         self.receives = {m.key: m.contributes for m in begin.members}
+        if self.me not in self.receives:  # it missed the round, and fetches the result
+            self.receives[self.me], self.weights[self.me] = True, 0.0
         self.owners = [key for i, key in enumerate(self.keys) for _ in range(begin.starts[i], begin.starts[i + 1])]
         self._original = list(self.owners)
         self.digests = [b""] * len(self.chunks)

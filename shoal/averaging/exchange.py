@@ -8,12 +8,13 @@ place, and hashes N. Nothing else is done per byte.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from blake3 import blake3
 
 from shoal.averaging.book import Book, RuleBroken
+from shoal.averaging.contribution import Fault, SendTo
 from shoal.averaging.messages import Begin, Part, Repair, Result, Source
 from shoal.averaging.plan import chunk_table
 from shoal.compression import Codec
@@ -32,10 +33,6 @@ def compute_serially() -> None:
     restore = threading.Thread(target=torch.set_num_threads, args=(default,), name="shoal-threads")
     restore.start()
     restore.join()
-
-
-SendTo = Callable[[Sequence[bytes], Part | Result, Sequence[memoryview]], None]
-Fault = Callable[[bytes, str], None]
 
 
 class Exchange:

@@ -77,6 +77,7 @@ class Lead:
     def broken(self, peer: PeerID, broken: Broken) -> None:
         """A member can't go on with another. Out goes who broke a rule, who is lost to us too, and who speaks of itself;
         where only the link between two is down, the one that complains of several, else the one complained of."""
+        key: bytes
         complaints = self._complaints.setdefault(peer.key, set())
         complaints.add(broken.peer)
         at_fault = broken.fault or broken.peer == peer.key or not self._node.is_connected(PeerID(broken.peer))

@@ -44,10 +44,29 @@ MaybeDigest = Annotated[bytes, msgspec.Meta(max_length=32)]  # b"" for none
 Options = Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=MAX_OPTIONS)]
 
 
+class Terms(msgspec.Struct, array_like=True, frozen=True):
+    """What must be equal in a run: options by name, and the hash of the layout of what is averaged."""
+
+    options: Options
+    schema: Digest
+
+    def difference(self, theirs: Terms) -> str | None:
+        """What differs, in words for the peer that has these terms; None if nothing does."""
+        for name in sorted({*self.options, *theirs.options}):
+            mine, other = self.options.get(name, "nothing"), theirs.options.get(name, "nothing")
+            if mine != other:
+                return f"{name} is {mine} here, and {other} there"
+        if self.schema != theirs.schema:
+            mine, other = self.schema.hex()[:16], theirs.schema.hex()[:16]
+            return f"the schema hash is {mine} here, and {other} there: number, order, shape or dtype of tensors differ"
+        return None
+
+
 class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """`members` is all that the sender knows, itself included."""
 
     sender: Member
+    terms: Terms
     tip: Tip
     members: Members
 
@@ -79,16 +98,14 @@ class Call(msgspec.Struct, tag=4, array_like=True, frozen=True):
 class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
     """The sender's input is ready. What it wants to tell the others (`gather`) is in the buffer.
 
-    `schema` is the hash of the layout of what is averaged; `options` are those that must be equal in a run; `machine`
-    names everything on which the bits of a local step depend; `attempt` is the highest that the sender has followed;
+    `machine` names everything on which the bits of a local step depend; `attempt` is the highest that the sender has followed;
     `patience` is how many seconds it wants to wait for others.
     """
 
     tip: Tip
     sender: Member
+    terms: Terms
     weight: Amount
-    schema: Digest
-    options: Options
     machine: ShortText
     state: MaybeDigest
     attempt: Annotated[int, msgspec.Meta(ge=0, lt=1 << 52)]

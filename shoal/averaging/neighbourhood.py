@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable
 
 from shoal.averaging.directory import REFRESH_SECONDS, Directory
-from shoal.averaging.member import Member, Role
+from shoal.averaging.member import MAX_MEMBERS, Member, Role
 from shoal.averaging.membership import Membership
-from shoal.averaging.messages import Hello
+from shoal.averaging.messages import Hello, Terms
 from shoal.averaging.tip import Tip
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
@@ -30,6 +30,7 @@ class Neighbourhood:
         service: over which Hello goes.
         membership: what is known.
         directory: where members are listed.
+        terms: what must be equal in the run; peers of other terms are no members here (`strangers`).
         tip: this peer's state.
         changed: called after what is known or connected has changed.
         heard: called with the tip of a member, when one tells it.
@@ -41,6 +42,7 @@ class Neighbourhood:
         service: Service,
         membership: Membership,
         directory: Directory,
+        terms: Terms,
         *,
         tip: Callable[[], Tip],
         changed: Callable[[], None],
@@ -48,6 +50,8 @@ class Neighbourhood:
     ) -> None:
         self.membership = membership
         self._node, self._service, self._directory = node, service, directory
+        self.terms = terms
+        self.strangers: dict[bytes, str] = {}  # peers of the run with other terms, and what differs
         self._tip, self._changed, self._heard = tip, changed, heard
         self._meeting: set[bytes] = set()
         self._spread: asyncio.TimerHandle | None = None
@@ -71,10 +75,30 @@ class Neighbourhood:
         return self.membership.me
 
     def hello(self) -> Hello:
-        return Hello(self.membership.me, self._tip(), self.membership.snapshot())
+        """What this peer says of itself and of those it knows."""
+        return Hello(self.membership.me, self.terms, self._tip(), self.membership.snapshot())
+
+    def mismatch(self) -> str | None:
+        """What differs from the other peers of the run, if this peer is the one that differs: if those with other terms
+        are more than those with its own (of as many, the smallest key decides, so that exactly one side gives way)."""
+        strangers = [key for key in self.strangers if self._node.is_connected(PeerID(key))]
+        alike = [member.key for member in self.connected()]
+        if not strangers or (len(strangers), min(alike)) < (len(alike), min(strangers)):
+            return None
+        return self.strangers[strangers[0]]
 
     def on_hello(self, peer: PeerID, hello: Hello) -> Hello:
         """A member speaks."""
+        difference = self.terms.difference(hello.terms)
+        if difference is not None:
+            if peer.key not in self.strangers:
+                log.warning("%r is in the run with other terms: %s", peer, difference)
+            if len(self.strangers) < MAX_MEMBERS:
+                self.strangers[peer.key] = difference
+            self.lose(peer.key)
+            self._changed()
+            return self.hello()
+        self.strangers.pop(peer.key, None)
         self.spoke(peer, hello.sender)
         self._node.learn(peer, hello.sender.multiaddrs())
         news = self.membership.learn(hello.members)
@@ -108,6 +132,8 @@ class Neighbourhood:
 
     def lose(self, key: bytes) -> None:
         """A member can't be reached any more."""
+        if not self._node.is_connected(PeerID(key)):
+            self.strangers.pop(key, None)
         if self.membership.lose(key):
             self._changed()
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from shoal.averaging.contribution import Fault, SendTo
 from shoal.averaging.exchange import Exchange
 from shoal.averaging.messages import Begin
-from shoal.averaging.swarm import Fault, SendTo
 from shoal.compression import Codec
 from shoal.flat import FlatBuffer, Layout
 

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.averaging.contribution import Contribution, Outcome
 from shoal.averaging.coordinator import Rules
 from shoal.averaging.directory import DHTDirectory
 from shoal.averaging.donor import Snapshot, StateDonor
 from shoal.averaging.errors import AveragingError, Behind, Rejected
 from shoal.averaging.exchange import compute_serially
 from shoal.averaging.member import Member, Role
-from shoal.averaging.swarm import Contribution, Outcome, Swarm
+from shoal.averaging.messages import Terms
+from shoal.averaging.swarm import Swarm
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import download_state
 from shoal.compression import Codec, NoCompression
@@ -163,10 +165,9 @@ class Optimizer(torch.optim.Optimizer):
         self._digest = self._state.digest()
         self._applied = Tip.genesis(run_id)  # the state that the parameters are at
         self._state_changed = asyncio.Event()
-        self._schema = self._gradients.layout.schema_hash
         self._machine = machine()
         # Every argument that must be equal in a run, by its name; what a peer may choose for itself is not here.
-        self._agreed = {
+        options = {
             "target_batch_size": str(target_batch_size),
             "optimizer": type(wrapped).__name__,
             "scheduler": type(self.scheduler).__name__,
@@ -184,8 +185,9 @@ class Optimizer(torch.optim.Optimizer):
             round_timeout=allreduce_timeout or averaging_timeout,
             target_samples=float(target_batch_size),
         )
+        terms = Terms(options, self._gradients.layout.schema_hash)
         self._swarm, self._donor = dht.reactor.run(
-            self._start(rules, next_chunk_timeout, load_state_compression or NoCompression())
+            self._start(terms, rules, next_chunk_timeout, load_state_compression or NoCompression())
         )
         self.tracker = ProgressTracker(
             self._swarm, dht.reactor, target_batch_size, performance_ema_alpha=performance_ema_alpha
@@ -200,13 +202,15 @@ class Optimizer(torch.optim.Optimizer):
         except Behind:
             log.info("the run has begun: the first step downloads the state")
 
-    async def _start(self, rules: Rules, chunk_timeout: float | None, codec: Codec) -> tuple[Swarm, StateDonor]:
+    async def _start(
+        self, terms: Terms, rules: Rules, chunk_timeout: float | None, codec: Codec
+    ) -> tuple[Swarm, StateDonor]:
         compute_serially()
         node, dht_node = self.dht.node, self.dht.dht_node
         addresses = () if self.client_mode else tuple(str(address) for address in dht_node.visible_addresses())[:8]
         me = Member(node.peer_id.key, addresses, Role.CLIENT if self.client_mode else Role.NODE)
         directory = DHTDirectory(dht_node, self.run_id)
-        swarm = Swarm(node, directory, self.run_id, me, rules, chunk_timeout=chunk_timeout)
+        swarm = Swarm(node, directory, self.run_id, me, terms, rules, chunk_timeout=chunk_timeout)
         donor = StateDonor(node, f"state/{self.run_id}", self._take_snapshot, lambda: swarm.tip, codec)
         try:
             await swarm.start()
@@ -281,11 +285,9 @@ class Optimizer(torch.optim.Optimizer):
         gradients.finish()
         contribution = Contribution(
             weight=gradients.samples,
-            schema=self._schema,
             open=lambda begin, send, fault: gradients.open(self._swarm.me.key, begin, send, fault),
             patience=self._swarm.rules.matchmaking_time,
             tip=self._applied,
-            options=self._agreed,
             machine=self._machine,
             state=self._digest,
         )

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 import torch
 
 from shoal.averaging.book import root_of
+from shoal.averaging.contribution import Contribution, Outcome
 from shoal.averaging.coordinator import Rules
 from shoal.averaging.directory import DHTDirectory
 from shoal.averaging.errors import AveragingError
 from shoal.averaging.exchange import Exchange
 from shoal.averaging.member import Member, Role
-from shoal.averaging.messages import Begin, Commit
-from shoal.averaging.swarm import Contribution, Outcome, Swarm
+from shoal.averaging.messages import Begin, Commit, Terms
+from shoal.averaging.swarm import Swarm
 from shoal.compression import NoCompression
 from shoal.dht.node import DHTNode
 from shoal.p2p.node import Node
@@ -46,9 +47,7 @@ class Peer:
         def open_exchange(begin: Begin, send: object, fault: object) -> Exchange:
             return Exchange.of(self.key, begin, [self.vector], [self.output], NoCompression(), send, fault)  # type: ignore[arg-type]
 
-        contribution = Contribution(
-            weight=weight, schema=SCHEMA, open=open_exchange, tip=self.swarm.tip if bound else None
-        )
+        contribution = Contribution(weight=weight, open=open_exchange, tip=self.swarm.tip if bound else None)
         return await self.swarm.average(contribution, timeout)
 
     def spawn_round(self, timeout: float = 60.0, weight: float = 1.0, bound: bool = False) -> asyncio.Task[Outcome]:
@@ -89,7 +88,7 @@ async def spawn_peer(
     generator = torch.Generator().manual_seed(world.rng.randrange(1 << 30))
     peer.vector = torch.randn(elements, generator=generator)
     directory = DHTDirectory(dht, run_id, world.wall_clock)
-    peer.swarm = Swarm(node, directory, run_id, me, rules, on_commit=peer.commits.append)
+    peer.swarm = Swarm(node, directory, run_id, me, Terms({}, SCHEMA), rules, on_commit=peer.commits.append)
     if start:
         await peer.swarm.start()
     return peer

@@ -1,0 +1,62 @@
+"""Sees that those on whom this peer waits are alive: a process that hangs keeps its connections, and ZeroMQ's thread even
+answers heartbeats for it, so they are asked for an answer of their reactor."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from shoal.averaging.messages import Ping, Pong
+from shoal.p2p.errors import P2PError
+from shoal.p2p.identity import PeerID
+from shoal.p2p.node import Node, Service
+
+log = logging.getLogger(__name__)
+
+PING_SECONDS = 1.0
+
+
+class Liveness:
+    """Pings the peers that are waited for, each once a second at most.
+
+    Args:
+        node: this peer.
+        service: over which pings go.
+        timeout: seconds without an answer after which a peer counts as lost.
+        waited_for: the keys of the peers to ask now.
+        lost: called with the key of one that does not answer; its connection has been ended.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        service: Service,
+        timeout: float,
+        waited_for: Callable[[], Iterable[bytes]],
+        lost: Callable[[bytes], None],
+    ) -> None:
+        self._node, self._service, self._timeout = node, service, timeout
+        self._waited_for, self._lost = waited_for, lost
+        self._asked: set[bytes] = set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            for key in self._waited_for():
+                if key != self._node.peer_id.key and key not in self._asked:
+                    self._asked.add(key)
+                    self._node.spawn(self._ask(PeerID(key)))
+
+    async def _ask(self, peer: PeerID) -> None:
+        try:
+            await self._node.call(peer, self._service, Ping(), Pong, timeout=self._timeout)
+        except TimeoutError:
+            log.info("%r: %r does not answer", self._node.peer_id, peer)
+            self._node.transport.disconnect(peer)
+            self._lost(peer.key)
+        except P2PError as error:
+            log.debug("%r: %r: %s", self._node.peer_id, peer, error)  # a lost connection is told by the node itself
+        finally:
+            self._asked.discard(peer.key)

@@ -1,0 +1,355 @@
+"""One peer's way through rounds, from BEGIN to COMMIT: drives its `Participant` and the `Exchange` of the bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shoal.averaging.book import RuleBroken, root_of
+from shoal.averaging.contribution import Attempt, Outcome
+from shoal.averaging.errors import AveragingError, Behind
+from shoal.averaging.member import Member
+from shoal.averaging.messages import (
+    Abort,
+    Begin,
+    Broken,
+    Commit,
+    Committed,
+    Digests,
+    Done,
+    Fetch,
+    Have,
+    Part,
+    Repair,
+    Result,
+    Survey,
+)
+from shoal.averaging.participant import Participant
+from shoal.p2p.errors import P2PError, Refused
+from shoal.p2p.identity import PeerID
+from shoal.p2p.node import Answer, Node, Reply, Service
+
+if TYPE_CHECKING:
+    from shoal.averaging.exchange import Exchange
+
+log = logging.getLogger(__name__)
+
+MAX_EARLY = 512  # messages of a round whose BEGIN has not come yet
+FETCHES = 8  # chunks fetched at a time
+
+
+class RoundDriver:
+    """Takes this peer through the rounds that it has joined.
+
+    Args:
+        node: this peer.
+        service: over which the run's messages go.
+        me: this peer as a member.
+        participant: its promises.
+        chunk_timeout: seconds of silence after which a member that holds up a round is complained of.
+        changed: called when `attempt` has got an outcome or an error.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        service: Service,
+        me: Member,
+        participant: Participant,
+        chunk_timeout: float,
+        changed: Callable[[], None],
+    ) -> None:
+        self._node, self._service, self._me = node, service, me
+        self._participant = participant
+        self._chunk_timeout = chunk_timeout
+        self._changed = changed
+        self.attempt: Attempt | None = None
+        self._last: Exchange | None = None  # of the last commit: serves those that missed it
+        self._early: list[tuple[PeerID, Part | Result, Sequence[memoryview]]] = []
+
+    def on_begin(self, peer: PeerID, begin: Begin, buffers: Sequence[memoryview]) -> None:
+        """The coordinator begins a round with this peer in it. Raises Refused if this peer must not follow."""
+        try:
+            self.enter(peer, begin, buffers, relayed=False)
+        except RuleBroken as error:
+            # The coordinator waits for this peer now: it must hear that it waits in vain.
+            self._node.notify([peer], self._service, Broken(begin.round, self._me.key, False, str(error)[:256]))
+            raise Refused(str(error)) from error
+
+    def enter(self, peer: PeerID, begin: Begin, buffers: Sequence[memoryview], *, relayed: bool) -> None:
+        """Enter a round; `relayed` by another than its coordinator. Raises RuleBroken if this peer must not follow."""
+        attempt = self.attempt
+        joined = attempt is not None and attempt.outcome is None
+        self._participant.follow_begin(peer.key, begin, joined=joined, relayed=relayed)
+        assert attempt is not None
+        try:
+            if attempt.contribution.tip not in (None, begin.tip):
+                raise RuleBroken("BEGIN of a state that this peer's input was not made from")
+            attempt.gathered = _gathered.decode(buffers[0]) if buffers else {}
+            attempt.exchange = attempt.contribution.open(begin, self._send, self._fault)
+        except (RuleBroken, msgspec.MsgspecError) as error:
+            self._participant.leave()
+            raise RuleBroken(str(error)) from error
+        attempt.began = self._now()
+        attempt.progressed = (0, attempt.began)
+        self._last = None  # its memory is written again
+        self._node.spawn(self._flow(attempt, begin))
+
+    async def _flow(self, attempt: Attempt, begin: Begin) -> None:
+        """Connect to the reducers, then let the bytes flow."""
+        missing = [m for m in begin.members if m.addresses and not self._node.is_connected(m.peer)]
+        for member in missing:
+            self._node.learn(member.peer, member.multiaddrs())
+        results = await asyncio.gather(
+            *(self._node.connect(member.peer, self._chunk_timeout) for member in missing), return_exceptions=True
+        )
+        for member, result in zip(missing, results, strict=True):
+            if isinstance(result, P2PError):
+                self.complain(member.key, str(result), fault=False)
+            elif isinstance(result, BaseException):
+                raise result
+        if attempt.contribution.prepare is not None:
+            await attempt.contribution.prepare()
+        if attempt.exchange is None or self._participant.begin is not begin:
+            return
+        attempt.exchange.start()
+        early, self._early = self._early, []
+        for peer, message, buffers in early:
+            if message.round == begin.round:
+                try:
+                    self.on_chunk(peer, message, buffers)
+                except Refused as error:
+                    log.warning("%r refused a chunk of %r: %s", self._node.peer_id, peer, error)
+        self._check_done()
+
+    def on_chunk(self, peer: PeerID, message: Part | Result, buffers: Sequence[memoryview]) -> None:
+        """A chunk has come. Raises Refused, and complains of the sender, if it does not belong here."""
+        attempt, begin = self.attempt, self._participant.begin
+        if attempt is None or begin is None or begin.round != message.round:
+            if self._participant.commit is not None and self._participant.commit.round == message.round:
+                return  # late, from a member that was left out
+            if attempt is None or begin is not None or len(self._early) >= MAX_EARLY:
+                raise Refused("this peer is not in that round")
+            self._early.append((peer, message, buffers))  # it overtook BEGIN
+            return
+        assert attempt.exchange is not None
+        if peer.key in attempt.exchange.book.out:
+            return
+        try:
+            if isinstance(message, Part):
+                attempt.exchange.part(peer.key, message.chunk, buffers)
+            else:
+                attempt.exchange.result(peer.key, message.chunk, buffers)
+        except RuleBroken as error:
+            self._fault(peer.key, str(error))
+            raise Refused(str(error)) from error
+        self._check_done()
+
+    def _check_done(self) -> None:
+        attempt, participant = self.attempt, self._participant
+        if attempt is None or attempt.exchange is None or participant.begin is None or participant.ballot is None:
+            return
+        if attempt.exchange.book.complete and participant.done != participant.ballot:
+            ballot = participant.was_complete()
+            done = Done(participant.begin.round, ballot, attempt.exchange.book.root())
+            self._node.notify([PeerID(ballot.coordinator)], self._service, done)
+
+    def on_survey(self, peer: PeerID, survey: Survey, buffers: Sequence[memoryview]) -> Have:
+        """A coordinator puts members out and asks what the others hold. Raises Refused if it must not be followed."""
+        commit = self._participant.commit
+        if commit is not None and commit.round == survey.round:
+            return Have(survey.ballot, (), None, (), None, commit)
+        try:
+            if self._participant.begin is None and survey.begin is not None and survey.begin.round == survey.round:
+                self.enter(peer, survey.begin, buffers, relayed=True)
+            self._participant.follow_survey(peer.key, survey)
+        except RuleBroken as error:
+            raise Refused(str(error)) from error
+        attempt = self.attempt
+        if attempt is None or attempt.exchange is None:
+            raise Refused("this peer has left the round")
+        attempt.exchange.put_out(survey.out)
+        book = attempt.exchange.book
+        digests = tuple(book.digests) if book.receives[self._me.key] else ()
+        out = tuple(book.out)
+        return Have(survey.ballot, digests, self._participant.done, out, self._participant.repair, None)
+
+    def on_repair(self, peer: PeerID, repair: Repair) -> None:
+        """A coordinator says where chunks come from now. Raises Refused if it must not be followed."""
+        attempt = self.attempt
+        try:
+            self._participant.follow_repair(peer.key, repair)
+            if attempt is None or attempt.exchange is None:
+                raise RuleBroken("this peer has left the round")
+            sources = attempt.exchange.repair(repair)
+        except RuleBroken as error:
+            raise Refused(str(error)) from error
+        if sources:
+            self._node.spawn(self._fetch_for_repair(attempt, [(s.owner, s.chunk, s.digest) for s in sources]))
+        self._check_done()
+
+    async def _fetch_for_repair(self, attempt: Attempt, wanted: list[tuple[bytes, int, bytes]]) -> None:
+        assert attempt.exchange is not None
+        try:
+            await self._fetch(attempt.exchange, wanted)
+        except (P2PError, RuleBroken, TimeoutError) as error:
+            if self._participant.begin is not None:
+                self.complain(self._me.key, f"it could not fetch what it misses: {error}", fault=False)
+            return
+        self._check_done()
+
+    async def _fetch(self, exchange: Exchange, wanted: list[tuple[bytes, int, bytes]]) -> None:
+        """Fetch (holder, chunk, digest), a few at a time, and put them in place."""
+        slots = asyncio.Semaphore(FETCHES)
+
+        async def one(holder: bytes, chunk: int, digest: bytes) -> None:
+            async with slots:
+                reply = await self._node.call_for_buffers(
+                    PeerID(holder),
+                    self._service,
+                    Fetch(exchange.book.begin.round, chunk),
+                    timeout=self._chunk_timeout,
+                )
+                if len(reply.buffers) != 1:
+                    raise RuleBroken(f"chunk {chunk} came without its bytes")
+                exchange.fetched(chunk, digest, memoryview(reply.buffers[0]))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for source in wanted:
+                    group.create_task(one(*source))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    def on_fetch(self, message: Fetch | Digests) -> Answer:
+        """Somebody asks for what this peer holds of a round. Raises Refused if it does not."""
+        attempt = self.attempt
+        exchange = attempt.exchange if attempt is not None and self._participant.begin is not None else self._last
+        if exchange is None or exchange.book.begin.round != message.round:
+            raise Refused("this peer does not have that round's result any more")
+        book = exchange.book
+        if isinstance(message, Digests):
+            if exchange is not self._last:
+                raise Refused("that round is not committed yet")
+            return Committed(book.begin, tuple(book.digests))
+        if message.chunk >= len(book.chunks) or not book.digests[message.chunk]:
+            raise Refused(f"chunk {message.chunk} is not here")
+        return Reply(Result(message.round, message.chunk), [exchange.chunk_bytes(message.chunk)])
+
+    def on_abort(self, peer: PeerID, abort: Abort) -> None:
+        """The coordinator ends the round, or this peer's part in it."""
+        begin = self._participant.begin
+        if begin is not None and begin.round == abort.round:
+            self._fail(AveragingError(f"the round was ended by {peer!r}: {abort.reason}"))
+
+    def on_commit(self, commit: Commit) -> None:
+        """The round of this peer's tip is committed, with this peer or without it."""
+        attempt, begin = self.attempt, self._participant.begin
+        if attempt is not None and begin is not None and begin.round == commit.round:
+            exchange = attempt.exchange
+            if exchange is not None and exchange.book.complete and exchange.book.root() in (commit.root, b""):
+                attempt.outcome = self._outcome(attempt, begin, commit, missed=False)
+                self._last = exchange
+
+    async def fetch_committed(self, attempt: Attempt, commit: Commit) -> None:
+        """Get the average of a round that went on without this peer, from those who were in it."""
+        reasons = []
+        self._last = None  # its memory is written again
+        for key in commit.members:
+            if key == self._me.key or not self._node.is_connected(PeerID(key)):
+                continue
+            try:
+                answer = await self._node.call(
+                    PeerID(key), self._service, Digests(commit.round), Committed, timeout=self._chunk_timeout
+                )
+                if answer.begin.round != commit.round or root_of(answer.digests) != commit.root:
+                    raise RuleBroken("its chunks are not those that were committed")
+                exchange = attempt.contribution.open(answer.begin, self._send, lambda key, reason: None)
+                await self._fetch(exchange, [(key, chunk, digest) for chunk, digest in enumerate(answer.digests)])
+            except (P2PError, RuleBroken, TimeoutError) as error:
+                reasons.append(f"{PeerID(key)!r}: {error}")
+                continue
+            attempt.began = self._now()
+            self._last = exchange
+            attempt.outcome = self._outcome(attempt, answer.begin, commit, missed=True)
+            return
+        raise Behind(f"the round of epoch {commit.tip.epoch} was missed, and nobody has its result any more: {reasons}")
+
+    def _outcome(self, attempt: Attempt, begin: Begin, commit: Commit, *, missed: bool) -> Outcome:
+        return Outcome(
+            begin=begin,
+            commit=commit,
+            gathered=attempt.gathered,
+            missed=missed,
+            matchmaking_seconds=attempt.began - attempt.started,
+            allreduce_seconds=self._now() - attempt.began,
+            join_to_begin_seconds=attempt.join_to_begin,
+            bytes_sent=self._node.bytes_sent - attempt.sent,
+            bytes_received=self._node.bytes_received - attempt.received,
+        )
+
+    def finish(self) -> None:
+        """The call that this was for is over, with a result or without."""
+        attempt = self.attempt
+        if attempt is not None and attempt.outcome is None and self._participant.begin is not None:
+            self.complain(self._me.key, "it gave up", fault=False)
+            self.leave()
+        self.attempt = None
+        self._early.clear()
+
+    def leave(self) -> None:
+        """Be in no round."""
+        self._participant.leave()
+        if self.attempt is not None:
+            self.attempt.exchange = None
+            self.attempt.joined = None
+
+    def _fail(self, error: AveragingError) -> None:
+        self.leave()
+        if self.attempt is not None:
+            self.attempt.error = error
+        self._changed()
+
+    def _fault(self, key: bytes, reason: str) -> None:
+        self.complain(key, reason, fault=True)
+
+    def complain(self, key: bytes, reason: str, *, fault: bool) -> None:
+        """Tell the coordinator that this peer can't go on with that member."""
+        begin, ballot = self._participant.begin, self._participant.ballot
+        if begin is not None and ballot is not None:
+            log.info("%r in round of epoch %d: %r: %s", self._node.peer_id, begin.tip.epoch, PeerID(key), reason)
+            broken = Broken(begin.round, key, fault, reason[:256])
+            self._node.notify([PeerID(ballot.coordinator)], self._service, broken)
+
+    def _send(self, keys: Sequence[bytes], message: Part | Result, buffers: Sequence[memoryview]) -> None:
+        self._node.notify([PeerID(key) for key in keys], self._service, message, buffers)
+
+    def check_stalled(self) -> None:
+        """Complain of those that hold up the round, if nothing has come for too long."""
+        attempt = self.attempt
+        if attempt is None or attempt.exchange is None or self._participant.begin is None:
+            return
+        now, (count, since) = self._now(), attempt.progressed
+        if attempt.exchange.progressed != count or attempt.exchange.book.complete:
+            attempt.progressed = (attempt.exchange.progressed, now)
+            return
+        # A reducer that waits for a part looks like one that stalls, so it may complain first.
+        late: dict[bytes, None] = {}
+        if now - since > self._chunk_timeout:
+            late.update(attempt.exchange.book.waiting_for())
+        if now - since > 2 * self._chunk_timeout:
+            late.update(attempt.exchange.book.owed_results())
+        for key in late:
+            self.complain(key, f"nothing came from it for {now - since:.1f} s", fault=False)
+        if late:
+            attempt.progressed = (count, now)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+_gathered = msgspec.msgpack.Decoder(dict[bytes, bytes])
