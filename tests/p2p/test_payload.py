@@ -46,8 +46,8 @@ def test_a_flat_buffer_is_rebuilt_elsewhere_from_its_chunks():
                 span = slice(number * CHUNK, (number + 1) * CHUNK)
                 sender.transport.send(peers, b"%d" % number, [flat_bytes(sent[span])])
                 sent[span].zero_()  # allowed: the transport has its copy
-            for end in (one, other):
-                await end.until(lambda end=end: len(kept[end]) == CHUNKS)
+            await one.until(lambda: len(kept[one]) == CHUNKS)
+            await other.until(lambda: len(kept[other]) == CHUNKS)
         for copy in copies.values():
             assert torch.equal(copy, source)
         # Also after the transports are gone.
