@@ -62,7 +62,11 @@ async def by_reader(router: zmq.Socket[bytes], on_message: Callable[[list[zmq.Fr
 
     loop.add_reader(router.fileno(), drain)
     loop.call_soon(drain)
-    return lambda: loop.remove_reader(router.fileno())
+
+    def end() -> None:
+        loop.remove_reader(router.fileno())
+
+    return end
 
 
 async def by_thread(router: zmq.Socket[bytes], on_message: Callable[[list[zmq.Frame]], None]) -> Callable[[], None]:
