@@ -44,7 +44,7 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/lint-imports
 
 bench: $(VENV)/.installed $(BENCH_VENV)/.installed
-	$(VENV)/bin/python benchmarks/averaging.py --hivemind-python $(BENCH_VENV)/bin/python $(ARGS)
+	$(VENV)/bin/python -m benchmarks.averaging --hivemind-python $(BENCH_VENV)/bin/python $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(BENCH_VENV) runs build dist
