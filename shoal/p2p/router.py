@@ -18,14 +18,15 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import count
 from typing import ParamSpec
 
 import zmq
 
+from shoal.p2p import flood
+from shoal.p2p.connection import Connection
 from shoal.p2p.context import ZAP_DOMAIN
-from shoal.p2p.identity import Identity, PeerID
+from shoal.p2p.identity import Identity
 from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_HEADER_BYTES
 
 log = logging.getLogger(__name__)
@@ -50,40 +51,6 @@ _monitors = count()
 
 P = ParamSpec("P")
 Frames = Sequence[zmq.Frame]
-
-
-@dataclass(eq=False, slots=True)
-class Connection:
-    """One TCP connection of a router.
-
-    Attributes:
-        router: whose connection it is.
-        endpoint: where it was dialled, "tcp://address:port"; "" if it was accepted.
-        routing_id: by which the router knows it; b"" until the first message of an accepted connection.
-        fd: its descriptor, -1 while it isn't made.
-        peer: who is at the other end, None until that is proven and both sides have said hello.
-        instance: which start of that peer.
-        reason: why this side ended it, "" if it didn't.
-        muted: nothing that arrives over it is wanted any more.
-        retry: milliseconds until ZeroMQ would dial again. No two are equal, so the event that tells of a failure, by
-            endpoint and interval, is known for this dial's and not an earlier one's.
-        failure: why its handshake failed.
-        greeted: of a dialled connection: done when the other side has said hello, or in error.
-        timer: ends an accepted connection that does not say hello.
-    """
-
-    router: Router
-    endpoint: str = ""
-    routing_id: bytes = b""
-    fd: int = -1
-    peer: PeerID | None = None
-    instance: bytes = b""
-    reason: str = ""
-    muted: bool = False
-    retry: int = 0
-    failure: str = ""
-    greeted: asyncio.Future[None] | None = None
-    timer: asyncio.TimerHandle | None = field(default=None, repr=False)
 
 
 class Router:
@@ -155,6 +122,7 @@ class Router:
         self._monitor.connect(self._monitor_endpoint)
         self._loop.add_reader(self.socket.fileno(), self._drain)
         self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
+        self._look_for_floods()
         self._read_monitor()  # a socket signals what arrives only after it was once found empty
 
     # -- making and ending connections
@@ -215,6 +183,7 @@ class Router:
 
     def close(self) -> None:
         """Stop listening and end all connections after at most LINGER seconds, without a call of `on_ended`."""
+        self._next_look.cancel()
         for connection in self._by_fd.values():
             if connection.timer is not None:
                 connection.timer.cancel()
@@ -288,6 +257,7 @@ class Router:
         elif connection is not None and not connection.muted:
             if connection.fd < 0:
                 self._connected(connection, int(frames[1].get(zmq.SRCFD)))
+            connection.messages += 1
             self._on_frames(connection, frames[1:])
 
     def _first_of_accepted(self, frames: list[zmq.Frame]) -> None:
@@ -305,6 +275,12 @@ class Router:
             connection.routing_id = frames[0].bytes
             self._by_routing_id[connection.routing_id] = connection
             self._on_frames(connection, frames[1:])
+
+    def _look_for_floods(self) -> None:
+        for connection in list(self._by_fd.values()):
+            if connection.gauge.is_flooding(flood.bytes_received(connection.fd), connection.messages):
+                self.cut(connection, "it sent a message over its bound")
+        self._next_look = self._loop.call_later(flood.INTERVAL, self._look_for_floods)
 
     # -- events
 

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import zmq
 
 from shoal.p2p import greeting
+from shoal.p2p.connection import Connection
 from shoal.p2p.context import SharedContext
 from shoal.p2p.errors import HandshakeFailed, MessageTooLarge, PeerUnreachable
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.router import Connection, Frames, Router
+from shoal.p2p.router import Frames, Router
 from shoal.p2p.transport import Buffer, Transport, check_size
 
 log = logging.getLogger(__name__)
