@@ -38,7 +38,7 @@ def test_a_descriptor_that_is_no_connection_received_nothing(tmp_path):
 
 def test_who_sends_it_is_cut_off_before_it_ends(monkeypatch):
     monkeypatch.setattr(flood, "INTERVAL", 0.005)
-    monkeypatch.setattr(flood, "MAX_MESSAGE_BYTES", 1 << 20)
+    monkeypatch.setattr(flood, "MAX_MESSAGE_BYTES", 16 << 20)
 
     async def main():
         async with zeromq(None, None) as (listener, friend):
