@@ -33,8 +33,9 @@ def _main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    # SIGTERM ends a command as Ctrl-C does, through its clean-up.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Both end a command through its clean-up, SIGINT also where a shell that runs it in the background has it ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 @app.command("demo")

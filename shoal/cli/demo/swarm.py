@@ -44,6 +44,8 @@ class Swarm:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if kind is KeyboardInterrupt:
+            self._view.note("interrupted: stopping every peer")
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
