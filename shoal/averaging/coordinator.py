@@ -42,6 +42,9 @@ from shoal.averaging.plan import chunk_elements, chunk_table, divide
 from shoal.averaging.tip import Ballot, Tip
 
 
+REMINDER_SECONDS = 0.5  # that a member has to say why it does not join
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """When a round begins.
@@ -112,6 +115,7 @@ class Coordinator:
     commit: Commit | None = None
     deadline: float | None = None  # of the phase
     took_over: bool = False
+    reminded: bool = False  # those that have not joined were called once more before BEGIN without them
 
     @classmethod
     def successor(cls, me: bytes, begin: Begin, attempt: int, lost: Iterable[bytes], rules: Rules) -> Coordinator:
@@ -161,9 +165,21 @@ class Coordinator:
     def tick(self, now: float) -> list[Send]:
         """What is due at `now`; call it at `wake_at`, and after every event."""
         if self.phase is Phase.GATHERING and self._may_begin(now):
+            missing = tuple(key for key in self.expected if key not in self.joins)
+            full = self.rules.target_group is not None and len(self.joins) >= self.rules.target_group
+            if missing and not full and not self.reminded:
+                # They may be in a round of another coordinator, or past one: then two results would be committed.
+                self.reminded, self.deadline = True, now + REMINDER_SECONDS
+                return [Send(missing, Call(self.tip))]
             return self._begin(now)
         if self.phase in (Phase.RUNNING, Phase.SURVEYING) and self.deadline is not None and now >= self.deadline:
             return self.abort(f"the round did not end within {self.rules.round_timeout:g} s")
+        return []
+
+    def postpone(self, now: float) -> list[Send]:
+        """A member that was called is in a round of another coordinator: wait how that ends, then call again."""
+        if self.phase is Phase.GATHERING:
+            self.deadline, self.reminded = now + REMINDER_SECONDS, False
         return []
 
     def wake_at(self) -> float | None:

@@ -84,6 +84,10 @@ class Lead:
         key = broken.peer if at_fault or len(complaints) == 1 else peer.key
         self._act(self.coordinator.put_out(key, broken.reason, self._now()))
 
+    def postpone(self) -> None:
+        """A member that was called is in a round of another coordinator."""
+        self._act(self.coordinator.postpone(self._now()))
+
     def take_over(self) -> None:
         """Begin as the successor of a coordinator that was lost."""
         self._act(self.coordinator.start_survey(self._now()))

@@ -130,6 +130,14 @@ class Neighbourhood:
         finally:
             self._meeting.discard(member.key)
 
+    async def meet_peer(self, peer: PeerID) -> None:
+        """Exchange Hello with a connected peer, who may not be known as a member."""
+        try:
+            answer = await self._node.call(peer, self._service, self.hello(), Hello, timeout=MEET_TIMEOUT)
+            self.on_hello(peer, answer)
+        except (P2PError, TimeoutError) as error:
+            log.debug("%r could not meet %r: %s", self._node.peer_id, peer, error)
+
     def lose(self, key: bytes) -> None:
         """A member can't be reached any more."""
         if not self._node.is_connected(PeerID(key)):

@@ -305,9 +305,7 @@ class Swarm:
     def _on_notice(self, peer: PeerID, message: Any) -> None:
         match message:
             case Call():
-                if message.tip == self.tip:
-                    self.called = True
-                    self._changed.set()
+                self._on_call(peer, message)
             case Repair():
                 self._round.on_repair(peer, message)
             case Commit():
@@ -318,11 +316,29 @@ class Swarm:
             case Abort():
                 self._round.on_abort(peer, message)
             case Elsewhere():
+                if self._lead is not None:
+                    self._lead.postpone()
                 self.node.spawn(self.neighbourhood.meet(message.coordinator))
             case Leave():
                 self._lost(peer.key)
             case _:
                 raise Refused(f"{type(message).__name__} is an answer, and nothing was asked")
+
+    def _on_call(self, peer: PeerID, call: Call) -> None:
+        """A peer that takes itself for the coordinator calls the round of a tip."""
+        begin = self.participant.begin
+        if call.tip != self.tip:
+            self.node.notify([peer], self.service, self.neighbourhood.hello())
+        elif begin is not None and self.participant.ballot is not None:
+            coordinator = self.membership.members.get(self.participant.ballot.coordinator)
+            if coordinator is not None and coordinator.peer != peer:
+                self.node.notify([peer], self.service, Elsewhere(coordinator))
+        else:
+            self.called = True
+            self._changed.set()
+            if self.neighbourhood.coordinator().peer != peer:
+                # One of the two does not know somebody whom the other knows: tell each other.
+                self.node.spawn(self.neighbourhood.meet_peer(peer))
 
     # -- as coordinator
 

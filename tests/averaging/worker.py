@@ -70,6 +70,10 @@ def main() -> None:
     dht = shoal.DHT(options.get("initial_peers", []), start=True)
     tensor = torch.zeros(options["elements"])
     averager = shoal.DecentralizedAverager([tensor], dht, start=True, **options["averager"])
+    swarm = averager._swarm
+    assert swarm is not None
+    commits: list[list[str]] = []  # of each: the tip that it was made from, and the digest
+    swarm._on_commit_callback = lambda c: commits.append([f"{c.tip.epoch} {c.tip.lineage.hex()}", c.root.hex()])
     say(addresses=[str(address) for address in dht.get_visible_maddrs()], peer=str(dht.peer_id))
     for line in sys.stdin:
         command = json.loads(line)
@@ -110,6 +114,7 @@ def main() -> None:
                     last=tensor[-1].item(),
                     join_to_begin=report.join_to_begin_seconds,
                     coordinator=str(report.coordinator),
+                    commits=commits,
                 )
             case "stop":
                 averager.shutdown()

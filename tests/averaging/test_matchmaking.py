@@ -1,0 +1,32 @@
+"""From the last JOIN to BEGIN nothing is waited for, whatever `min_matchmaking_time` is."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+
+from tests.averaging.processes import all_round, running
+
+
+@pytest.mark.parametrize("min_matchmaking_time", [1.0, 60.0])
+def test_begin_follows_the_last_join(min_matchmaking_time: float) -> None:
+    with running(4, 100_000, min_matchmaking_time=min_matchmaking_time) as peers:
+        delays = []
+        for _ in range(9):
+            answers = all_round(peers)
+            assert all(answer is not None and "error" not in answer for answer in answers), answers
+            found = [a["join_to_begin"] for a in answers if a is not None and a["join_to_begin"] is not None]
+            assert len(found) == 1, "one member coordinates, and only that one knows"
+            delays += found
+        assert median(delays) < 0.05, delays
+
+
+def test_a_member_that_does_not_come_is_waited_for_so_long_and_no_longer() -> None:
+    with running(3, 1000, min_matchmaking_time=2.0) as peers:
+        all_round(peers)
+        answers = all_round(peers[:2])
+        for answer in answers:
+            assert answer is not None
+            assert len(answer["members"]) == 2
+            assert 1.9 < answer["seconds"] < 10
