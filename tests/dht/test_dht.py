@@ -151,8 +151,8 @@ def test_waiting_on_the_reactors_thread_is_refused(swarm: list[DHT]) -> None:
 # -- start and end
 
 
-def test_shutdown_can_be_repeated_and_ends_what_is_under_way() -> None:
-    dht = DHT(start=True)
+def test_shutdown_can_be_repeated_and_ends_what_is_under_way(swarm: list[DHT]) -> None:
+    dht = DHT(start=True)  # beside others, so that the reactor goes on
 
     async def forever(_dht: DHT, _dht_node: DHTNode) -> None:
         await asyncio.sleep(3600)
@@ -160,6 +160,7 @@ def test_shutdown_can_be_repeated_and_ends_what_is_under_way() -> None:
     future = dht.run_coroutine(forever, return_future=True)
     dht.shutdown()
     dht.shutdown()
+    assert swarm[0].is_alive()
     assert future.cancelled()
     assert not dht.is_alive()
     for use in (lambda: dht.get("key"), dht.get_visible_maddrs, lambda: dht.node, lambda: dht.reactor):

@@ -99,6 +99,24 @@ def test_what_was_found_is_cached_until_the_latest_is_asked_for() -> None:
     run(scenario())
 
 
+def test_what_was_found_is_copied_to_the_nearest_node_without_it() -> None:
+    async def scenario() -> None:
+        world = World(15)
+        nodes = await swarm(world, 6, num_replicas=5)
+        assert await nodes[0].store("key", 1, world.wall_clock() + 50)
+        lacks = next(dht for dht in nodes if dht.storage.key_ids())
+        lacks.storage.retain(lambda _record: False)
+        lacks.cache.retain(lambda _record: False)
+        reader = next(dht for dht in nodes if dht is not lacks)
+        assert await value_of(reader, "key") == 1
+        await asyncio.sleep(1)
+        assert lacks.cache.key_ids()
+        assert not lacks.storage.key_ids()
+        await close(nodes)
+
+    run(scenario())
+
+
 # -- joining
 
 
@@ -155,6 +173,9 @@ def test_own_address_among_the_initial_peers_is_passed_over_and_one_without_peer
         world = World(7)
         dht = DHTNode(await world.spawn_node(), clock=world.wall_clock)
         await dht.bootstrap(dht.visible_addresses())
+        nobody = Multiaddr.parse("/ip4/10.1.1.1/tcp/1").with_peer(Identity().peer_id)
+        with pytest.raises(PeerUnreachable, match="nobody answers"):
+            await dht.bootstrap([*dht.visible_addresses(), nobody])
         with pytest.raises(ValueError, match="/p2p/<peer id>"):
             await dht.bootstrap(["/ip4/10.1.1.1/tcp/1"])
         await close([dht])
@@ -256,7 +277,7 @@ def test_messages_out_of_bounds_are_refused(message: msgspec.Struct) -> None:
     run(scenario())
 
 
-def test_senders_without_an_address_of_their_own_are_not_passed_on() -> None:
+def test_clients_and_senders_without_an_address_of_their_own_are_not_passed_on() -> None:
     async def scenario() -> None:
         world = World(11)
         dht = await join(world)
@@ -267,7 +288,7 @@ def test_senders_without_an_address_of_their_own_are_not_passed_on() -> None:
             assert dht.table.get(node.peer_id) is None
         await node.call(dht.peer_id, SERVICE, Ping(ME), Pong, timeout=5)
         assert dht.table.is_alive(node.peer_id)
-        await node.call(dht.peer_id, SERVICE, Ping(CLIENT), Pong, timeout=5)
+        await node.call(dht.peer_id, SERVICE, Ping(Sender(True, ME.addresses)), Pong, timeout=5)
         assert dht.table.get(node.peer_id) is None
         await close([dht])
 
@@ -278,13 +299,8 @@ def test_an_address_that_others_name_does_not_replace_a_peers_own() -> None:
     async def scenario() -> None:
         world = World(12)
         one, other = await swarm(world, 2)
-        liar = await raw_peer(world, one)
-        wrong = Found([KnownPeer(other.peer_id.key, ("/ip4/10.6.6.6/tcp/6",))], [])
-        liar.serve(SERVICE, lambda _peer, message, _buffers: wrong if isinstance(message, Find) else Pong(ME))
-        await liar.call(one.peer_id, SERVICE, Ping(Sender(False, tuple(map(str, liar.addresses)))), Pong, timeout=5)
         one.node.transport.disconnect(other.peer_id)
-        await one.get("key", latest=True)
-        assert one.node.is_connected(other.peer_id)
+        assert await one._protocol.ask(other.peer_id, ("/ip4/10.6.6.6/tcp/6",), Ping(CLIENT), Pong)
         await close([one, other])
 
     run(scenario())

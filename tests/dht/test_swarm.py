@@ -136,6 +136,23 @@ def test_both_sides_of_a_partition_find_back_together() -> None:
     run(scenario())
 
 
+def test_a_node_that_was_alone_for_long_joins_again_through_its_initial_peers() -> None:
+    async def scenario() -> None:
+        world = World(11)
+        nodes = await swarm(world, 5)
+        alone = await join(world, initial=nodes[:1])
+        world.partition([[alone.peer_id], [dht.peer_id for dht in nodes]])
+        await asyncio.sleep(2000)
+        assert len(alone.table) == 0
+        world.heal()
+        await asyncio.sleep(60)
+        assert await nodes[1].store("key", 1, world.wall_clock() + 60)
+        assert await value_of(alone, "key") == 1
+        await close([*nodes, alone])
+
+    run(scenario())
+
+
 def test_a_dictionary_is_written_by_many_and_read_by_all() -> None:
     async def scenario() -> None:
         world = World(8)

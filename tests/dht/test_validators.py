@@ -77,6 +77,9 @@ def test_a_signature_is_of_one_record_only(owned: DHTRecord, change: dict[str, o
 def test_what_has_no_single_owner_can_be_written_by_nobody(place: DHTRecord) -> None:
     for writer in (ALICE, BOB):
         assert not SignatureValidator(ALICE).validate(signed(writer, place))
+        signature = writer.sign(SignatureValidator(writer)._signed_bytes(place, place.value))
+        forced = msgspec.structs.replace(place, value=place.value + signature)
+        assert not SignatureValidator(ALICE).validate(forced)
 
 
 def test_other_records_are_left_alone() -> None:
