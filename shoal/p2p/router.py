@@ -85,6 +85,7 @@ class Router:
         self.dialled: dict[str, Connection] = {}
         self._early: dict[int, list[zmq.Frame]] = {}  # first messages of connections that were not announced yet
         self._gone: set[int] = set()  # descriptors of connections whose end was announced before their beginning
+        self._over: set[int] = set()  # descriptors of connections that ended since the socket was last found empty
         self._ending: list[tuple[Connection, str]] = []
         self._scheduled = False
         self._next_number = count(1)
@@ -235,6 +236,7 @@ class Router:
             self._schedule()
             return
         ended, self._ending = self._ending, []
+        self._over.clear()
         for connection, reason in ended:
             self._by_routing_id.pop(connection.routing_id, None)
             self._guarded(self._on_ended, connection, connection.reason or reason)
@@ -266,7 +268,8 @@ class Router:
         fd = int(frames[1].get(zmq.SRCFD))
         connection = self._by_fd.get(fd)
         if connection is None:
-            self._early.setdefault(fd, frames)
+            if fd not in self._over:
+                self._early.setdefault(fd, frames)
         elif connection.routing_id:
             # The first one ended unnoticed and its number was reused. Nobody can say which of the two is alive.
             connection.muted = True
@@ -274,7 +277,7 @@ class Router:
         else:
             connection.routing_id = frames[0].bytes
             self._by_routing_id[connection.routing_id] = connection
-            self._on_frames(connection, frames[1:])
+            self._received(frames)
 
     def _look_for_floods(self) -> None:
         for connection in list(self._by_fd.values()):
@@ -326,6 +329,7 @@ class Router:
     def _disconnected(self, fd: int) -> None:
         connection = self._by_fd.pop(fd, None)
         if connection is not None:
+            self._over.add(fd)
             self._end(connection, "its connection was lost")
         elif self.accepts:
             self._gone.add(fd)

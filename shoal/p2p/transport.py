@@ -26,7 +26,7 @@ class Transport(ABC):
 
     - messages of one peer arrive whole, in the order sent, or not at all and then the peer is reported lost;
     - `on_message` names the authenticated sender; the views that it is given stay valid as long as they are referenced;
-    - `on_lost(peer, reason)` is called once when the last connection to a peer ends, whoever dialled, after the last
+    - `on_lost(peer, reason)` is called once when a peer is not connected any more, whoever dialled, after the last
       message that had arrived from it; a peer to which this side disconnected is not reported.
     """
 
@@ -71,8 +71,8 @@ class Transport(ABC):
 
 def check_size(header: Buffer, buffers: Sequence[Buffer]) -> None:
     """Raise MessageTooLarge if a message exceeds the bounds that every transport enforces on receipt as well."""
-    if len(header) > MAX_HEADER_BYTES:
-        raise MessageTooLarge(f"a header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
+    if memoryview(header).nbytes > MAX_HEADER_BYTES:
+        raise MessageTooLarge(f"a header of {memoryview(header).nbytes} bytes exceeds {MAX_HEADER_BYTES}")
     if len(buffers) > MAX_BUFFERS:
         raise MessageTooLarge(f"{len(buffers)} buffers in one message exceed {MAX_BUFFERS}")
     for buffer in buffers:

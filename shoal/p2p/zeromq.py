@@ -152,11 +152,13 @@ class ZeroMQTransport(Transport):
 
     def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = ()) -> None:
         check_size(header, buffers)
+        reached = [connections for peer in peers if (connections := self._peers.get(peer))]
+        if not reached:
+            return
         # The one copy. The frames are then shared by all recipients, and freed by ZeroMQ after the last of them.
         frames = [zmq.Frame(part, copy=True) for part in (header, *buffers)]
-        for peer in peers:
-            connections = self._peers.get(peer)
-            if connections and not connections[0].router.send(connections[0], frames):
+        for connections in reached:
+            if not connections[0].router.send(connections[0], frames):
                 for connection in connections:
                     connection.router.cut(connection, "its queue is full")
 
