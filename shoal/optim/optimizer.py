@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
-import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError
 from typing import Any
 
 import torch
@@ -15,29 +15,22 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.contribution import Contribution, Outcome
 from shoal.averaging.coordinator import Rules
-from shoal.averaging.directory import DHTDirectory
-from shoal.averaging.donor import Snapshot, StateDonor
+from shoal.averaging.donor import Snapshot
 from shoal.averaging.errors import AveragingError, Behind, Rejected
-from shoal.averaging.exchange import compute_serially
-from shoal.averaging.member import Member, Role
 from shoal.averaging.messages import Terms
-from shoal.averaging.swarm import Swarm
 from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import download_state
 from shoal.compression import Codec, NoCompression
 from shoal.dht.dht import DHT
+from shoal.optim import options
 from shoal.optim.gradients import GradientBuffers
-from shoal.optim.options import check_times, machine, refuse_not_built
 from shoal.optim.progress import ProgressTracker
 from shoal.optim.reports import DownloadReport, EpochReport, Event
+from shoal.optim.run import Run
 from shoal.optim.state import TrainingState
+from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
 
 log = logging.getLogger(__name__)
-
-Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
-OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
-SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -70,8 +63,8 @@ class Optimizer(torch.optim.Optimizer):
         scheduler: a torch scheduler of the (wrapped) optimizer, or a function that makes one from it; stepped once per
             epoch.
         matchmaking_time: when a round is called, at most so many seconds are waited for members that have not come.
-        averaging_timeout: seconds from joining a round to its result; after that this peer goes on with its own gradients,
-            and downloads the state when it finds the others again.
+        averaging_timeout: seconds from joining a round to its result; after that this peer goes on with its own
+            gradients, and downloads the state when it finds the others again.
         allreduce_timeout: seconds from the beginning of a round to its result; `averaging_timeout` when None.
         next_chunk_timeout: seconds of silence after which a member that holds up a round is left out; 5 when None.
         load_state_timeout: seconds that a download may take.
@@ -99,9 +92,9 @@ class Optimizer(torch.optim.Optimizer):
         run_id: str,
         target_batch_size: int,
         batch_size_per_step: int | None = None,
-        optimizer: torch.optim.Optimizer | OptimizerFactory,
-        params: Params | None = None,
-        scheduler: LRScheduler | SchedulerFactory | None = None,
+        optimizer: torch.optim.Optimizer | options.OptimizerFactory,
+        params: options.Params | None = None,
+        scheduler: LRScheduler | options.SchedulerFactory | None = None,
         matchmaking_time: float = 15.0,
         averaging_timeout: float = 60.0,
         allreduce_timeout: float | None = None,
@@ -128,32 +121,34 @@ class Optimizer(torch.optim.Optimizer):
         shutdown_timeout: float = 5,
         verbose: bool = False,
     ) -> None:
-        refuse_not_built(locals())
-        check_times(
-            {
-                "matchmaking_time": matchmaking_time,
-                "averaging_timeout": averaging_timeout,
-                "allreduce_timeout": allreduce_timeout,
-                "next_chunk_timeout": next_chunk_timeout,
-                "load_state_timeout": load_state_timeout,
-            }
-        )
-        if not target_batch_size >= 1:
-            raise ValueError(f"target_batch_size={target_batch_size!r}: give a number of samples, at least 1")
-        if batch_size_per_step is not None and not batch_size_per_step >= 0:
-            raise ValueError(f"batch_size_per_step={batch_size_per_step!r}: give a number of samples, at least 0")
+        options.refuse_not_built(locals())
+        times = {
+            "matchmaking_time": matchmaking_time,
+            "averaging_timeout": averaging_timeout,
+            "allreduce_timeout": averaging_timeout if allreduce_timeout is None else allreduce_timeout,
+            "next_chunk_timeout": 5.0 if next_chunk_timeout is None else next_chunk_timeout,
+            "load_state_timeout": load_state_timeout,
+            "shutdown_timeout": shutdown_timeout,
+        }
+        options.check_times(times)
+        options.check_run_id(run_id)
+        options.check_samples({"target_batch_size": target_batch_size}, least=1)
+        if batch_size_per_step is not None:
+            options.check_samples({"batch_size_per_step": batch_size_per_step}, least=0)
+        options.check_codecs({"grad_compression": grad_compression})
+        options.check_alpha(performance_ema_alpha)
+        client_mode = dht.client_mode if client_mode is None else client_mode
+        if dht.client_mode and not client_mode:
+            raise ValueError("client_mode=False, but the DHT is in client mode and can't be dialled: leave it out")
         if verbose:
-            logging.getLogger("shoal").setLevel(logging.INFO)
-        wrapped = _make_optimizer(optimizer, params)
-        self.optimizer = wrapped
-        self.scheduler = _make_scheduler(scheduler, wrapped)
-        self.dht, self.run_id = dht, run_id
+            _show_what_happens()
+        self.optimizer = wrapped = options.make_optimizer(optimizer, params)
+        self.scheduler = options.make_scheduler(scheduler, wrapped)
+        self.dht, self.run_id, self.client_mode = dht, run_id, client_mode
         self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
-        self.client_mode = dht.client_mode if client_mode is None else client_mode
-        self.averaging_timeout, self.load_state_timeout = averaging_timeout, load_state_timeout
-        self.shutdown_timeout = shutdown_timeout
         self.on_event: Callable[[Event], None] | None = None
-        self._ready = False
+        self._times = times
+        self._ready = self._closed = False
         super().__init__(wrapped.param_groups, wrapped.defaults)
         self.param_groups, self.state = wrapped.param_groups, wrapped.state
         self._ready = True
@@ -161,38 +156,43 @@ class Optimizer(torch.optim.Optimizer):
         codec = grad_compression or NoCompression()
         self._state_lock = threading.Lock()  # held while the state changes, and while a donor copies it
         self._state = TrainingState(wrapped, self.scheduler, list(extra_tensors))
-        self._gradients = GradientBuffers([p for p in self._state.parameters if p.requires_grad], codec)
+        trained = [parameter for parameter in self._state.parameters if parameter.requires_grad]
+        if not trained:
+            raise ValueError("no parameter of the optimizer has requires_grad=True: there is nothing to train")
+        self._frozen = [parameter for parameter in self._state.parameters if not parameter.requires_grad]
+        self._gradients = GradientBuffers(trained, codec)
         self._digest = self._state.digest()
         self._applied = Tip.genesis(run_id)  # the state that the parameters are at
         self._state_changed = asyncio.Event()
-        self._machine = machine()
+        self._machine = options.machine()
         # Every argument that must be equal in a run, by its name; what a peer may choose for itself is not here.
-        options = {
+        agreed = {
             "target_batch_size": str(target_batch_size),
             "optimizer": type(wrapped).__name__,
             "scheduler": type(self.scheduler).__name__,
             "grad_compression": codec.spec,
-            "state_averaging_compression": (state_averaging_compression or NoCompression()).spec,
-            "load_state_compression": (load_state_compression or NoCompression()).spec,
             "matchmaking_time": f"{matchmaking_time:g}",
             "averaging_timeout": f"{averaging_timeout:g}",
-            "average_state_every": str(average_state_every),
-            "delay_state_averaging": str(delay_state_averaging),
         }
-        rules = Rules(
-            sizes=tuple(spec.numel for spec in self._gradients.layout.buffers),
-            matchmaking_time=matchmaking_time,
-            round_timeout=allreduce_timeout or averaging_timeout,
-            target_samples=float(target_batch_size),
+        layout = self._gradients.layout
+        self._run = Run(
+            dht,
+            run_id,
+            Terms(agreed, layout.schema_hash),
+            Rules(
+                sizes=tuple(spec.numel for spec in layout.buffers),
+                matchmaking_time=matchmaking_time,
+                round_timeout=times["allreduce_timeout"],
+                target_samples=float(target_batch_size),
+            ),
+            client_mode=client_mode,
+            chunk_timeout=next_chunk_timeout,
+            take_snapshot=self._take_snapshot,
         )
-        terms = Terms(options, self._gradients.layout.schema_hash)
-        self._swarm, self._donor = dht.reactor.run(
-            self._start(terms, rules, next_chunk_timeout, load_state_compression or NoCompression())
-        )
+        self._run.start()
         self.tracker = ProgressTracker(
-            self._swarm, dht.reactor, target_batch_size, performance_ema_alpha=performance_ema_alpha
+            self._run.swarm, dht.reactor, target_batch_size, performance_ema_alpha=performance_ema_alpha
         )
-        self._closed = False
         self._be_counted()
 
     def _be_counted(self) -> None:
@@ -201,23 +201,9 @@ class Optimizer(torch.optim.Optimizer):
             self.tracker.report_local_progress(0.0)
         except Behind:
             log.info("the run has begun: the first step downloads the state")
-
-    async def _start(
-        self, terms: Terms, rules: Rules, chunk_timeout: float | None, codec: Codec
-    ) -> tuple[Swarm, StateDonor]:
-        compute_serially()
-        node, dht_node = self.dht.node, self.dht.dht_node
-        addresses = () if self.client_mode else tuple(str(address) for address in dht_node.visible_addresses())[:8]
-        me = Member(node.peer_id.key, addresses, Role.CLIENT if self.client_mode else Role.NODE)
-        directory = DHTDirectory(dht_node, self.run_id)
-        swarm = Swarm(node, directory, self.run_id, me, terms, rules, chunk_timeout=chunk_timeout)
-        donor = StateDonor(node, f"state/{self.run_id}", self._take_snapshot, lambda: swarm.tip, codec)
-        try:
-            await swarm.start()
         except BaseException:
-            donor.close()
+            self.shutdown()
             raise
-        return swarm, donor
 
     # -- training
 
@@ -251,8 +237,7 @@ class Optimizer(torch.optim.Optimizer):
         batch_size = self.batch_size_per_step if batch_size is None else batch_size
         if batch_size is None:
             raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
-        if not batch_size >= 0:
-            raise ValueError(f"batch_size={batch_size!r}: give a number of samples, at least 0")
+        options.check_samples({"batch_size": batch_size}, least=0)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -260,7 +245,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._is_behind():
             self._synchronise()
         elif batch_size:
-            self._gradients.accumulate(batch_size)
+            self._accumulate(batch_size)
         try:
             self.tracker.report_local_progress(self._gradients.samples)
             if self.tracker.ready_to_update_epoch:
@@ -274,35 +259,57 @@ class Optimizer(torch.optim.Optimizer):
         """Clear the parameters' `.grad`, as torch does; what was accumulated by `step` stays."""
         self.optimizer.zero_grad(set_to_none)
 
+    def _accumulate(self, batch_size: int) -> None:
+        if any(parameter.grad is not None for parameter in self._frozen):
+            raise ValueError(
+                "a parameter that was frozen (requires_grad=False) when the optimizer was made has a gradient now; the "
+                "peers do not average it: make a new optimizer, under a new run_id, after thawing parameters"
+            )
+        self._gradients.accumulate(batch_size)
+
     def _is_behind(self) -> bool:
-        """Whether others hold a state that outranks this peer's, or this peer could not apply a commit."""
-        swarm = self._swarm
-        return swarm.behind is not None and swarm.behind.outranks(self._applied)
+        """Whether others hold a state that outranks this peer's."""
+        behind = self._run.swarm.behind
+        return behind is not None and behind.outranks(self._applied)
 
     def _update(self) -> None:
         """End the epoch: average, step, and begin the next."""
-        gradients = self._gradients
-        gradients.finish()
-        contribution = Contribution(
-            weight=gradients.samples,
-            open=lambda begin, send, fault: gradients.open(self._swarm.me.key, begin, send, fault),
-            patience=self._swarm.rules.matchmaking_time,
-            tip=self._applied,
-            machine=self._machine,
-            state=self._digest,
-        )
-        try:
-            outcome = self.dht.reactor.run(self._swarm.average(contribution, self.averaging_timeout))
-        except (Behind, Rejected):
-            raise
-        except AveragingError as error:
-            self._go_on_alone(error)
+        outcome = self._average()
+        if outcome is None:
             return
         if agreeing := self._disagrees_with(outcome):
             self._synchronise(agreeing)
             return
         self._apply(outcome.commit.next_tip)
         self._tell(self._report(outcome))
+
+    def _average(self) -> Outcome | None:
+        """The round of this epoch; None if there was none and this peer has gone on alone."""
+        gradients, until = self._gradients, time.monotonic() + self._times["averaging_timeout"]
+        gradients.finish()
+        if not gradients.is_finite():
+            log.warning("this peer's gradients are not finite (NaN or infinity): it joins without them")
+            gradients.reset()
+            gradients.finish()
+        contribution = Contribution(
+            weight=gradients.samples,
+            open=lambda begin, send, fault: gradients.open(self._run.me, begin, send, fault),
+            patience=self._times["matchmaking_time"],
+            tip=self._applied,
+            machine=self._machine,
+            state=self._digest,
+        )
+        while True:
+            try:
+                return self._run.average(contribution, until - time.monotonic())
+            except (Behind, Rejected):
+                raise
+            except AveragingError as error:
+                if time.monotonic() >= until:
+                    self._go_on_alone(error)
+                    return None
+                # Whoever is put out of a round gets its result as one who missed it.
+                log.warning("%s: trying again", error)
 
     def _apply(self, tip: Tip) -> None:
         """Make the wrapped optimizer's step with the averaged gradients; the state is `tip` then."""
@@ -313,26 +320,25 @@ class Optimizer(torch.optim.Optimizer):
                 self.scheduler.step()
             self._state.adopt_statistics()
             self._applied = tip
-        self._tell_waiting_donor()
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
+        self.dht.reactor.loop.call_soon_threadsafe(self._state_changed.set)
         self._gradients.reset()
         self._digest = self._state.digest()
-        self.tracker.start_epoch()
+        self.tracker.start_epoch(self._applied)
 
     def _go_on_alone(self, error: AveragingError) -> None:
         """No round could be had: step with what this peer has, and let the swarm decide later whose state is kept."""
         gradients = self._gradients
-        if not gradients.is_finite():
-            log.warning("no average (%s), and this peer's gradients are not finite: they are dropped", error)
-            self._begin_epoch()
+        if not gradients.samples:
+            log.warning("no average (%s), and this peer has no gradients of its own: the next step tries again", error)
             return
-        log.warning("no average (%s): going on with this peer's own gradients", error)
-        gradients.use_local()
         tip = self._applied.after(self._digest, gradients.samples)
-        self._apply(tip)
-        self.dht.reactor.run(self._move(tip))
+        if self._run.follow(tip, after=self._applied):
+            log.warning("no average (%s): going on with this peer's own gradients", error)
+            gradients.use_local()
+            self._apply(tip)
 
     def _disagrees_with(self, outcome: Outcome) -> list[PeerID]:
         """If the state from which this round began is another here than at most members: those members, to download
@@ -341,7 +347,7 @@ class Optimizer(torch.optim.Optimizer):
         begin = outcome.begin
         states = [state for state in begin.states if state]
         common = max(states, key=lambda state: (states.count(state), state), default=b"")
-        mine = next((s for m, s in zip(begin.members, begin.states, strict=True) if m.key == self._swarm.me.key), b"")
+        mine = next((s for m, s in zip(begin.members, begin.states, strict=True) if m.key == self._run.me), b"")
         if not mine or mine == common:
             return []
         agreeing = [i for i, state in enumerate(begin.states) if state == common]
@@ -352,65 +358,67 @@ class Optimizer(torch.optim.Optimizer):
     # -- the state
 
     def load_state_from_peers(self, **kwargs: Any) -> bool:
-        """Download the state that most peers hold, and go on from it. Returns False if there is nobody to ask.
+        """Download the state that most peers hold, and go on from it. Returns False, and keeps what is here, if there
+        is nobody to ask or if the peers' state has fewer samples behind it.
 
         Args: timeout: seconds; `load_state_timeout` by default.
         Raises AveragingError, with each donor and its reason, if nobody could bring it; then nothing has changed.
         """
-        timeout = kwargs.pop("timeout", self.load_state_timeout)
+        timeout = kwargs.pop("timeout", self._times["load_state_timeout"])
         if kwargs:
             raise TypeError(f"load_state_from_peers has no argument {', '.join(kwargs)}")
-        members = self._swarm.neighbourhood.connected()
-        donors = [m.peer for m in members if m.peer != self.dht.peer_id and m.role is Role.NODE]
-        if donors:
-            self._download(donors, timeout)
-        return bool(donors)
+        options.check_times({"timeout": timeout})
+        donors = self._run.donors()
+        return bool(donors) and self._download(donors, timeout)
 
-    def _download(self, donors: Sequence[PeerID], timeout: float) -> None:
-        me = self._swarm.me.key
-        state = self.dht.reactor.run(
-            download_state(
-                self.dht.node, f"state/{self.run_id}", donors, timeout=timeout, rng=random.Random(me + self._digest)
-            )
-        )
+    def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:
+        state = self._run.download(donors, timeout)
+        tip = state.manifest.tip
+        if self._applied.outranks(tip):
+            log.info("the peers' state, of epoch %d, is behind this peer's, of epoch %d", tip.epoch, self.local_epoch)
+            return False
         with self._state_lock:
-            self._state.load(state)
-            self._applied = state.manifest.tip
-        self.dht.reactor.run(self._move(self._applied))
-        self._tell_waiting_donor()
+            try:
+                self._state.load(state)
+            except ValueError as error:
+                raise Rejected(f"the run's state does not fit this peer: {error}") from error
+            self._applied = tip
+        self._run.follow(tip)
         self._begin_epoch()
         digest = self._digest.hex()
-        report = DownloadReport(self._applied.epoch, state.seconds, state.nbytes, len(state.chunks_from), digest)
+        report = DownloadReport(tip.epoch, state.seconds, state.nbytes, len(state.chunks_from), digest)
         log.info("downloaded the state of epoch %d from %d peers", report.epoch, report.donors)
         self._tell(report)
+        return True
 
     def _synchronise(self, donors: Sequence[PeerID] = ()) -> None:
-        """Download the state; if that fails, go on and try again in the next step."""
+        """Download the state; if that fails, go on and try again in the next step. Raises Rejected if it can't fit."""
         try:
-            if donors:
-                self._download(donors, self.load_state_timeout)
-            else:
-                self.load_state_from_peers()
+            if self._download(donors, self._times["load_state_timeout"]) if donors else self.load_state_from_peers():
+                return
+        except Rejected:
+            raise
         except AveragingError as error:
             log.warning("could not download the state, the next step tries again: %s", error)
-
-    async def _move(self, tip: Tip) -> None:
-        self._swarm.move(tip)
-
-    def _tell_waiting_donor(self) -> None:
-        self.dht.reactor.loop.call_soon_threadsafe(self._state_changed.set)
+        self._run.forget_behind()
 
     async def _take_snapshot(self) -> Snapshot:
         # What is offered is the newest state: a commit that is not applied yet is waited for.
-        while self._applied != self._swarm.tip:
+        while self._applied != self._run.tip:
             self._state_changed.clear()
             await self._state_changed.wait()
+        if self._is_behind():
+            raise Refused("this peer is behind the others itself")
 
-        def copy() -> Snapshot:
+        def copied() -> Snapshot:
             with self._state_lock:
                 return self._state.snapshot(self._applied)
 
-        return await asyncio.get_running_loop().run_in_executor(None, copy)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(None, copied)
+        except ValueError as error:
+            log.warning("a newcomer can't have this peer's state: %s", error)
+            raise Refused(str(error)) from error
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict, with the epoch (`["state"]["local_epoch"]`), the run's lineage and the
@@ -424,15 +432,16 @@ class Optimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of this class, or of the wrapped optimizer's (then at the present epoch).
+        """Go on from a state dict of this class, or of the wrapped optimizer's (then at the present epoch). Load the
+        model's parameters first. The dict is copied.
 
         Raises ValueError, as the wrapped optimizer does, if it is of other parameter groups.
         """
-        inner = dict(state_dict["state"])
-        epoch = inner.pop("local_epoch", None)
-        ours = state_dict.get("shoal", {})
+        given = copy.deepcopy(state_dict)
+        epoch = given["state"].pop("local_epoch", None)
+        ours = given.pop("shoal", {})
         with self._state_lock:
-            self.optimizer.load_state_dict({**state_dict, "state": inner})
+            self.optimizer.load_state_dict(given)
             self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
             if self.scheduler is not None and "scheduler" in ours:
                 self.scheduler.load_state_dict(ours["scheduler"])
@@ -441,7 +450,7 @@ class Optimizer(torch.optim.Optimizer):
                 lineage = ours.get("lineage", self._applied.lineage)
                 samples = ours.get("samples", float(epoch * self.target_batch_size))
                 self._applied = Tip(epoch, lineage, samples)
-        self.dht.reactor.run(self._move(self._applied))
+        self._run.follow(self._applied)
         self._begin_epoch()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -473,50 +482,16 @@ class Optimizer(torch.optim.Optimizer):
 
     def shutdown(self) -> None:
         """Leave the run; the parameters stay usable, and so does the DHT. Calling it again does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-
-        async def stop() -> None:
-            self._swarm.stop()
-            self._donor.close()
-
-        if self.dht.is_alive():
-            try:
-                self.dht.reactor.submit(stop()).result(self.shutdown_timeout)
-            except (TimeoutError, CancelledError):
-                log.warning("leaving the run took longer than %g s", self.shutdown_timeout)
+        if not self._closed:
+            self._closed = True
+            self._run.stop(self._times["shutdown_timeout"])
 
     def __repr__(self) -> str:
         return f"shoal.Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, optimizer={self.optimizer!r})"
 
 
-def _make_optimizer(
-    optimizer: torch.optim.Optimizer | OptimizerFactory, params: Params | None
-) -> torch.optim.Optimizer:
-    if isinstance(optimizer, torch.optim.Optimizer):
-        if params is not None:
-            raise ValueError("optimizer= is a ready optimizer, which has its parameters: leave params= out")
-        return optimizer
-    if not callable(optimizer):
-        raise ValueError(f"optimizer={optimizer!r}: give a torch optimizer, or a function that makes one from params")
-    if params is None:
-        raise ValueError("optimizer= is a function, which needs params=: the model's parameters or parameter groups")
-    made = optimizer(params)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ValueError(f"optimizer= made {type(made).__name__}, which is not a torch.optim.Optimizer")
-    return made
-
-
-def _make_scheduler(
-    scheduler: LRScheduler | SchedulerFactory | None, optimizer: torch.optim.Optimizer
-) -> LRScheduler | None:
-    if scheduler is None:
-        return None
-    if isinstance(scheduler, LRScheduler):
-        if scheduler.optimizer is not optimizer:
-            raise ValueError("scheduler= is of another optimizer than the one given: make it from that one")
-        return scheduler
-    if not callable(scheduler):
-        raise ValueError(f"scheduler={scheduler!r}: give a torch scheduler, or a function that makes one")
-    return scheduler(optimizer)
+def _show_what_happens() -> None:
+    logger = logging.getLogger("shoal")
+    logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from shoal.averaging.messages import Count
 from shoal.averaging.swarm import Swarm
+from shoal.averaging.tip import Tip
 from shoal.dht.records import get_dht_time
 from shoal.p2p.errors import P2PError
 from shoal.p2p.reactor import Reactor
@@ -59,14 +60,13 @@ class PerformanceEMA:
     """
 
     def __init__(self, alpha: float) -> None:
-        if not 0 < alpha <= 1:
-            raise ValueError(f"performance_ema_alpha={alpha}: give a number over 0 and at most 1")
         self.alpha = alpha
         self._seconds_per_sample: float | None = None
         self._since = time.monotonic()
 
     @property
     def samples_per_second(self) -> float:
+        """The average; 0 before the first sample."""
         return 1.0 / self._seconds_per_sample if self._seconds_per_sample else 0.0
 
     def update(self, samples: float) -> None:
@@ -103,38 +103,42 @@ class ProgressTracker:
         self.target_batch_size = target_batch_size
         self.performance_ema = PerformanceEMA(performance_ema_alpha)
         self._swarm, self._reactor = swarm, reactor
+        self._tip = swarm.tip  # of the state on which samples are accumulated
         self._samples = 0.0
-        self._count: Count | None = None
-        self._counted_at = 0.0
-        self._counted_mine = 0.0
-        self._pending: Future[Count] | None = None
+        self._pending: Future[None] | None = None
+        # The rest belongs to the reactor's thread.
+        self._count: tuple[Count, float, float] | None = None  # with when it came, and our samples in it
+        self._latest: tuple[Tip, float, float] = (self._tip, 0.0, 0.0)
+        self._sending: asyncio.Task[None] | None = None
 
     @property
     def local_progress(self) -> LocalProgress:
         """This peer's part of the epoch."""
-        return LocalProgress(self._swarm.tip.epoch, self._samples, self.performance_ema.samples_per_second)
+        return LocalProgress(self._tip.epoch, self._samples, self.performance_ema.samples_per_second)
 
     @property
     def global_progress(self) -> GlobalProgress:
         """What all peers have, as the coordinator last told it."""
-        count = self._current_count()
-        samples = self._samples if count is None else count.samples + self._samples - self._counted_mine
-        peers = 1 if count is None else count.peers
+        samples, _, peers = self._estimate(0.0)
         eta = self.estimated_next_update_time
-        return GlobalProgress(self._swarm.tip.epoch, samples, self.target_batch_size, peers, eta)
+        return GlobalProgress(self.global_epoch, samples, self.target_batch_size, peers, eta)
+
+    @property
+    def global_epoch(self) -> int:
+        """The number of the newest epoch that this peer has heard of."""
+        behind = self._swarm.behind
+        return max(self._swarm.tip.epoch, behind.epoch if behind is not None else 0)
 
     @property
     def ready_to_update_epoch(self) -> bool:
-        """Whether the round of this epoch is due."""
-        return self._swarm.called
+        """Whether the round of this epoch is due, or was held without this peer."""
+        return self._swarm.called or self._swarm.tip != self._tip
 
     @property
     def estimated_next_update_time(self) -> float:
         """When the target will be reached, in seconds of `get_dht_time()`, if all go on at their rate; infinity while
         no rate is known."""
-        count = self._current_count()
-        samples = self._samples if count is None else self._estimate(count)
-        rate = self.performance_ema.samples_per_second if count is None else count.rate
+        samples, rate, _ = self._estimate(time.monotonic())
         missing = self.target_batch_size - samples
         if missing <= 0 or self.ready_to_update_epoch:
             return get_dht_time()
@@ -143,55 +147,69 @@ class ProgressTracker:
     def report_local_progress(self, samples: float) -> None:
         """This peer has accumulated `samples` in this epoch; updates `ready_to_update_epoch`.
 
-        Raises Behind if the run has gone on to another state.
+        Raises Behind if the run is at a state that outranks this peer's, Rejected if it goes by other terms.
         """
         self.performance_ema.update(samples - self._samples)
         self._samples = samples
-        if self._swarm.called:
+        if self.ready_to_update_epoch:
             return
         previous, self._pending = self._pending, None
         if previous is not None and previous.done():
-            self._take(previous)
-        future = self._reactor.submit(self._swarm.report(samples, self.performance_ema.samples_per_second))
-        future.add_done_callback(self._noted(samples))
-        count = self._current_count()
-        if count is None or self._estimate(count) >= self.target_batch_size:
-            self._take(future)
+            _take(previous)
+        future = self._reactor.submit(self._report(self._tip, samples, self.performance_ema.samples_per_second))
+        if self._count is None or self._estimate(time.monotonic())[0] >= self.target_batch_size:
+            _take(future)
         else:
             self._pending = future
 
-    def start_epoch(self) -> None:
-        """A new epoch begins, with no samples."""
-        self._samples = self._counted_mine = 0.0
+    def start_epoch(self, tip: Tip) -> None:
+        """A new epoch begins, with no samples, from the state `tip`."""
+        self._tip, self._samples = tip, 0.0
         self._count = None
         if self._pending is not None:
             self._pending.cancel()
             self._pending = None
         self.performance_ema.restart()
 
-    def _noted(self, mine: float) -> Callable[[Future[Count]], None]:
-        def note(future: Future[Count]) -> None:
-            if not future.cancelled() and future.exception() is None:
-                self._count, self._counted_at, self._counted_mine = future.result(), time.monotonic(), mine
+    async def _report(self, tip: Tip, samples: float, rate: float) -> None:
+        """Have the coordinator know this; returns when it does."""
+        self._latest = (tip, samples, rate)
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send())
+        await asyncio.shield(self._sending)
 
-        return note
-
-    def _take(self, future: Future[Count]) -> None:
+    async def _send(self) -> None:
+        """Never more than one report is under way; the next one says what has come together meanwhile."""
+        sent = None
         try:
-            future.result()
-        except (P2PError, TimeoutError) as error:
-            # The coordinator is gone or out of reach; the swarm reports again to its successor by itself.
-            log.debug("could not report progress: %s", error)
+            while sent != self._latest:
+                sent = tip, samples, rate = self._latest
+                if self._swarm.tip != tip:
+                    return  # the epoch is over; the trainer's thread will see it
+                count = await self._swarm.report(samples, rate)
+                if tip == count.tip:
+                    self._count = (count, time.monotonic(), samples)
+        finally:
+            self._sending = None
 
-    def _current_count(self) -> Count | None:
-        count = self._count
-        return count if count is not None and count.tip == self._swarm.tip else None
+    def _estimate(self, now: float) -> tuple[float, float, int]:
+        """The samples of all peers at `now` (of `time.monotonic`), counted ones and what the others will have made
+        since; their rate; and how many peers they are."""
+        counted, mine = self._count, self.performance_ema.samples_per_second
+        if counted is None or counted[0].tip != self._tip:
+            return self._samples, mine, 1
+        count, counted_at, counted_mine = counted
+        others = max(0.0, count.rate - mine) * max(0.0, now - counted_at)
+        return count.samples - counted_mine + self._samples + others, count.rate, count.peers
 
-    def _estimate(self, count: Count) -> float:
-        """The samples of all peers now: what was counted, and what the others will have made since."""
-        mine = self.performance_ema.samples_per_second
-        others = max(0.0, count.rate - mine) * (time.monotonic() - self._counted_at)
-        return count.samples - self._counted_mine + self._samples + others
+
+def _take(future: Future[None]) -> None:
+    """Wait for a report to arrive; that it did not is no error of the trainer's."""
+    try:
+        future.result()
+    except (P2PError, TimeoutError) as error:
+        # The coordinator is gone or out of reach; the swarm reports again to its successor by itself.
+        log.debug("could not report progress: %s", error)
 
 
 __all__ = ["GlobalProgress", "LocalProgress", "PerformanceEMA", "ProgressTracker"]

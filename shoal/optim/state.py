@@ -1,4 +1,4 @@
-"""All that a peer must share for another to go on where it is: parameters, optimizer state, scheduler, in flat memory."""
+"""All that a peer must share for another to go on where it is: parameters, optimizer state, scheduler."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from shoal.averaging.donor import Snapshot
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded
 from shoal.flat import FlatBuffer, Layout, bytes_of
+from shoal.optim.plain import plain, restored
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
+
+# Options of parameter groups that say how a step is computed and not what it does: each machine has its own.
+KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 class Statistic(msgspec.Struct, array_like=True, frozen=True):
@@ -46,8 +50,8 @@ class Scalars(msgspec.Struct, frozen=True):
 class TrainingState:
     """The state of one peer's training, kept flat: the parameters, and the optimizer's state once there is any.
 
-    The parameters move into flat memory (`parameter.data` becomes a view of it), and so do the tensors of the optimizer's
-    state after the first step.
+    The parameters move into flat memory (`parameter.data` becomes a view of it), and so do the tensors of the
+    optimizer's state after the first step.
 
     Args:
         optimizer: the local optimizer.
@@ -62,15 +66,15 @@ class TrainingState:
         self.extra_tensors = list(extra_tensors)
         self.parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.memory = FlatBuffer.adopt(self.parameters)
-        self._statistics_memory: FlatBuffer | None = None
+        self._held: list[torch.Tensor] = []  # the tensors of the optimizer's state that are in flat memory
         self.adopt_statistics()
 
     def adopt_statistics(self) -> None:
         """Move the tensors of the optimizer's state into flat memory, if there are new ones."""
         tensors = [self.optimizer.state[self.parameters[s.parameter]][s.name] for s in self._statistics()]
-        held = len(self._statistics_memory.layout.entries) if self._statistics_memory is not None else 0
-        if len(tensors) != held:
-            self._statistics_memory = FlatBuffer.adopt(tensors)
+        if len(tensors) != len(self._held) or any(a is not b for a, b in zip(tensors, self._held, strict=True)):
+            FlatBuffer.adopt(tensors)
+            self._held = tensors
 
     def digest(self) -> bytes:
         """The blake3 hash of the parameters, 32 bytes; they are copied to the host for it if need be."""
@@ -80,31 +84,33 @@ class TrainingState:
         return hasher.digest()
 
     def snapshot(self, tip: Tip) -> Snapshot:
-        """A copy of everything, for a newcomer. Raises ValueError if the optimizer or the scheduler holds something that
-        is not plain data."""
+        """A copy of everything, for a newcomer. Raises ValueError if the optimizer holds something that is not plain
+        data."""
         statistics = self._statistics()
         tensors = [*self.parameters]
         tensors += [self.optimizer.state[self.parameters[s.parameter]][s.name] for s in statistics]
         tensors += self.extra_tensors
         memory = FlatBuffer(Layout.of(tensors).on("cpu"))
         memory.copy_from([tensor.detach() for tensor in tensors])
-        scalars = Scalars(
-            groups=[{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups],
-            statistics=statistics,
-            values=[
-                (index, name, value)
-                for index, parameter in enumerate(self.parameters)
-                for name, value in sorted(self.optimizer.state.get(parameter, {}).items())
-                if not isinstance(value, torch.Tensor)
-            ],
-            scheduler=_plain(self.scheduler.state_dict()) if self.scheduler is not None else None,
-            extras=len(self.extra_tensors),
-        )
+        groups = [self._options(group) for group in self.optimizer.param_groups]
+        values = [
+            (index, name, value)
+            for index, parameter in enumerate(self.parameters)
+            for name, value in sorted(self.optimizer.state.get(parameter, {}).items())
+            if not isinstance(value, torch.Tensor)
+        ]
         try:
-            encoded = msgspec.msgpack.encode(scalars)
+            scalars = Scalars(
+                groups=[plain(group) for group in groups],
+                statistics=statistics,
+                values=[(index, name, plain(value)) for index, name, value in values],
+                scheduler=_scheduler_state(self.scheduler),
+                extras=len(self.extra_tensors),
+            )
         except TypeError as error:
-            raise ValueError(f"the state of the optimizer or scheduler can't be shared: {error}") from error
-        return Snapshot(tip, msgspec.msgpack.encode(memory.layout.to_wire()), memory.flat, encoded)
+            raise ValueError(f"the optimizer's state can't be shared: {error}") from error
+        layout = msgspec.msgpack.encode(memory.layout.to_wire())
+        return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(scalars))
 
     def load(self, state: Downloaded) -> None:
         """Take over a downloaded state. Raises ValueError, and changes nothing, if it does not fit this model."""
@@ -113,17 +119,37 @@ class TrainingState:
         if [(b.numel, b.dtype) for b in layout.buffers] != [(b.numel(), b.dtype) for b in state.buffers]:
             raise ValueError("the state's layout does not describe its buffers")
         tensors = [state.buffers[e.buffer][e.span.slice].view(e.shape) for e in layout.entries]
+        pairs = self._pairs(scalars, tensors)
+        groups = self._fitting_groups(scalars)
         count = len(self.parameters)
-        ours = [*self.parameters]
-        expected = count + len(scalars.statistics) + scalars.extras
-        if len(tensors) != expected or scalars.extras != len(self.extra_tensors):
+        if any(s.parameter >= count for s in scalars.statistics) or any(v[0] >= count for v in scalars.values):
+            raise ValueError(f"the state has statistics of a parameter that does not exist: there are {count}")
+        if (self.scheduler is None) != (scalars.scheduler is None):
+            raise ValueError("the state has a scheduler and this peer has none, or the other way round")
+        scheduled: dict[str, Any] = {}
+        if self.scheduler is not None and scalars.scheduler is not None:
+            mine = self.scheduler.state_dict()
+            scheduled = mine | {key: restored(value, mine.get(key), key) for key, value in scalars.scheduler.items()}
+        with torch.no_grad():
+            for tensor, theirs in pairs:
+                tensor.copy_(theirs)
+            self._load_statistics(scalars, tensors[count : count + len(scalars.statistics)])
+        for group, options in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(options)
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(scheduled)
+
+    def _pairs(self, scalars: Scalars, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(this peer's, the state's) of all tensors but the optimizer's. Raises ValueError if they don't fit."""
+        count, extras = len(self.parameters), len(self.extra_tensors)
+        if len(tensors) != count + len(scalars.statistics) + scalars.extras or scalars.extras != extras:
             raise ValueError(
-                f"the state has {len(tensors)} tensors, {scalars.extras} of them extra; this peer has {count} "
-                f"parameters and {len(self.extra_tensors)} extra tensors"
+                f"the state has {len(tensors) - len(scalars.statistics) - scalars.extras} parameters and "
+                f"{scalars.extras} extra tensors; this peer has {count} and {extras}"
             )
         pairs = [
-            *zip(ours, tensors, strict=False),
-            *zip(self.extra_tensors, tensors[expected - scalars.extras :], strict=True),
+            *zip(self.parameters, tensors[:count], strict=True),
+            *zip(self.extra_tensors, tensors[len(tensors) - extras :], strict=True),
         ]
         for index, (mine, theirs) in enumerate(pairs):
             if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
@@ -131,20 +157,20 @@ class TrainingState:
                     f"tensor {index} of the state is {theirs.dtype} of shape {tuple(theirs.shape)}, and this peer's is "
                     f"{mine.dtype} of shape {tuple(mine.shape)}: do all peers train the same model?"
                 )
-        if len(scalars.groups) != len(self.optimizer.param_groups):
-            raise ValueError(
-                f"the state has {len(scalars.groups)} parameter groups, this peer {len(self.optimizer.param_groups)}"
-            )
-        if any(s.parameter >= count for s in scalars.statistics) or any(v[0] >= count for v in scalars.values):
-            raise ValueError(f"the state has statistics of a parameter that does not exist: there are {count}")
-        with torch.no_grad():
-            for mine, theirs in pairs:
-                mine.copy_(theirs)
-            self._load_statistics(scalars, tensors[count : count + len(scalars.statistics)])
-        for group, options in zip(self.optimizer.param_groups, scalars.groups, strict=True):
-            group.update(_like(group, options))
-        if self.scheduler is not None and scalars.scheduler is not None:
-            self.scheduler.load_state_dict(_like(self.scheduler.state_dict(), scalars.scheduler))
+        return pairs
+
+    def _fitting_groups(self, scalars: Scalars) -> list[dict[str, Any]]:
+        """The state's options of the parameter groups. Raises ValueError if they are not such as this peer's."""
+        mine = [self._options(group) for group in self.optimizer.param_groups]
+        if len(scalars.groups) != len(mine):
+            raise ValueError(f"the state has {len(scalars.groups)} parameter groups, this peer {len(mine)}")
+        return [
+            {key: restored(value, ours.get(key), key) for key, value in theirs.items()}
+            for ours, theirs in zip(mine, scalars.groups, strict=True)
+        ]
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in group.items() if key != "params" and key not in KERNELS}
 
     def _statistics(self) -> list[Statistic]:
         return [
@@ -172,33 +198,20 @@ class TrainingState:
                 self.optimizer.state[parameter] = kept[index]
             else:
                 self.optimizer.state.pop(parameter, None)
-        self._statistics_memory = None
         self.adopt_statistics()
 
 
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """What of a scheduler's state is plain data; functions that torch left in it are not shared."""
-    plain = {}
-    for key, value in state.items():
+def _scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any] | None:
+    """What of a scheduler's state is plain data; functions that torch left in it are each peer's own."""
+    if scheduler is None:
+        return None
+    state = {}
+    for key, value in scheduler.state_dict().items():
         try:
-            msgspec.msgpack.encode(value)
+            state[key] = plain(value)
         except TypeError:
             continue
-        plain[key] = value
-    return plain
-
-
-def _like(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """`theirs`, with lists turned back into the tuples that `mine` has (msgpack knows only lists), and into tensors."""
-    result = dict(mine)
-    for key, value in theirs.items():
-        old = mine.get(key)
-        if isinstance(old, torch.Tensor):
-            result[key] = torch.full_like(old, value)
-        else:
-            result[key] = tuple(value) if isinstance(old, tuple) and isinstance(value, list) else value
-    result.pop("params", None)
-    return result
+    return state
 
 
 _scalars = msgspec.msgpack.Decoder(Scalars)

@@ -1,0 +1,148 @@
+"""One peer's part in a run, for the trainer's thread: what is asked here is done on the reactor."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError
+from typing import Any, TypeVar
+
+from shoal.averaging.contribution import Contribution, Outcome
+from shoal.averaging.coordinator import Rules
+from shoal.averaging.directory import DHTDirectory
+from shoal.averaging.donor import Snapshot, StateDonor
+from shoal.averaging.exchange import compute_serially
+from shoal.averaging.member import MAX_ADDRESSES, Member, Role
+from shoal.averaging.messages import Terms
+from shoal.averaging.swarm import Swarm
+from shoal.averaging.tip import Tip
+from shoal.averaging.transfer import Downloaded, download_state
+from shoal.compression import NoCompression
+from shoal.dht.dht import DHT
+from shoal.p2p.identity import PeerID
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Run:
+    """A peer's `Swarm` and `StateDonor`.
+
+    Args:
+        dht: this peer's place in the DHT, started.
+        run_id: names the run.
+        terms: what must be equal in the run.
+        rules: when a round begins.
+        client_mode: never be dialled and reduce nothing.
+        chunk_timeout: seconds of silence after which a member that holds up a round is left out; None for the default.
+        take_snapshot: copies this peer's state for a newcomer; on the reactor.
+    """
+
+    def __init__(
+        self,
+        dht: DHT,
+        run_id: str,
+        terms: Terms,
+        rules: Rules,
+        *,
+        client_mode: bool,
+        chunk_timeout: float | None,
+        take_snapshot: Callable[[], Awaitable[Snapshot]],
+    ) -> None:
+        addresses = () if client_mode else tuple(str(address) for address in dht.get_visible_maddrs())[:MAX_ADDRESSES]
+        me = Member(dht.peer_id.key, addresses, Role.CLIENT if client_mode else Role.NODE)
+        directory = DHTDirectory(dht.dht_node, run_id)
+        self.dht = dht
+        self.swarm = Swarm(dht.node, directory, run_id, me, terms, rules, chunk_timeout=chunk_timeout)
+        self._state_service = f"state/{run_id}"
+        self._take_snapshot = take_snapshot
+        self._random = random.Random(me.key)
+
+    def start(self) -> None:
+        """Meet the other peers of the run, and serve the state."""
+
+        async def start() -> StateDonor:
+            compute_serially()
+            try:
+                await self.swarm.start()
+            except BaseException:
+                self.swarm.stop()
+                raise
+            return StateDonor(
+                self.dht.node, self._state_service, self._take_snapshot, lambda: self.swarm.tip, NoCompression()
+            )
+
+        self._donor = self._wait(start())
+
+    @property
+    def me(self) -> bytes:
+        """This peer's key."""
+        return self.dht.peer_id.key
+
+    @property
+    def tip(self) -> Tip:
+        """The state that the swarm, as far as this peer follows it, is at."""
+        return self.swarm.tip
+
+    def average(self, contribution: Contribution, timeout: float) -> Outcome:
+        """See `Swarm.average`."""
+        return self._wait(self.swarm.average(contribution, timeout))
+
+    def donors(self) -> list[PeerID]:
+        """Who could be asked for the state now."""
+
+        async def connected() -> list[PeerID]:
+            members = self.swarm.neighbourhood.connected()
+            return [m.peer for m in members if m.key != self.me and m.role is Role.NODE]
+
+        return self._wait(connected())
+
+    def download(self, donors: Sequence[PeerID], timeout: float) -> Downloaded:
+        """See `download_state`."""
+        return self._wait(download_state(self.dht.node, self._state_service, donors, timeout=timeout, rng=self._random))
+
+    def follow(self, tip: Tip, after: Tip | None = None) -> bool:
+        """This peer's state is `tip` now; what it heard of better ones is forgotten, and will be heard again if they
+        still exist. With `after`, only if the swarm has not gone on from there: returns whether it did so."""
+
+        async def follow() -> bool:
+            if after is not None and self.swarm.tip != after:
+                return False
+            self.swarm.behind = None
+            commit = self.swarm.participant.commit
+            # Where the swarm has committed the round that follows on `tip`, its result can still be fetched.
+            if self.swarm.tip != tip and (commit is None or commit.tip != tip):
+                self.swarm.move(tip)
+            return True
+
+        return self._wait(follow())
+
+    def forget_behind(self) -> None:
+        """Nobody could bring the better state that was heard of: stop waiting for it."""
+
+        async def forget() -> None:
+            self.swarm.behind = None
+
+        self._wait(forget())
+
+    def stop(self, timeout: float) -> None:
+        """Leave the run, if the DHT is still there."""
+
+        async def stop() -> None:
+            self.swarm.stop()
+            self._donor.close()
+
+        if self.dht.is_alive():
+            try:
+                self.dht.reactor.submit(stop()).result(timeout)
+            except (TimeoutError, CancelledError):
+                log.warning("leaving the run took longer than %g s", timeout)
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future = self.dht.reactor.submit(coroutine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C: nobody waits for it any more
+            raise
