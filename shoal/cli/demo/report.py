@@ -100,4 +100,4 @@ def draw_losses(record: Record, summary: Summary, path: Path) -> None:
 
 
 def _number(value: float | None, unit: str, scale: float = 1.0) -> str:
-    return "none" if value is None else f"{value * scale:.3g} {unit}"
+    return "none" if value is None else f"{value * scale:.4g} {unit}"
