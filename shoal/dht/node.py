@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from shoal.dht.greeting import greet
 from shoal.dht.lookup import Lookup
-from shoal.dht.messages import Ping, Pong
 from shoal.dht.protocol import Protocol
 from shoal.dht.records import (
     NO_SUBKEY,
@@ -35,14 +35,13 @@ from shoal.dht.routing import RoutingTable
 from shoal.dht.search import Heed, search
 from shoal.dht.storage import LocalStorage
 from shoal.dht.validation import CompositeValidator, RecordValidator, SignatureValidator
-from shoal.p2p.errors import P2PError, PeerUnreachable
+from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
 
 log = logging.getLogger(__name__)
 
-GREETING_GRACE = 1.0  # after the first initial peer answered, the others have so long
 MAX_SEARCHES = 32  # at a time, of one store_many or get_many
 
 S = TypeVar("S")
@@ -55,9 +54,10 @@ class DHTNode:
     How safe a record is: it is stored on the `num_replicas` nodes nearest to its key. If k of n nodes are killed at
     once, before anybody can react, it is lost with probability C(k, r) / C(n, r), r being `num_replicas`: with 32 nodes
     and 10 killed 1.3e-3 for r = 5 (the reference's default), 4.3e-6 for r = 8, 1.6e-8 for r = 10 (the default here); in
-    a large swarm that loses a third at once 3^-r, 1.7e-5 for r = 10. Within seconds the survivors then send the record
-    to the next nearest nodes, so losses further apart do not add up, and newcomers get what they are now near to. Both
-    are the task of the nearest survivor; what falls between is made good when records are republished.
+    a large swarm that loses a third at once 3^-r, 1.7e-5 for r = 10. Within seconds the survivors that notice then send
+    the record to the next nearest nodes, so losses further apart do not add up, and newcomers get what they are now
+    near to. Both are the task of the nearest survivor; what falls between is made good when records are republished,
+    minutes later.
 
     Args:
         node: carries the messages; its handlers, address book and connections may be used by others as well.
@@ -149,38 +149,13 @@ class DHTNode:
                 self._initial_peers.setdefault(address.peer_id, []).append(address)
         if not self._initial_peers:
             return
-        failures = await self._greet_initial_peers(timeout)
+        failures = await greet(self._protocol, self._initial_peers, timeout)
         if len(failures) == len(self._initial_peers):
             reasons = [
                 f"\n  {address}: {failures[peer]}" for peer, known in self._initial_peers.items() for address in known
             ]
             raise PeerUnreachable(f"none of the initial peers answered:{''.join(reasons)}")
         await self._meet(self.table.own_id)
-
-    async def _greet_initial_peers(self, timeout: float) -> dict[PeerID, str]:
-        """Tell the initial peers that this node is there; returns why those that did not answer did not."""
-
-        async def greet(peer: PeerID) -> str:
-            self.node.learn(peer, self._initial_peers[peer])
-            try:
-                await self._protocol.call(peer, Ping(self._protocol.sender()), Pong, timeout)
-            except (P2PError, TimeoutError) as error:
-                return str(error) or f"no answer within {timeout:g} s"
-            return ""
-
-        greetings = {peer: self.node.spawn(greet(peer)) for peer in self._initial_peers}
-        waiting = list(greetings.values())
-        try:
-            while waiting and all(not task.done() or task.result() for task in greetings.values()):
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                waiting = [task for task in waiting if not task.done()]
-            if waiting:
-                await asyncio.wait(waiting, timeout=GREETING_GRACE)
-        finally:
-            for task in greetings.values():
-                task.cancel()
-        reasons = {peer: task.result() if task.done() else "no answer yet" for peer, task in greetings.items()}
-        return {peer: reason for peer, reason in reasons.items() if reason}
 
     async def _meet(self, target: int) -> None:
         """Get to know the nodes nearest to `target`, and be known to them."""
@@ -335,7 +310,7 @@ class DHTNode:
                 storage.remove_expired(self._clock())
             await _gather(self._protocol.ping, [contact.peer for contact in self.table.due(loop.time())])
             if self._initial_peers and not self.table.alive():
-                await self._greet_initial_peers(timeout=10.0)
+                await greet(self._protocol, self._initial_peers, timeout=10.0)
             for target in self.table.refresh_targets(loop.time(), self._rng):
                 await self._meet(target)
             republished = [self.storage.get(key, self._clock()) for key in self._replication.due(loop.time())]

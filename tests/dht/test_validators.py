@@ -70,7 +70,7 @@ def test_a_signature_is_of_one_record_only(owned: DHTRecord, change: dict[str, o
         record(key=BOBS, subkey=ALICES),
         record(subkey="[owner:nobody]"),
         record(subkey="[owner:]"),
-        record(subkey=ALICES.upper().replace("OWNER", "owner")),
+        record(subkey=f"[owner:b{str(ALICE.peer_id)[1:].upper()}]"),
     ],
     ids=["two owners", "other key", "no peer id", "empty", "another text of the same peer id"],
 )
