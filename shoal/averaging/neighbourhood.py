@@ -18,6 +18,7 @@ from shoal.p2p.node import Node, Service
 log = logging.getLogger(__name__)
 
 MEET_TIMEOUT = 5.0
+ALONE_REFRESH_SECONDS = 2.0
 FIRST_REFRESH_SECONDS = 0.5  # until the first commit
 SPREAD_DELAY = 0.02  # news of members that come together is told together
 
@@ -164,11 +165,14 @@ class Neighbourhood:
         """Stay listed, and meet whoever is listed and not connected: newcomers, and both sides of a healed partition."""
         while True:
             # Peers that start together may each have read the directory before the other was listed: look again soon.
-            await asyncio.sleep(REFRESH_SECONDS if self._tip().epoch else FIRST_REFRESH_SECONDS)
+            alone = len(self.membership.members) == 1
+            pause = ALONE_REFRESH_SECONDS if alone else REFRESH_SECONDS
+            await asyncio.sleep(pause if self._tip().epoch else FIRST_REFRESH_SECONDS)
             try:
                 await self._directory.publish(self.membership.me)
                 listed = await self._directory.read()
             except (P2PError, TimeoutError) as error:
                 log.warning("%r could not refresh its record in the DHT: %s", self._node.peer_id, error)
                 continue
-            await asyncio.gather(*(self.meet(m) for m in listed if not self._node.is_connected(m.peer)))
+            unknown = [m for m in listed if m.key not in self.membership.members or not self._node.is_connected(m.peer)]
+            await asyncio.gather(*(self.meet(member) for member in unknown))

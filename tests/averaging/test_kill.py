@@ -6,7 +6,8 @@ from statistics import median
 
 import pytest
 
-from tests.averaging.processes import PeerProcess, all_round, running
+from tests.averaging.processes import all_round, running
+from tests.peers import PeerProcess
 
 ELEMENTS = 25_000_000
 

@@ -116,6 +116,15 @@ def main() -> None:
                     coordinator=str(report.coordinator),
                     commits=commits,
                 )
+            case "until":
+                sizes: list[int] = []
+                deadline = time.monotonic() + command["seconds"]
+                while command["members"] not in sizes and time.monotonic() < deadline:
+                    try:
+                        sizes.append(len(averager.step(timeout=command["seconds"])))
+                    except shoal.AveragingError:
+                        sizes.append(0)
+                say(sizes=sizes, commits=commits)
             case "stop":
                 averager.shutdown()
                 dht.shutdown()
