@@ -10,6 +10,7 @@ from blake3 import blake3
 
 from shoal.averaging.messages import Begin, Repair, Source
 from shoal.averaging.plan import ChunkSpan
+from shoal.averaging.tip import Ballot
 
 # Parts that a member has under way to one reducer. A chunk's result is also the credit for the next part, so neither
 # side ever has more than this many chunks queued to the other.
@@ -35,21 +36,21 @@ class Book:
     chunks: list[ChunkSpan]
     owners: list[bytes] = field(init=False)
     digests: list[bytes] = field(init=False)  # of the averaged chunks; b"" while missing
-    expected_digests: dict[int, bytes] = field(default_factory=dict)  # of chunks to be fetched
     out: dict[bytes, None] = field(default_factory=dict)
     parts: dict[int, dict[bytes, None]] = field(default_factory=dict)  # of my chunks: whose part has come
     missing: int = field(init=False)
+    plan: Ballot = field(init=False)  # under which `owners` stands
     _reduced: dict[int, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         begin = self.begin
+        self.plan = begin.ballot
         self.keys = [member.key for member in begin.members]
         self.weights = dict(zip(self.keys, begin.weights, strict=True))
         self.receives = {m.key: m.contributes for m in begin.members}
         if self.me not in self.receives:  # it missed the round, and fetches the result
             self.receives[self.me], self.weights[self.me] = True, 0.0
         self.owners = [key for i, key in enumerate(self.keys) for _ in range(begin.starts[i], begin.starts[i + 1])]
-        self._original = list(self.owners)
         self.digests = [b""] * len(self.chunks)
         self.missing = len(self.chunks) if self.receives[self.me] else 0
         self._queues: dict[bytes, deque[int]] = {}
@@ -78,16 +79,16 @@ class Book:
                 parts.append((owner, chunk))
         return parts
 
-    def result_arrived(self, sender: bytes, chunk: int) -> bool:
-        """A reducer sends the average of a chunk; returns whether it is wanted. Raises RuleBroken if it is not its to
-        send."""
+    def result_arrived(self, sender: bytes, chunk: int, plan: Ballot) -> bool:
+        """A reducer sends the average of a chunk, by `plan`; returns whether it is wanted. Raises RuleBroken if it is not
+        its to send."""
         if chunk >= len(self.chunks):
             raise RuleBroken(f"a result of chunk {chunk}; the round has {len(self.chunks)}")
+        self._under_way[sender] = max(0, self._under_way.get(sender, 0) - 1)
         if self.owners[chunk] != sender:
-            if sender in self.out or sender == self._original[chunk]:
+            if plan < self.plan:
                 return False  # on its way when the chunk was given to another
             raise RuleBroken(f"a result of chunk {chunk}, which is not its to reduce")
-        self._under_way[sender] = max(0, self._under_way.get(sender, 0) - 1)
         return not self.digests[chunk]
 
     def received(self, chunk: int, digest: bytes) -> None:
@@ -98,14 +99,17 @@ class Book:
 
     # -- as a reducer
 
-    def part_arrived(self, sender: bytes, chunk: int, has_payload: bool) -> None:
-        """A member's part of one of my chunks has come. Raises RuleBroken if it does not belong here."""
+    def part_arrived(self, sender: bytes, chunk: int, plan: Ballot, has_payload: bool) -> bool:
+        """A member's part of one of my chunks has come, by `plan`; returns whether it is wanted. Raises RuleBroken if it
+        does not belong here."""
         if sender not in self.weights:
             raise RuleBroken("it is not a member of the round")
+        if chunk >= len(self.chunks):
+            raise RuleBroken(f"a part of chunk {chunk}; the round has {len(self.chunks)}")
         if chunk not in self.parts:
-            raise RuleBroken(
-                f"chunk {chunk} is not mine to reduce" if chunk < len(self.chunks) else f"no chunk {chunk}"
-            )
+            if plan < self.plan:
+                return False  # on its way when the chunk was given to another
+            raise RuleBroken(f"chunk {chunk} is not mine to reduce")
         if not self.receives[sender]:
             raise RuleBroken("an auxiliary member contributes nothing")
         if sender in self.parts[chunk]:
@@ -113,6 +117,7 @@ class Book:
         if has_payload != (self.weights[sender] > 0):
             raise RuleBroken(f"chunk {chunk} {'has' if has_payload else 'lacks'} a payload, against its weight")
         self.parts[chunk][sender] = None
+        return True
 
     def is_ready(self, chunk: int) -> bool:
         """Whether my chunk can be reduced: every live member's part has come."""
@@ -159,9 +164,11 @@ class Book:
         """Follow a repair; returns the sources to fetch from, and my new chunks that can be reduced now."""
         fetches = []
         for source in repair.sources:
+            if source.chunk >= len(self.chunks):
+                raise RuleBroken(f"a repair of chunk {source.chunk}; the round has {len(self.chunks)}")
+        self.plan = repair.ballot
+        for source in repair.sources:
             chunk, owner = source.chunk, source.owner
-            if chunk >= len(self.chunks):
-                raise RuleBroken(f"a repair of chunk {chunk}; the round has {len(self.chunks)}")
             if source.digest:
                 self.owners[chunk] = owner
                 if self.digests[chunk] != source.digest and self.receives[self.me]:

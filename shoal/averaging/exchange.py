@@ -90,11 +90,13 @@ class Exchange:
         self._reduce(self.book.put_out(()))
         self._send_parts()
 
-    def part(self, sender: bytes, chunk: int, buffers: Sequence[memoryview]) -> None:
+    def part(self, sender: bytes, part: Part, buffers: Sequence[memoryview]) -> None:
         """A member's part of one of my chunks has come. Raises RuleBroken if it does not belong here."""
+        chunk = part.chunk
         if len(buffers) > 1:
             raise RuleBroken(f"a part with {len(buffers)} payloads")
-        self.book.part_arrived(sender, chunk, bool(buffers))
+        if not self.book.part_arrived(sender, chunk, part.plan, bool(buffers)):
+            return
         if buffers:
             self._check_size(chunk, buffers[0])
             self._payloads.setdefault(chunk, {})[sender] = buffers[0]
@@ -102,9 +104,10 @@ class Exchange:
         if self.book.is_ready(chunk):
             self._reduce([chunk])
 
-    def result(self, sender: bytes, chunk: int, buffers: Sequence[memoryview]) -> None:
+    def result(self, sender: bytes, result: Result, buffers: Sequence[memoryview]) -> None:
         """The average of a chunk has come. Raises RuleBroken if it does not belong here."""
-        if self.book.result_arrived(sender, chunk):
+        chunk = result.chunk
+        if self.book.result_arrived(sender, chunk, result.plan):
             if len(buffers) != 1:
                 raise RuleBroken(f"a result with {len(buffers)} payloads")
             self._check_size(chunk, buffers[0])
@@ -156,7 +159,7 @@ class Exchange:
         for owner, chunk in self.book.next_parts() if self._started else ():
             weighs = self.book.weights[self.book.me] > 0
             payload = [self._codec.encode(self._slice(self._inputs, chunk))] if weighs else []
-            self._send([owner], Part(self.book.begin.round, chunk), payload)
+            self._send([owner], Part(self.book.begin.round, chunk, self.book.plan), payload)
 
     def _reduce(self, chunks: Sequence[int]) -> None:
         for chunk in chunks if self._started else ():
@@ -175,7 +178,7 @@ class Exchange:
             self._payloads.pop(chunk, None)
             self.book.reduced(chunk)
             live = [k for k in self.book.keys if k != self.book.me and k not in self.book.out and self.book.receives[k]]
-            self._send(live, Result(self.book.begin.round, chunk), [encoded])
+            self._send(live, Result(self.book.begin.round, chunk, self.book.plan), [encoded])
             if self.book.receives[self.book.me]:
                 self._received(chunk, out)
 

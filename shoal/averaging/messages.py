@@ -145,17 +145,20 @@ class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True):
 
 
 class Part(msgspec.Struct, tag=9, array_like=True, frozen=True):
-    """The sender's input of that chunk; no buffer if its weight is zero (it only asks for the result)."""
+    """The sender's input of that chunk; no buffer if its weight is zero (it only asks for the result). `plan` is the ballot
+    of the BEGIN or the Repair by which the sender knows who reduces what."""
 
     round: Round
     chunk: Chunk
+    plan: Ballot
 
 
 class Result(msgspec.Struct, tag=10, array_like=True, frozen=True):
-    """The average of that chunk."""
+    """The average of that chunk; `plan` as in `Part`."""
 
     round: Round
     chunk: Chunk
+    plan: Ballot
 
 
 class Done(msgspec.Struct, tag=11, array_like=True, frozen=True):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_EARLY = 512  # messages of a round whose BEGIN has not come yet
+MAX_EARLY = 512  # chunks by a plan (a BEGIN or a Repair) that has not come yet
 FETCHES = 8  # chunks fetched at a time
 
 
@@ -117,9 +117,13 @@ class RoundDriver:
         if attempt.exchange is None or self._participant.begin is not begin:
             return
         attempt.exchange.start()
+        self._follow_plan(begin.round)
+
+    def _follow_plan(self, round_id: bytes) -> None:
+        """There is a new plan: the chunks that came before it may belong to it."""
         early, self._early = self._early, []
         for peer, message, buffers in early:
-            if message.round == begin.round:
+            if message.round == round_id:
                 try:
                     self.on_chunk(peer, message, buffers)
                 except Refused as error:
@@ -132,22 +136,32 @@ class RoundDriver:
         if attempt is None or begin is None or begin.round != message.round:
             if self._participant.commit is not None and self._participant.commit.round == message.round:
                 return  # late, from a member that was left out
-            if attempt is None or begin is not None or len(self._early) >= MAX_EARLY:
+            if attempt is None or begin is not None:
                 raise Refused("this peer is not in that round")
-            self._early.append((peer, message, buffers))  # it overtook BEGIN
+            self._keep_early(peer, message, buffers)
             return
         assert attempt.exchange is not None
-        if peer.key in attempt.exchange.book.out:
+        book = attempt.exchange.book
+        if peer.key in book.out:
+            return
+        if message.plan > book.plan and peer.key in book.weights:
+            self._keep_early(peer, message, buffers)
             return
         try:
             if isinstance(message, Part):
-                attempt.exchange.part(peer.key, message.chunk, buffers)
+                attempt.exchange.part(peer.key, message, buffers)
             else:
-                attempt.exchange.result(peer.key, message.chunk, buffers)
+                attempt.exchange.result(peer.key, message, buffers)
         except RuleBroken as error:
             self._fault(peer.key, str(error))
             raise Refused(str(error)) from error
         self._check_done()
+
+    def _keep_early(self, peer: PeerID, message: Part | Result, buffers: Sequence[memoryview]) -> None:
+        """The chunk has overtaken the plan by which it was sent, which came to the sender from another peer."""
+        if len(self._early) >= MAX_EARLY:
+            raise Refused(f"more than {MAX_EARLY} chunks by a plan that this peer does not have")
+        self._early.append((peer, message, buffers))
 
     def _check_done(self) -> None:
         attempt, participant = self.attempt, self._participant
@@ -190,7 +204,7 @@ class RoundDriver:
             raise Refused(str(error)) from error
         if sources:
             self._node.spawn(self._fetch_for_repair(attempt, [(s.owner, s.chunk, s.digest) for s in sources]))
-        self._check_done()
+        self._follow_plan(repair.round)
 
     async def _fetch_for_repair(self, attempt: Attempt, wanted: list[tuple[bytes, int, bytes]]) -> None:
         assert attempt.exchange is not None
@@ -238,7 +252,7 @@ class RoundDriver:
             return Committed(book.begin, tuple(book.digests))
         if message.chunk >= len(book.chunks) or not book.digests[message.chunk]:
             raise Refused(f"chunk {message.chunk} is not here")
-        return Reply(Result(message.round, message.chunk), [exchange.chunk_bytes(message.chunk)])
+        return Reply(Result(message.round, message.chunk, book.plan), [exchange.chunk_bytes(message.chunk)])
 
     def on_abort(self, peer: PeerID, abort: Abort) -> None:
         """The coordinator ends the round, or this peer's part in it."""
