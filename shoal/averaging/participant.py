@@ -30,6 +30,12 @@ class Participant:
     def attempt(self) -> int:
         return self.ballot.number if self.ballot is not None else 0
 
+    @property
+    def awaits_repair(self) -> bool:
+        """Whether it has answered a survey, and the coordinator has not said yet how to go on: no time to be done."""
+        plan = self.repair if self.repair is not None else self.begin
+        return plan is not None and plan.ballot != self.ballot
+
     def follow_begin(self, sender: bytes, begin: Begin, *, joined: bool, relayed: bool) -> None:
         """Enter a round; `relayed` by another member after its coordinator was lost. Raises RuleBroken if this BEGIN must
         not be followed."""

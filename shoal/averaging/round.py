@@ -167,7 +167,9 @@ class RoundDriver:
         attempt, participant = self.attempt, self._participant
         if attempt is None or attempt.exchange is None or participant.begin is None or participant.ballot is None:
             return
-        if attempt.exchange.book.complete and participant.done != participant.ballot:
+        if participant.awaits_repair or participant.done == participant.ballot:
+            return
+        if attempt.exchange.book.complete:
             ballot = participant.was_complete()
             done = Done(participant.begin.round, ballot, attempt.exchange.book.root())
             self._node.notify([PeerID(ballot.coordinator)], self._service, done)
