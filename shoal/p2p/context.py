@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary
 
 import zmq
 
+from shoal.p2p.allocator import keep_freed_buffers
+
 log = logging.getLogger(__name__)
 
 IO_THREADS = 2
@@ -33,6 +35,7 @@ class SharedContext:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        keep_freed_buffers()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=IO_THREADS)
         self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._users = 0
