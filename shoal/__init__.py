@@ -40,7 +40,7 @@ _HOMES = {
     "ValueWithExpiration": "shoal.dht.records",
     "get_dht_time": "shoal.dht.records",
 }
-__all__ = ["__version__", "compression", *_HOMES]  # noqa: PLE0604
+__all__ = ["__version__", "compression", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

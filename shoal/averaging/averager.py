@@ -88,7 +88,8 @@ class DecentralizedAverager:
     ...     ...
 
     Args:
-        averaged_tensors: floating point tensors of any shapes; the same shapes and dtypes, in the same order, on all peers.
+        averaged_tensors: floating point tensors of any shapes; the same shapes and dtypes, in the same order, on all
+            peers.
         dht: this peer's place in the DHT, started.
         start: be reachable right away; else call `run_in_background`.
         prefix: names the run: averagers of one prefix meet.
@@ -102,7 +103,8 @@ class DecentralizedAverager:
         state_compression: how `load_state_from_peers` sends tensors.
         client_mode: never listen and reduce nothing, but get the exact average; None: as the DHT.
         auxiliary: only reduce: lend bandwidth, contribute and receive nothing.
-        bandwidth: how much this peer can carry, in any unit that all peers share; its part of the reducing is in proportion.
+        bandwidth: how much this peer can carry, in any unit that all peers share; its part of the reducing is in
+            proportion.
         allow_state_sharing: answer `load_state_from_peers` of others.
         shutdown_timeout: seconds that `shutdown` waits for the round that is under way.
 

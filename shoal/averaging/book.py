@@ -1,4 +1,4 @@
-"""One member's bookkeeping of a round: which chunk is owed to whom, what has come, what is missing. No bytes, no I/O."""
+"""One member's bookkeeping of a round: which chunk is owed to whom, what has come, what is missing. No I/O."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Book:
         return parts
 
     def result_arrived(self, sender: bytes, chunk: int, plan: Ballot) -> bool:
-        """A reducer sends the average of a chunk, by `plan`; returns whether it is wanted. Raises RuleBroken if it is not
-        its to send."""
+        """A reducer sends the average of a chunk, by `plan`; returns whether it is wanted. Raises RuleBroken if it is
+        not its to send."""
         if chunk >= len(self.chunks):
             raise RuleBroken(f"a result of chunk {chunk}; the round has {len(self.chunks)}")
         self._under_way[sender] = max(0, self._under_way.get(sender, 0) - 1)
@@ -100,8 +100,8 @@ class Book:
     # -- as a reducer
 
     def part_arrived(self, sender: bytes, chunk: int, plan: Ballot, has_payload: bool) -> bool:
-        """A member's part of one of my chunks has come, by `plan`; returns whether it is wanted. Raises RuleBroken if it
-        does not belong here."""
+        """A member's part of one of my chunks has come, by `plan`; returns whether it is wanted. Raises RuleBroken if
+        it does not belong here."""
         if sender not in self.weights:
             raise RuleBroken("it is not a member of the round")
         if chunk >= len(self.chunks):

@@ -1,5 +1,5 @@
-"""Sees that those on whom this peer waits are alive: a process that hangs keeps its connections, and ZeroMQ's thread even
-answers heartbeats for it, so they are asked for an answer of their reactor."""
+"""Sees that those on whom this peer waits are alive: a process that hangs keeps its connections, and ZeroMQ's thread
+even answers heartbeats for it, so they are asked for an answer of their reactor."""
 
 from __future__ import annotations
 

@@ -53,8 +53,9 @@ class Membership:
         return self.members.pop(key, None) is not None
 
     def fix(self, view: Iterable[Member]) -> list[Member]:
-        """A commit says who the members are; returns those that are new to us. Members that we know to be lost stay out,
-        and members that the view does not have but that we still know stay in: the next coordinator sees them too."""
+        """A commit says who the members are; returns those that are new to us. Members that we know to be lost stay
+        out, and members that the view does not have but that we still know stay in: the next coordinator sees them
+        too."""
         return self.learn(view)
 
     def candidates(self, epoch: int) -> list[Member]:

@@ -50,8 +50,8 @@ def chunk_table(sizes: Sequence[int], elements: int) -> list[ChunkSpan]:
 def divide(chunks: int, members: Sequence[Member]) -> tuple[int, ...]:
     """Where each member's chunks start, and `chunks` at the end: `len(members) + 1` numbers.
 
-    A round ends when the slowest reducer has moved its share, and a reducer's time is proportional to its share over its
-    bandwidth; so, with full duplex links and more than two reducers, shares proportional to bandwidth are the best.
+    A round ends when the slowest reducer has moved its share, and a reducer's time is proportional to its share over
+    its bandwidth; so, with full duplex links and more than two reducers, shares proportional to bandwidth are the best.
     Clients and members of bandwidth zero get nothing, unless nobody else is there to reduce.
     """
     shares = [member.bandwidth if member.reduces else 0.0 for member in members]

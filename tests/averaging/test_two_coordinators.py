@@ -6,8 +6,8 @@ import pytest
 
 from tests.averaging.processes import all_round, running
 
-# Who forgets whom. Each may leave two peers, or all four, believing that they coordinate. What they know still joins them
-# all, be it through others or, where nobody knows anybody, through the directory.
+# Who forgets whom. Each may leave two peers, or all four, believing that they coordinate. What they know still joins
+# them all, be it through others or, where nobody knows anybody, through the directory.
 FORGOTTEN = [
     {0: [1], 1: [0]},
     {0: [1, 2, 3]},
