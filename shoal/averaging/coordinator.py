@@ -1,18 +1,19 @@
-"""The coordinator's decisions for one tip: when a round is due, who is in it, what to do when one is lost, what to commit.
+"""The coordinator's decisions for one tip: when a round is due, who is in it, whom to put out, what to commit.
 
 [Note: why two coordinators cannot commit two results]
-Who can reach whom is not shared knowledge, so two peers may believe that they coordinate. It is the rule of single-decree
-Paxos that keeps them from committing two results of one tip to members that can hear each other:
+Who can reach whom is not shared knowledge, so two peers may believe that they coordinate. It is the rule of
+single-decree Paxos that keeps them from committing two results of one tip to members that can hear each other:
 
-1. A member follows one ballot at a time, and only ever a higher one; it answers DONE and HAVE only under the ballot that
-   it follows. A member that is in a round of a coordinator that it still reaches refuses every other BEGIN.
+1. A member follows one ballot at a time, and only ever a higher one; it answers DONE and HAVE only under the ballot
+   that it follows. A member that is in a round of a coordinator that it still reaches refuses every other BEGIN.
 2. A coordinator commits only when all members that it has not put out have said DONE under its ballot, with one digest.
 3. A successor asks all members for what they hold before it decides. If one has a COMMIT, that is the decision. If one
    was complete (DONE) under some ballot, the chunks of the one with the highest such ballot are the decision.
 
-A coordinator that was replaced and does not know it lacks the DONE of every member that follows the successor, so it can
-commit only what all of them had already said DONE to, which by 3 is what the successor decides too. Only where no member
-of the one decision is asked for the other, in a partition, can there be two: then they have two lineages (`Tip`).
+A coordinator that was replaced and does not know it lacks the DONE of every member that follows the successor, so it
+can commit only what all of them had already said DONE to, which by 3 is what the successor decides too. Only where no
+member of the one decision is asked for the other, in a partition, can there be two: then they have two lineages
+(`Tip`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ from shoal.averaging.messages import (
 )
 from shoal.averaging.plan import chunk_elements, chunk_table, divide
 from shoal.averaging.tip import Ballot, Tip
-
 
 REMINDER_SECONDS = 0.5  # that a member has to say why it does not join
 
@@ -71,9 +71,9 @@ class Phase(Enum):
     COUNTING = "counting"  # → GATHERING at the first JOIN, or when the members have enough samples
     GATHERING = "gathering"  # → RUNNING by BEGIN
     RUNNING = "running"  # → COMMITTED when all are done, → SURVEYING when one is lost or digests differ
-    SURVEYING = "surveying"  # → RUNNING by REPAIR, → COMMITTED if a member has a COMMIT
+    SURVEYING = "surveying"  # → RUNNING by REPAIR, → COMMITTED if a member has a COMMIT, → ABORTED if outbid
     COMMITTED = "committed"
-    ABORTED = "aborted"  # nobody to go on with, or out of time
+    ABORTED = "aborted"  # nobody to go on with, out of time, or another coordinates
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ class Coordinator:
         me: the key of the peer that runs this.
         tip: the state that the round starts from.
         rules: see `Rules`.
-        veterans: the members of the last round. Where members count samples, BEGIN waits only for these and for those who
-            have reported since: not for a newcomer that is still downloading the state.
+        veterans: the members of the last round. Where members count samples, BEGIN waits only for these and for those
+            who have reported since: not for a newcomer that is still downloading the state.
         settled_at: before this time not everybody may have been found yet, so BEGIN waits even if all known joined.
     """
 
@@ -258,6 +258,17 @@ class Coordinator:
         self.have, self.done = {}, {}
         begin = self.begin if self.took_over else None
         return [Send(tuple(self.live()), Survey(self.begin.round, self.ballot, tuple(self.out), begin))]
+
+    def outbid(self, ballot: Ballot, reachable: bool, now: float) -> list[Send]:
+        """A member follows a higher ballot: give way to its holder if that is `reachable`; if it is lost, bid
+        higher."""
+        if self.phase is not Phase.SURVEYING or self.ballot is None or ballot <= self.ballot:
+            return []
+        if reachable:
+            self.phase = Phase.ABORTED
+            return []
+        self.ballot = Ballot(ballot.number, self.me)
+        return self.start_survey(now)
 
     def surveyed(self, key: bytes, ballot: Ballot, have: Have, now: float) -> list[Send]:
         """A member's answer to the survey of `ballot`."""

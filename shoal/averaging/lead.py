@@ -75,8 +75,9 @@ class Lead:
         self._act(self.coordinator.finished(peer.key, done, self._connected(), self._now()))
 
     def broken(self, peer: PeerID, broken: Broken) -> None:
-        """A member can't go on with another. Out goes who broke a rule, who is lost to us too, and who speaks of itself;
-        where only the link between two is down, the one that complains of several, else the one complained of."""
+        """A member can't go on with another. Out goes who broke a rule, who is lost to us too, and who speaks of
+        itself; where only the link between two is down, the one that complains of several, else the one complained
+        of."""
         key: bytes
         complaints = self._complaints.setdefault(peer.key, set())
         complaints.add(broken.peer)
@@ -133,4 +134,8 @@ class Lead:
             if self.coordinator.ballot == survey.ballot:
                 self._act(self.coordinator.put_out(peer.key, f"no answer to a survey: {error}", self._now()))
         else:
-            self._act(self.coordinator.surveyed(peer.key, survey.ballot, have, self._now()))
+            if have.ballot > survey.ballot:
+                reachable = self._node.is_connected(PeerID(have.ballot.coordinator))
+                self._act(self.coordinator.outbid(have.ballot, reachable, self._now()))
+            else:
+                self._act(self.coordinator.surveyed(peer.key, survey.ballot, have, self._now()))

@@ -98,8 +98,8 @@ class Call(msgspec.Struct, tag=4, array_like=True, frozen=True):
 class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
     """The sender's input is ready. What it wants to tell the others (`gather`) is in the buffer.
 
-    `machine` names everything on which the bits of a local step depend; `attempt` is the highest that the sender has followed;
-    `patience` is how many seconds it wants to wait for others.
+    `machine` names everything on which the bits of a local step depend; `attempt` is the highest that the sender has
+    followed; `patience` is how many seconds it wants to wait for others.
     """
 
     tip: Tip
@@ -145,8 +145,8 @@ class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True):
 
 
 class Part(msgspec.Struct, tag=9, array_like=True, frozen=True):
-    """The sender's input of that chunk; no buffer if its weight is zero (it only asks for the result). `plan` is the ballot
-    of the BEGIN or the Repair by which the sender knows who reduces what."""
+    """The sender's input of that chunk; no buffer if its weight is zero (it only asks for the result). `plan` is the
+    ballot of the BEGIN or the Repair by which the sender knows who reduces what."""
 
     round: Round
     chunk: Chunk
@@ -179,8 +179,8 @@ class Broken(msgspec.Struct, tag=12, array_like=True, frozen=True):
 
 
 class Survey(msgspec.Struct, tag=13, array_like=True, frozen=True):
-    """The members `out` have left the round; follow this ballot, and tell what you hold. A successor adds the BEGIN (and
-    what was gathered, in the buffer), which may not have reached everybody."""
+    """The members `out` have left the round; follow this ballot, and tell what you hold. A successor adds the BEGIN
+    (and what was gathered, in the buffer), which may not have reached everybody."""
 
     round: Round
     ballot: Ballot
@@ -190,7 +190,8 @@ class Survey(msgspec.Struct, tag=13, array_like=True, frozen=True):
 
 class Have(msgspec.Struct, tag=14, array_like=True, frozen=True):
     """The digest of each chunk (b"" if missing), the ballot under which the sender last was complete, the members that
-    it was told are out, the repair that it follows, and the commit if it has one."""
+    it was told are out, the repair that it follows, and the commit if it has one. If `ballot` is higher than the
+    survey's, the sender follows another coordinator and answers nothing else."""
 
     ballot: Ballot
     digests: Annotated[tuple[MaybeDigest, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
@@ -224,7 +225,8 @@ class Fetch(msgspec.Struct, tag=16, array_like=True, frozen=True):
 
 
 class Commit(msgspec.Struct, tag=17, array_like=True, frozen=True):
-    """The result of the round is the one with digest `root`; `view` are the members from here on; `members` were in it."""
+    """The result of the round is the one with digest `root`; `view` are the members from here on; `members` were in
+    it."""
 
     tip: Tip
     round: Round
@@ -267,9 +269,11 @@ class Committed(msgspec.Struct, tag=22, array_like=True, frozen=True):
 
 
 class Orphaned(msgspec.Struct, tag=23, array_like=True, frozen=True):
-    """The coordinator of this round is lost, and the receiver is the next; what was gathered is in the buffer."""
+    """The coordinator of this round is lost, and the receiver is the next; what was gathered is in the buffer. `ballot`
+    is the highest that the sender has followed in it."""
 
     begin: Begin
+    ballot: Ballot
 
 
 class Leave(msgspec.Struct, tag=24, array_like=True, frozen=True):

@@ -37,8 +37,8 @@ class Participant:
         return plan is not None and plan.ballot != self.ballot
 
     def follow_begin(self, sender: bytes, begin: Begin, *, joined: bool, relayed: bool) -> None:
-        """Enter a round; `relayed` by another member after its coordinator was lost. Raises RuleBroken if this BEGIN must
-        not be followed."""
+        """Enter a round; `relayed` by another member after its coordinator was lost. Raises RuleBroken if this BEGIN
+        must not be followed."""
         if begin.tip != self.tip:
             raise RuleBroken(f"BEGIN of epoch {begin.tip.epoch}, and this peer is at another state")
         if begin.ballot.coordinator != sender and not (relayed and any(m.key == sender for m in begin.members)):
@@ -80,6 +80,11 @@ class Participant:
         if self.ballot is not None and ballot < self.ballot:
             raise RuleBroken(f"attempt {ballot.number}, and this peer has followed {self.ballot.number}")
         self.ballot = ballot
+
+    def heard_of(self, ballot: Ballot) -> None:
+        """A member of this peer's round has followed that ballot: lower ones are void."""
+        if self.ballot is None or ballot > self.ballot:
+            self.ballot = ballot
 
     def was_complete(self) -> Ballot:
         """All chunks are here; returns the ballot to say DONE under."""

@@ -182,6 +182,9 @@ class RoundDriver:
         try:
             if self._participant.begin is None and survey.begin is not None and survey.begin.round == survey.round:
                 self.enter(peer, survey.begin, buffers, relayed=True)
+            begin, ballot = self._participant.begin, self._participant.ballot
+            if begin is not None and begin.round == survey.round and ballot is not None and ballot > survey.ballot:
+                return Have(ballot, (), None, (), None, None)
             self._participant.follow_survey(peer.key, survey)
         except RuleBroken as error:
             raise Refused(str(error)) from error

@@ -1,4 +1,5 @@
-"""One peer's part in a run: finds out who coordinates, joins rounds, follows commits, and coordinates when it is its turn.
+"""One peer's part in a run: finds out who coordinates, joins rounds, follows commits, and coordinates when it is its
+turn.
 
 This is a driver: what is decided, is decided in `Membership`, `Coordinator`, `Participant` and `Book`. It lives on the
 node's loop, and imports no torch: the bytes are the `Exchange`'s.
@@ -289,7 +290,7 @@ class Swarm:
                 self._round.on_begin(peer, message, buffers)
                 return None
             case Orphaned():
-                self._on_orphaned(peer, message.begin, buffers)
+                self._on_orphaned(peer, message, buffers)
                 return None
             case Survey():
                 return self._round.on_survey(peer, message, buffers)
@@ -464,8 +465,10 @@ class Swarm:
         """A member told its tip."""
         if not tip.outranks(self.tip):
             return
-        attempt = self._round.attempt
         self.behind = tip
+        if self._coordinator_of_round() is None:
+            self._round.leave()  # an orphan of a round that the others are past
+        attempt = self._round.attempt
         if self.participant.begin is None and attempt is not None and attempt.contribution.tip is None:
             self.move(tip)  # what is averaged here hangs on no state: go on from where the others are
         self._changed.set()
@@ -479,31 +482,51 @@ class Swarm:
             # It may have been the coordinator, and may have died before all had its COMMIT.
             others = [PeerID(k) for k in commit.members if k not in (key, self.me.key)]
             self.node.notify([p for p in others if self.node.is_connected(p)], self.service, commit)
-        if begin is None or all(member.key != key for member in begin.members):
-            if begin is None or begin.ballot.coordinator != key:
-                return
-        assert self.participant.ballot is not None
-        if self.participant.ballot.coordinator == self.me.key:
-            return  # we coordinate: `Lead` has been told of it by the review
-        if self.participant.ballot.coordinator != key:
-            self._round.complain(key, "the connection to it was lost", fault=False)
-        elif (successor := self._successor(begin)) == self.me.key:
+        coordinator = self._coordinator_of_round()
+        if begin is not None and coordinator is not None and any(member.key == key for member in begin.members):
+            if coordinator != self.me.key:  # else `Lead` has been told of it by the review
+                self._round.complain(key, "the connection to it was lost", fault=False)
+        self._succeed()
+
+    def _coordinator_of_round(self) -> bytes | None:
+        """Who coordinates the round that this peer is in; None if that one is lost, or gave way to another."""
+        ballot = self.participant.ballot
+        if ballot is None or not self.node.is_connected(PeerID(ballot.coordinator)):
+            return None
+        return None if ballot.coordinator == self.me.key and (self._lead is None or self._lead.over) else ballot.coordinator
+
+    def _succeed(self) -> None:
+        """If nobody coordinates the round that this peer is in: take over, or tell the one whose turn it is."""
+        begin, ballot = self.participant.begin, self.participant.ballot
+        if begin is None or ballot is None or self._coordinator_of_round() is not None:
+            return
+        successor = self._successor(begin)
+        if successor == self.me.key:
             self._take_over(begin)
         elif successor is not None and self._round.attempt is not None:
             # It may not even have the BEGIN.
             gathered = msgspec.msgpack.encode(self._round.attempt.gathered)
-            self.node.notify([PeerID(successor)], self.service, Orphaned(begin), [gathered])
+            self.node.notify([PeerID(successor)], self.service, Orphaned(begin, ballot), [gathered])
 
-    def _on_orphaned(self, peer: PeerID, begin: Begin, buffers: Sequence[memoryview]) -> None:
+    def _on_orphaned(self, peer: PeerID, orphaned: Orphaned, buffers: Sequence[memoryview]) -> None:
         """A member of a round has lost its coordinator and takes this peer for the successor."""
-        if self.participant.begin is not None or self.tip != begin.tip:
-            return  # in the round already, and takes over when the loss is seen here too; or past it
-        try:
-            self._round.enter(peer, begin, buffers, relayed=True)
-        except RuleBroken as error:
-            raise Refused(str(error)) from error
-        if not self.node.is_connected(PeerID(begin.ballot.coordinator)):
-            self._take_over(begin)
+        begin, commit = orphaned.begin, self.participant.commit
+        if all(member.key != peer.key for member in begin.members):
+            raise Refused("only a member of a round can ask to take it over")
+        if commit is not None and commit.round == begin.round:
+            self.node.notify([peer], self.service, commit)
+            return
+        if self.tip != begin.tip:
+            self.node.notify([peer], self.service, self.neighbourhood.hello())
+            return
+        if self.participant.begin is None:
+            try:
+                self._round.enter(peer, begin, buffers, relayed=True)
+            except RuleBroken as error:
+                raise Refused(str(error)) from error
+        if self.participant.begin is not None and self.participant.begin.round == begin.round:
+            self.participant.heard_of(orphaned.ballot)
+            self._succeed()  # unless the coordinator is still there for this peer
 
     def _take_over(self, begin: Begin) -> None:
         log.info("%r takes over the round of epoch %d", self.node.peer_id, begin.tip.epoch)
@@ -523,8 +546,9 @@ class Swarm:
         return None
 
     def _waited_for(self) -> list[bytes]:
-        """On whom this peer waits now; also the moment to see whether a round gets on."""
+        """On whom this peer waits now; also the moment to see whether a round gets on, and has a coordinator."""
         self._round.check_stalled()
+        self._succeed()
         if self._lead is not None and not self._lead.over and self._lead.coordinator.phase is not Phase.COUNTING:
             return self._lead.watched
         attempt, ballot = self._round.attempt, self.participant.ballot
