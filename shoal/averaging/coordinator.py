@@ -39,7 +39,7 @@ from shoal.averaging.messages import (
     Source,
     Survey,
 )
-from shoal.averaging.plan import chunk_elements, chunk_table, divide
+from shoal.averaging.plan import can_divide, chunk_elements, chunk_table, divide
 from shoal.averaging.tip import Ballot, Tip
 
 REMINDER_SECONDS = 0.5  # that a member has to say why it does not join
@@ -165,9 +165,8 @@ class Coordinator:
     def tick(self, now: float) -> list[Send]:
         """What is due at `now`; call it at `wake_at`, and after every event."""
         if self.phase is Phase.GATHERING and self._may_begin(now):
-            missing = tuple(key for key in self.expected if key not in self.joins)
-            full = self.rules.target_group is not None and len(self.joins) >= self.rules.target_group
-            if missing and not full and not self.reminded:
+            missing = tuple(key for key in self.expected if key not in self.joins and self._waits_for(key))
+            if missing and not self._is_full() and not self.reminded:
                 # They may be in a round of another coordinator, or past one: then two results would be committed.
                 self.reminded, self.deadline = True, now + REMINDER_SECONDS
                 return [Send(missing, Call(self.tip))]
@@ -185,7 +184,7 @@ class Coordinator:
     def wake_at(self) -> float | None:
         """When `tick` has something to do if nothing happens before; None if never."""
         if self.phase is Phase.GATHERING and self.deadline is not None:
-            if len(self.joins) < max(1, self.rules.min_group):
+            if not self._are_enough():
                 return None  # the next JOIN decides
             return min(self.deadline, self.settled_at) if self._all_joined() else self.deadline
         return self.deadline if self.phase in (Phase.RUNNING, Phase.SURVEYING) else None
@@ -196,24 +195,29 @@ class Coordinator:
     def _waits_for(self, key: bytes) -> bool:
         return self.rules.target_samples is None or key in self.counts or key in self.veterans
 
+    def _are_enough(self) -> bool:
+        """Whether those who joined can make a round: as many as it takes, and somebody to reduce."""
+        chosen = [self.joins[key].sender for key in self._chosen()]
+        return len(chosen) >= max(1, self.rules.min_group) and can_divide(chosen)
+
+    def _chosen(self) -> list[bytes]:
+        """The first who joined, as many as a group may have, and among them one who can reduce if there is any."""
+        reducers = [key for key, join in self.joins.items() if join.sender.addresses]
+        return list(dict.fromkeys([*reducers[:1], *self.joins]))[: self.rules.target_group]
+
+    def _is_full(self) -> bool:
+        return self.rules.target_group is not None and len(self.joins) >= self.rules.target_group
+
     def _may_begin(self, now: float) -> bool:
-        size = len(self.joins)
-        if self.rules.target_group is not None and size >= self.rules.target_group:
-            return True
-        if not size or size < self.rules.min_group or self.deadline is None:
+        if not self._are_enough() or self.deadline is None:
             return False
-        return now >= self.deadline or (now >= self.settled_at and self._all_joined())
+        return self._is_full() or now >= self.deadline or (now >= self.settled_at and self._all_joined())
 
     def _begin(self, now: float) -> list[Send]:
-        chosen = list(self.joins)[: self.rules.target_group]
-        members = tuple(self.joins[key].sender for key in sorted(chosen))
+        members = tuple(self.joins[key].sender for key in sorted(self._chosen()))
         joins = [self.joins[member.key] for member in members]
         reducers = sum(member.reduces for member in members)
         elements = chunk_elements(sum(self.rules.sizes), reducers)
-        if not any(member.addresses for member in members) and len(members) > 1:
-            # Only clients have joined, and nobody can reduce yet. They go on waiting for somebody who can.
-            self.deadline = now + self.rules.matchmaking_time
-            return []
         starts = divide(len(chunk_table(self.rules.sizes, elements)), members)
         self.ballot = Ballot(1 + max(join.attempt for join in joins), self.me)
         self.begin = Begin(

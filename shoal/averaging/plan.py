@@ -47,6 +47,19 @@ def chunk_table(sizes: Sequence[int], elements: int) -> list[ChunkSpan]:
     return table
 
 
+def can_divide(members: Sequence[Member]) -> bool:
+    """Whether these members can make a round: somebody is there to reduce."""
+    return any(_shares(members))
+
+
+def _shares(members: Sequence[Member]) -> list[float]:
+    """How much of the vector each member reduces, in any unit."""
+    shares = [member.bandwidth if member.reduces else 0.0 for member in members]
+    if not any(shares):
+        shares = [1.0 if member.addresses or len(members) == 1 else 0.0 for member in members]
+    return shares
+
+
 def divide(chunks: int, members: Sequence[Member]) -> tuple[int, ...]:
     """Where each member's chunks start, and `chunks` at the end: `len(members) + 1` numbers.
 
@@ -54,9 +67,7 @@ def divide(chunks: int, members: Sequence[Member]) -> tuple[int, ...]:
     its bandwidth; so, with full duplex links and more than two reducers, shares proportional to bandwidth are the best.
     Clients and members of bandwidth zero get nothing, unless nobody else is there to reduce.
     """
-    shares = [member.bandwidth if member.reduces else 0.0 for member in members]
-    if not any(shares):
-        shares = [1.0 if member.addresses or len(members) == 1 else 0.0 for member in members]
+    shares = _shares(members)
     total = sum(shares)
     if not total:
         raise ValueError("no member of the group can reduce: all are clients")
