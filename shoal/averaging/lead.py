@@ -10,9 +10,12 @@ import msgspec
 from shoal.averaging.coordinator import Coordinator, Phase, Send
 from shoal.averaging.member import Member
 from shoal.averaging.messages import Begin, Broken, Count, Done, Have, Join, Progress, Survey
-from shoal.p2p.errors import P2PError
+from shoal.p2p.errors import P2PError, Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Node, Service
+
+# Within so long all members notice that one is lost. Whoever is complained of and not lost by then has lost a link only.
+NOTICE_SECONDS = 0.5
 
 
 class Lead:
@@ -37,7 +40,7 @@ class Lead:
         self._connected = connected
         self._survey_timeout = survey_timeout
         self._timer: asyncio.TimerHandle | None = None
-        self._complaints: dict[bytes, set[bytes]] = {}
+        self._complaints: dict[bytes, dict[bytes, str]] = {}  # of whom each member complains, and why
         self.last_join_at: float | None = None
         self.join_to_begin: float | None = None
 
@@ -75,15 +78,24 @@ class Lead:
         self._act(self.coordinator.finished(peer.key, done, self._connected(), self._now()))
 
     def broken(self, peer: PeerID, broken: Broken) -> None:
-        """A member can't go on with another. Out goes who broke a rule, who is lost to us too, and who speaks of
-        itself; where only the link between two is down, the one that complains of several, else the one complained
-        of."""
-        key: bytes
-        complaints = self._complaints.setdefault(peer.key, set())
-        complaints.add(broken.peer)
+        """A member can't go on with another. Out goes who broke a rule, who is lost to us too, and who speaks of itself.
+        Where we still reach the other, it may be about to be lost to us too: that is waited for first."""
+        if peer.key not in self.coordinator.live():
+            raise Refused("only a member of the round can complain of another")
         at_fault = broken.fault or broken.peer == peer.key or not self._node.is_connected(PeerID(broken.peer))
-        key = broken.peer if at_fault or len(complaints) == 1 else peer.key
-        self._act(self.coordinator.put_out(key, broken.reason, self._now()))
+        if at_fault:
+            self._act(self.coordinator.put_out(broken.peer, broken.reason, self._now()))
+        else:
+            self._complaints.setdefault(peer.key, {})[broken.peer] = broken.reason
+            asyncio.get_running_loop().call_later(NOTICE_SECONDS, self._judge, peer.key, broken.peer)
+
+    def _judge(self, complainer: bytes, other: bytes) -> None:
+        """Two members that we both reach can't reach each other: out goes the one that complains of several, else the
+        one complained of."""
+        reasons, live = self._complaints[complainer], self.coordinator.live()
+        if complainer in live and other in live:
+            key = other if len([k for k in reasons if k in live]) == 1 else complainer
+            self._act(self.coordinator.put_out(key, reasons[other], self._now()))
 
     def postpone(self) -> None:
         """A member that was called is in a round of another coordinator."""
