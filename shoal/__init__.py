@@ -40,12 +40,13 @@ _HOMES = {
     "ValueWithExpiration": "shoal.dht.records",
     "get_dht_time": "shoal.dht.records",
 }
+_ROOMS = ("averaging", "compression", "dht", "flat", "optim", "p2p", "simulation")
 __all__ = ["__version__", "compression", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "compression":
-        return import_module("shoal.compression")
+    if name in _ROOMS:
+        return import_module(f"shoal.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)

@@ -14,3 +14,21 @@ How to read it: `tip.py`, `member.py` and `messages.py` are the words; `membersh
 `shoal.p2p.Node`; `exchange.py` moves and sums the bytes; `manifest.py`, `download.py` and `transfer.py` hand a whole
 state to a newcomer; `averager.py` is the public face.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.averaging.averager import DecentralizedAverager as DecentralizedAverager
+
+__all__ = ["DecentralizedAverager"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when it is used: the rest of this room needs no torch.
+    if name == "DecentralizedAverager":
+        from shoal.averaging.averager import DecentralizedAverager
+
+        return DecentralizedAverager
+    raise AttributeError(f"module 'shoal.averaging' has no attribute {name!r}")

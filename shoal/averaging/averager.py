@@ -148,9 +148,7 @@ class DecentralizedAverager:
         self.client_mode = client_mode
         self.auxiliary = auxiliary
         self.bandwidth = bandwidth
-        self.allow_state_sharing = (
-            not client_mode and not auxiliary if allow_state_sharing is None else allow_state_sharing
-        )
+        self._shares_state = not client_mode and not auxiliary if allow_state_sharing is None else allow_state_sharing
         self.min_matchmaking_time = min_matchmaking_time
         self.shutdown_timeout = shutdown_timeout
         self.last_round: RoundReport | None = None
@@ -201,7 +199,7 @@ class DecentralizedAverager:
             # What is shared may change at any time, so no snapshot that was taken before is offered again.
             lambda: Tip.genesis(f"{self.prefix} {next(self._snapshots)}"),
             self._state_codec,
-            allow=self.allow_state_sharing,
+            allow=self._shares_state,
         )
         await swarm.start()
         self._swarm = swarm
@@ -235,6 +233,17 @@ class DecentralizedAverager:
     def peer_id(self) -> PeerID:
         """This peer, as it is named in the result of `step`."""
         return self.dht.peer_id
+
+    @property
+    def allow_state_sharing(self) -> bool:
+        """Whether this averager answers `load_state_from_peers` of others; may be changed at any time."""
+        return self._shares_state
+
+    @allow_state_sharing.setter
+    def allow_state_sharing(self, value: bool) -> None:
+        self._shares_state = value
+        if self._donor is not None:
+            self._donor.allow = value
 
     # -- averaging
 

@@ -211,7 +211,7 @@ class Swarm:
         except TimeoutError:
             where = "in a round" if self.participant.begin is not None else "waiting for one"
             peers = len(self.neighbourhood.connected())
-            raise AveragingError(f"no result within {timeout:g} s ({where}; {peers} members are connected)") from None
+            raise AveragingError(f"no result within {timeout:.3g} s ({where}; {peers} members are connected)") from None
         finally:
             self._round.finish()
 
