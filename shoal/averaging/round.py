@@ -42,6 +42,14 @@ MAX_EARLY = 512  # chunks by a plan (a BEGIN or a Repair) that has not come yet
 FETCHES = 8  # chunks fetched at a time
 
 
+class _NotFetched(Exception):
+    """A holder did not bring a chunk; the text says which, and why."""
+
+    def __init__(self, holder: bytes, reason: str) -> None:
+        super().__init__(reason)
+        self.holder = holder
+
+
 class RoundDriver:
     """Takes this peer through the rounds that it has joined.
 
@@ -212,30 +220,33 @@ class RoundDriver:
         self._follow_plan(repair.round)
 
     async def _fetch_for_repair(self, attempt: Attempt, wanted: list[tuple[bytes, int, bytes]]) -> None:
-        assert attempt.exchange is not None
+        exchange = attempt.exchange
+        assert exchange is not None
         try:
-            await self._fetch(attempt.exchange, wanted)
-        except (P2PError, RuleBroken, TimeoutError) as error:
-            if self._participant.begin is not None:
-                self.complain(self._me.key, f"it could not fetch what it misses: {error}", fault=False)
+            await self._fetch(exchange, wanted)
+        except _NotFetched as error:
+            if attempt.exchange is exchange:
+                self.complain(error.holder, str(error), fault=False)
             return
         self._check_done()
 
     async def _fetch(self, exchange: Exchange, wanted: list[tuple[bytes, int, bytes]]) -> None:
-        """Fetch (holder, chunk, digest), a few at a time, and put them in place."""
+        """Fetch (holder, chunk, digest), a few at a time, and put them in place. Raises _NotFetched."""
         slots = asyncio.Semaphore(FETCHES)
 
         async def one(holder: bytes, chunk: int, digest: bytes) -> None:
             async with slots:
-                reply = await self._node.call_for_buffers(
-                    PeerID(holder),
-                    self._service,
-                    Fetch(exchange.book.begin.round, chunk),
-                    timeout=self._chunk_timeout,
-                )
-                if len(reply.buffers) != 1:
-                    raise RuleBroken(f"chunk {chunk} came without its bytes")
-                exchange.fetched(chunk, digest, memoryview(reply.buffers[0]))
+                request = Fetch(exchange.book.begin.round, chunk)
+                try:
+                    reply = await self._node.call_for_buffers(
+                        PeerID(holder), self._service, request, timeout=self._chunk_timeout
+                    )
+                    if len(reply.buffers) != 1:
+                        raise RuleBroken(f"chunk {chunk} came without its bytes")
+                    exchange.fetched(chunk, digest, memoryview(reply.buffers[0]))
+                except (P2PError, RuleBroken, TimeoutError) as error:
+                    reason = str(error) or "it did not answer in time"
+                    raise _NotFetched(holder, f"chunk {chunk} could not be fetched from it: {reason}") from error
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -289,7 +300,7 @@ class RoundDriver:
                     raise RuleBroken("its chunks are not those that were committed")
                 exchange = attempt.contribution.open(answer.begin, self._send, lambda key, reason: None)
                 await self._fetch(exchange, [(key, chunk, digest) for chunk, digest in enumerate(answer.digests)])
-            except (P2PError, RuleBroken, TimeoutError) as error:
+            except (P2PError, RuleBroken, TimeoutError, _NotFetched) as error:
                 reasons.append(f"{PeerID(key)!r}: {error}")
                 continue
             attempt.began = self._now()
