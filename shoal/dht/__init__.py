@@ -15,3 +15,9 @@ the loop of a `p2p.Node` (the reactor's, or the simulation's virtual one); `DHT`
 """
 
 from __future__ import annotations
+
+from shoal.dht.dht import DHT
+from shoal.dht.node import DHTNode
+from shoal.dht.records import ValueWithExpiration, get_dht_time
+
+__all__ = ["DHT", "DHTNode", "ValueWithExpiration", "get_dht_time"]

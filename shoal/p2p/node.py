@@ -271,6 +271,10 @@ class Node:
         if envelope.kind in (_REPLY, _FAILURE):
             self._on_answer(peer, envelope, buffers)
             return
+        if envelope.kind == _NOTICE and envelope.service not in self._services:
+            # Nobody waits for an answer, and it may well be on its way to a run that this peer has just left.
+            log.debug("dropped a notice of %r to the unknown service %r", peer, envelope.service)
+            return
         try:
             if envelope.service not in self._services:
                 raise Refused(f"unknown service {envelope.service!r}")
