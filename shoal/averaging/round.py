@@ -263,17 +263,19 @@ class RoundDriver:
             raise Refused("this peer does not have that round's result any more")
         book = exchange.book
         if isinstance(message, Digests):
-            if exchange is not self._last:
-                raise Refused("that round is not committed yet")
+            if not all(book.digests):  # else they can be had, even if this peer has not heard of the COMMIT yet
+                raise Refused("that round's result is not complete here")
             return Committed(book.begin, tuple(book.digests))
         if message.chunk >= len(book.chunks) or not book.digests[message.chunk]:
             raise Refused(f"chunk {message.chunk} is not here")
         return Reply(Result(message.round, message.chunk, book.plan), [exchange.chunk_bytes(message.chunk)])
 
     def on_abort(self, peer: PeerID, abort: Abort) -> None:
-        """The coordinator ends the round, or this peer's part in it."""
-        begin = self._participant.begin
+        """The coordinator ends the round, or this peer's part in it. Raises Refused if it is not the coordinator."""
+        begin, ballot = self._participant.begin, self._participant.ballot
         if begin is not None and begin.round == abort.round:
+            if ballot is None or ballot.coordinator != peer.key:
+                raise Refused("ABORT from a peer that does not coordinate the round")
             self._fail(AveragingError(f"the round was ended by {peer!r}: {abort.reason}"))
 
     def on_commit(self, commit: Commit) -> None:
