@@ -11,7 +11,7 @@ from shoal.averaging.member import MAX_MEMBERS, Member, Role
 from shoal.averaging.membership import Membership
 from shoal.averaging.messages import Hello, Terms
 from shoal.averaging.tip import Tip
-from shoal.p2p.errors import P2PError
+from shoal.p2p.errors import P2PError, Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Node, Service
 
@@ -56,13 +56,21 @@ class Neighbourhood:
         self._tip, self._changed, self._heard = tip, changed, heard
         self._meeting: set[bytes] = set()
         self._spread: asyncio.TimerHandle | None = None
+        self._refreshing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """List this peer, and meet all that are listed: when this returns, each side knows the other."""
         await self._directory.publish(self.membership.me)
         found = await self._directory.read()
         await asyncio.gather(*(self.meet(member) for member in found))
-        self._node.spawn(self._refresh())
+        self._refreshing = self._node.spawn(self._refresh())
+
+    def stop(self) -> None:
+        """Be listed no longer than the record lives, and meet nobody any more."""
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+        if self._spread is not None:
+            self._spread.cancel()
 
     def connected(self) -> list[Member]:
         """The members that a message can reach now, this peer included."""
@@ -89,7 +97,9 @@ class Neighbourhood:
         return self.strangers[strangers[0]]
 
     def on_hello(self, peer: PeerID, hello: Hello) -> Hello:
-        """A member speaks."""
+        """A member speaks. Raises Refused if it gives itself out as another."""
+        if hello.sender.key != peer.key:
+            raise Refused("HELLO in the name of another peer")
         difference = self.terms.difference(hello.terms)
         if difference is not None:
             if peer.key not in self.strangers:
@@ -110,7 +120,7 @@ class Neighbourhood:
 
     def spoke(self, peer: PeerID, member: Member) -> None:
         """A member has shown that it is there, whatever was known of it before."""
-        if member.key == peer.key and self.membership.returned(member):
+        if self.membership.returned(member):
             log.debug("%r knows %r now", self._node.peer_id, peer)
             self.tell_others()
 
@@ -162,7 +172,8 @@ class Neighbourhood:
         self._node.notify(others, self._service, self.hello())
 
     async def _refresh(self) -> None:
-        """Stay listed, and meet whoever is listed and not connected: newcomers, and both sides of a healed partition."""
+        """Stay listed, and meet whoever is listed and not connected: newcomers, and both sides of a healed
+        partition."""
         while True:
             # Peers that start together may each have read the directory before the other was listed: look again soon.
             alone = len(self.membership.members) == 1

@@ -143,6 +143,7 @@ class Swarm:
         self.node.notify(others, self.service, Leave())
         self.node.stop_serving(self.service)
         self._stop_listening()
+        self.neighbourhood.stop()
         for task in self._tasks:
             task.cancel()
         if self._lead is not None:
