@@ -286,9 +286,7 @@ class Swarm:
             case Join():
                 return self._on_join(peer, message, bytes(buffers[0]) if buffers else b"")
             case Begin():
-                if self._round.attempt is not None and self._lead is not None and peer == self.node.peer_id:
-                    self._round.attempt.join_to_begin = self._lead.join_to_begin
-                self._round.on_begin(peer, message, buffers)
+                self._on_begin(peer, message, buffers)
                 return None
             case Orphaned():
                 self._on_orphaned(peer, message, buffers)
@@ -303,6 +301,16 @@ class Swarm:
                 return Pong()
         self._on_notice(peer, message)
         return None
+
+    def _on_begin(self, peer: PeerID, begin: Begin, buffers: Sequence[memoryview]) -> None:
+        if peer.key not in self.membership.members:
+            # Should it be one that is wrongly believed to be lost, it must hear that it waits in vain.
+            reason = "BEGIN from a peer that is no member"
+            self.node.notify([peer], self.service, Broken(begin.round, self.me.key, False, reason))
+            raise Refused(reason)
+        if self._round.attempt is not None and self._lead is not None and peer == self.node.peer_id:
+            self._round.attempt.join_to_begin = self._lead.join_to_begin
+        self._round.on_begin(peer, begin, buffers)
 
     def _on_notice(self, peer: PeerID, message: Any) -> None:
         match message:
@@ -355,8 +363,6 @@ class Swarm:
             raise Refused("JOIN in the name of another peer")
         if len(gathered) > MAX_GATHER_BYTES:
             raise Refused(f"gather is {len(gathered)} bytes long; at most {MAX_GATHER_BYTES} are allowed")
-        if not join.weight < float("inf"):
-            raise Refused(f"a weight of {join.weight}")
         difference = join.terms.difference(self.neighbourhood.terms)
         if difference is not None:
             raise Refused(difference)
@@ -408,7 +414,9 @@ class Swarm:
     def _on_commit(self, peer: PeerID, commit: Commit) -> None:
         if commit.tip != self.tip:
             return  # passed on by another member before, or of a state that this peer does not have
-        if peer.key not in self.membership.members and peer.key not in commit.members:
+        begin = self.participant.begin
+        in_round = begin is not None and any(member.key == peer.key for member in begin.members)
+        if not in_round and peer.key not in self.membership.members:
             raise Refused("COMMIT from a peer that is no member")
         self._round.on_commit(commit)
         self.participant.advance(commit)
