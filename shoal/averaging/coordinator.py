@@ -261,7 +261,7 @@ class Coordinator:
         self.ballot = Ballot(self.ballot.number + 1, self.me)
         self.have, self.done = {}, {}
         begin = self.begin if self.took_over else None
-        return [Send(tuple(self.live()), Survey(self.begin.round, self.ballot, tuple(self.out), begin))]
+        return [Send(tuple(self.live()), Survey(self.tip, self.begin.round, self.ballot, tuple(self.out), begin))]
 
     def outbid(self, ballot: Ballot, reachable: bool, now: float) -> list[Send]:
         """A member follows a higher ballot: give way to its holder if that is `reachable`; if it is lost, bid

@@ -9,13 +9,27 @@ import msgspec
 
 from shoal.averaging.coordinator import Coordinator, Phase, Send
 from shoal.averaging.member import Member
-from shoal.averaging.messages import Begin, Broken, Count, Done, Have, Join, Progress, Survey
+from shoal.averaging.messages import (
+    Begin,
+    Broken,
+    Count,
+    Done,
+    Follows,
+    Have,
+    Hello,
+    Join,
+    Progress,
+    Repair,
+    Survey,
+)
+from shoal.averaging.tip import Tip
 from shoal.p2p.errors import P2PError, Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Node, Service
 
 # Within so long all members notice that one is lost. Whoever is complained of and not lost by then has lost a link only.
 NOTICE_SECONDS = 0.5
+MAX_REFUSED_REPAIRS = 3  # by one member; then it is out
 
 
 class Lead:
@@ -24,6 +38,7 @@ class Lead:
     Args:
         coordinator: decides.
         connected: the members that can be reached now.
+        heard: called with the tip of a member that is past this round.
         survey_timeout: seconds that a member may take to answer a survey.
     """
 
@@ -33,14 +48,16 @@ class Lead:
         node: Node,
         service: Service,
         connected: Callable[[], list[Member]],
+        heard: Callable[[PeerID, Tip], None],
         survey_timeout: float,
     ) -> None:
         self.coordinator = coordinator
         self._node, self._service = node, service
-        self._connected = connected
+        self._connected, self._heard = connected, heard
         self._survey_timeout = survey_timeout
         self._timer: asyncio.TimerHandle | None = None
         self._complaints: dict[bytes, dict[bytes, str]] = {}  # of whom each member complains, and why
+        self._unrepaired: dict[PeerID, int] = {}
         self.last_join_at: float | None = None
         self.join_to_begin: float | None = None
 
@@ -87,13 +104,18 @@ class Lead:
             self._act(self.coordinator.put_out(broken.peer, broken.reason, self._now()))
         else:
             self._complaints.setdefault(peer.key, {})[broken.peer] = broken.reason
-            asyncio.get_running_loop().call_later(NOTICE_SECONDS, self._judge, peer.key, broken.peer)
+            asyncio.get_running_loop().call_later(NOTICE_SECONDS, self._judge, peer.key, broken.peer, False)
 
-    def _judge(self, complainer: bytes, other: bytes) -> None:
+    def _judge(self, complainer: bytes, other: bytes, asked: bool) -> None:
         """Two members that we both reach can't reach each other: out goes the one that complains of several, else the
-        one complained of."""
+        one complained of. Both are asked first: one may have a commit, or follow another coordinator by now."""
         reasons, live = self._complaints[complainer], self.coordinator.live()
-        if complainer in live and other in live:
+        if self.over or complainer not in live or other not in live:
+            return
+        if not asked:
+            self._act(self.coordinator.start_survey(self._now()))
+            asyncio.get_running_loop().call_later(NOTICE_SECONDS, self._judge, complainer, other, True)
+        else:
             key = other if len([k for k in reasons if k in live]) == 1 else complainer
             self._act(self.coordinator.put_out(key, reasons[other], self._now()))
 
@@ -122,6 +144,9 @@ class Lead:
             elif isinstance(action.message, Survey):
                 for peer in peers:
                     self._node.spawn(self._survey(peer, action.message))
+            elif isinstance(action.message, Repair):
+                for peer in peers:
+                    self._node.spawn(self._repair(peer, action.message))
             else:
                 self._node.notify(peers, self._service, action.message)
         self._set_timer()
@@ -138,16 +163,34 @@ class Lead:
 
     async def _survey(self, peer: PeerID, survey: Survey) -> None:
         buffers = [self._gathered(survey.begin)] if survey.begin is not None else []
+        timeout = self._survey_timeout
         try:
-            have = await self._node.call(
-                peer, self._service, survey, Have, timeout=self._survey_timeout, buffers=buffers
-            )
+            reply = await self._node.call_for_buffers(peer, self._service, survey, timeout=timeout, buffers=buffers)
         except (P2PError, TimeoutError) as error:
             if self.coordinator.ballot == survey.ballot:
                 self._act(self.coordinator.put_out(peer.key, f"no answer to a survey: {error}", self._now()))
-        else:
-            if have.ballot > survey.ballot:
-                reachable = self._node.is_connected(PeerID(have.ballot.coordinator))
-                self._act(self.coordinator.outbid(have.ballot, reachable, self._now()))
-            else:
-                self._act(self.coordinator.surveyed(peer.key, survey.ballot, have, self._now()))
+            return
+        match reply.body:
+            case Have(ballot=ballot) if ballot > survey.ballot:
+                reachable = self._node.is_connected(PeerID(ballot.coordinator))
+                self._act(self.coordinator.outbid(ballot, reachable, self._now()))
+            case Have():
+                self._act(self.coordinator.surveyed(peer.key, survey.ballot, reply.body, self._now()))
+            case Hello(tip=tip) if tip.outranks(self.coordinator.tip):
+                # The round was committed without us, and its members have gone on since.
+                self._act(self.coordinator.abort("others are past this round"))
+                self._heard(peer, tip)
+            case _:
+                self._act(self.coordinator.put_out(peer.key, "it is not at this state", self._now()))
+
+    async def _repair(self, peer: PeerID, repair: Repair) -> None:
+        try:
+            await self._node.call(peer, self._service, repair, Follows, timeout=self._survey_timeout)
+        except (P2PError, TimeoutError) as error:
+            if self.coordinator.ballot != repair.ballot or self.coordinator.phase is not Phase.RUNNING:
+                return
+            self._unrepaired[peer] = self._unrepaired.get(peer, 0) + 1
+            if self._unrepaired[peer] > MAX_REFUSED_REPAIRS:
+                self._act(self.coordinator.put_out(peer.key, f"it does not follow repairs: {error}", self._now()))
+            else:  # it may follow a higher ballot, or have a commit: a survey tells
+                self._act(self.coordinator.start_survey(self._now()))

@@ -11,8 +11,8 @@
 | Done | member → coordinator | I have every chunk, and this is their digest |
 | Orphaned | member → successor | our coordinator is lost: take over |
 | Broken | member → coordinator | I can't go on with that peer, because … |
-| Survey → Have | coordinator → members | these are out; which chunks do you hold? |
-| Repair | coordinator → members | where the chunks come from that nobody brings any more |
+| Survey → Have or Hello | coordinator → members | these are out; which chunks do you hold? or: that is past |
+| Repair → Follows | coordinator → members | where the chunks come from that nobody brings any more |
 | Fetch → Result | member → holder | send me that chunk |
 | Digests → Committed | member → holder | I missed that round: what was it? |
 | Commit | coordinator → members, passed on | this digest is the result: apply it |
@@ -182,6 +182,7 @@ class Survey(msgspec.Struct, tag=13, array_like=True, frozen=True):
     """The members `out` have left the round; follow this ballot, and tell what you hold. A successor adds the BEGIN
     (and what was gathered, in the buffer), which may not have reached everybody."""
 
+    tip: Tip
     round: Round
     ballot: Ballot
     out: Keys
@@ -280,7 +281,13 @@ class Leave(msgspec.Struct, tag=24, array_like=True, frozen=True):
     """The sender leaves the run; its connections may stay."""
 
 
+class Follows(msgspec.Struct, tag=25, array_like=True, frozen=True):
+    """The answer to Repair: the sender goes by it."""
+
+    ballot: Ballot
+
+
 Message = (
     Hello | Progress | Count | Call | Join | Joined | Elsewhere | Begin | Part | Result | Done | Broken | Survey | Have
-    | Repair | Fetch | Commit | Abort | Ping | Pong | Digests | Committed | Orphaned | Leave
+    | Repair | Fetch | Commit | Abort | Ping | Pong | Digests | Committed | Orphaned | Leave | Follows
 )  # fmt: skip

@@ -47,7 +47,7 @@ class Neighbourhood:
         *,
         tip: Callable[[], Tip],
         changed: Callable[[], None],
-        heard: Callable[[Tip], None],
+        heard: Callable[[PeerID, Tip], None],
     ) -> None:
         self.membership = membership
         self._node, self._service, self._directory = node, service, directory
@@ -115,7 +115,7 @@ class Neighbourhood:
         news = self.membership.learn(hello.members)
         for member in news:
             self._node.spawn(self.meet(member))
-        self._heard(hello.tip)
+        self._heard(peer, hello.tip)
         return self.hello()
 
     def spoke(self, peer: PeerID, member: Member) -> None:

@@ -22,6 +22,7 @@ from shoal.averaging.messages import (
     Digests,
     Done,
     Fetch,
+    Follows,
     Have,
     Part,
     Repair,
@@ -205,7 +206,7 @@ class RoundDriver:
         out = tuple(book.out)
         return Have(survey.ballot, digests, self._participant.done, out, self._participant.repair, None)
 
-    def on_repair(self, peer: PeerID, repair: Repair) -> None:
+    def on_repair(self, peer: PeerID, repair: Repair) -> Follows:
         """A coordinator says where chunks come from now. Raises Refused if it must not be followed."""
         attempt = self.attempt
         try:
@@ -218,6 +219,7 @@ class RoundDriver:
         if sources:
             self._node.spawn(self._fetch_for_repair(attempt, [(s.owner, s.chunk, s.digest) for s in sources]))
         self._follow_plan(repair.round)
+        return Follows(repair.ballot)
 
     async def _fetch_for_repair(self, attempt: Attempt, wanted: list[tuple[bytes, int, bytes]]) -> None:
         exchange = attempt.exchange

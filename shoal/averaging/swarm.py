@@ -176,7 +176,7 @@ class Swarm:
             case Elsewhere():
                 await self.neighbourhood.meet(answer.body.coordinator)
             case Hello():
-                self._heard(answer.body.tip)
+                self._heard(answer.body.sender.peer, answer.body.tip)
                 if answer.body.tip.outranks(self.tip):
                     raise Behind(f"the swarm is at epoch {answer.body.tip.epoch}, this peer at {self.tip.epoch}")
         return Count(report.tip, report.samples, report.rate, 1, False)
@@ -265,7 +265,7 @@ class Swarm:
             if isinstance(answer.body, Elsewhere):
                 await self.neighbourhood.meet(answer.body.coordinator)
             elif isinstance(answer.body, Hello):
-                self._heard(answer.body.tip)
+                self._heard(answer.body.sender.peer, answer.body.tip)
             # The two views or tips differ, and are about to be exchanged; asking at once again would only spin.
             await asyncio.sleep(0.05)
         self._changed.set()
@@ -291,8 +291,12 @@ class Swarm:
             case Orphaned():
                 self._on_orphaned(peer, message, buffers)
                 return None
+            case Survey() if message.tip != self.tip and not self._committed(message.round):
+                return self.neighbourhood.hello()
             case Survey():
                 return self._round.on_survey(peer, message, buffers)
+            case Repair():
+                return self._round.on_repair(peer, message)
             case Fetch() | Digests():
                 return self._round.on_fetch(message)
             case Hello():
@@ -316,8 +320,6 @@ class Swarm:
         match message:
             case Call():
                 self._on_call(peer, message)
-            case Repair():
-                self._round.on_repair(peer, message)
             case Commit():
                 self._on_commit(peer, message)
             case Broken():
@@ -333,6 +335,10 @@ class Swarm:
                 self._lost(peer.key)
             case _:
                 raise Refused(f"{type(message).__name__} is an answer, and nothing was asked")
+
+    def _committed(self, round_id: bytes) -> bool:
+        """Whether that round is the one that led to this peer's tip."""
+        return self.participant.commit is not None and self.participant.commit.round == round_id
 
     def _on_call(self, peer: PeerID, call: Call) -> None:
         """A peer that takes itself for the coordinator calls the round of a tip."""
@@ -353,7 +359,7 @@ class Swarm:
     # -- as coordinator
 
     async def _on_progress(self, peer: PeerID, report: Progress) -> Answer:
-        standing = await self._standing(report.tip)
+        standing = await self._standing(peer, report.tip)
         if standing is not None:
             return standing
         return self._leading().progress(peer, report)
@@ -368,18 +374,18 @@ class Swarm:
             raise Refused(difference)
         self.node.learn(peer, join.sender.multiaddrs())
         self.neighbourhood.spoke(peer, join.sender)
-        standing = await self._standing(join.tip)
+        standing = await self._standing(peer, join.tip)
         if standing is not None:
             return standing
         self._leading().join(peer, join, gathered)
         return Joined(self.tip)
 
-    async def _standing(self, tip: Tip) -> Answer:
+    async def _standing(self, peer: PeerID, tip: Tip) -> Answer:
         """None if this peer coordinates for that tip; else what to answer instead."""
         if tip != self.tip and not self.tip.outranks(tip):
             await self._wait_for_tip(tip)
         if tip != self.tip:
-            self._heard(tip)
+            self._heard(peer, tip)
             return self.neighbourhood.hello()
         if self._lead is not None and not self._lead.over:
             return None
@@ -408,7 +414,9 @@ class Swarm:
     def _follow_lead(self, coordinator: Coordinator) -> None:
         if self._lead is not None:
             self._lead.stop()
-        self._lead = Lead(coordinator, self.node, self.service, self.neighbourhood.connected, self._chunk_timeout)
+        self._lead = Lead(
+            coordinator, self.node, self.service, self.neighbourhood.connected, self._heard, self._chunk_timeout
+        )
         self._lead.members_changed()
 
     def _on_commit(self, peer: PeerID, commit: Commit) -> None:
@@ -452,11 +460,7 @@ class Swarm:
         if self._lead is not None and not self._lead.over:
             phase = self._lead.coordinator.phase
             if coordinator.key != self.me.key and phase in (Phase.COUNTING, Phase.GATHERING):
-                # Somebody before us in the order has appeared: those who reported or joined here belong there.
-                told = [PeerID(k) for k in {**self._lead.coordinator.counts, **self._lead.coordinator.joins}]
-                self._lead.stop()
-                self._lead = None
-                self.node.notify([p for p in told if p.key != self.me.key], self.service, Elsewhere(coordinator))
+                self._resign(coordinator)  # somebody before us in the order has appeared
             else:
                 self._lead.members_changed()
         if self._report is not None and self._report.tip == self.tip:
@@ -464,17 +468,29 @@ class Swarm:
                 self.node.spawn(self._report_again())
         self._changed.set()
 
+    def _resign(self, other: Member) -> None:
+        """Coordinate this tip no more: those who reported or joined here are sent to `other`."""
+        assert self._lead is not None
+        told = [PeerID(key) for key in {**self._lead.coordinator.counts, **self._lead.coordinator.joins}]
+        self._lead.stop()
+        self._lead = None
+        self.node.notify([p for p in told if p != self.node.peer_id], self.service, Elsewhere(other))
+
     async def _report_again(self) -> None:
         try:
             await self._send_report()
         except (P2PError, AveragingError, TimeoutError) as error:
             log.debug("%r could not report: %s", self.node.peer_id, error)
 
-    def _heard(self, tip: Tip) -> None:
+    def _heard(self, peer: PeerID, tip: Tip) -> None:
         """A member told its tip."""
         if not tip.outranks(self.tip):
             return
         self.behind = tip
+        lead = self._lead
+        if lead is not None and lead.coordinator.phase in (Phase.COUNTING, Phase.GATHERING):
+            # The round of our tip was committed without us: none is begun any more, and those who wait hear where.
+            self._resign(self.membership.members.get(peer.key, self.me))
         if self._coordinator_of_round() is None:
             self._round.leave()  # an orphan of a round that the others are past
         attempt = self._round.attempt
@@ -502,7 +518,11 @@ class Swarm:
         ballot = self.participant.ballot
         if ballot is None or not self.node.is_connected(PeerID(ballot.coordinator)):
             return None
-        return None if ballot.coordinator == self.me.key and (self._lead is None or self._lead.over) else ballot.coordinator
+        return (
+            None
+            if ballot.coordinator == self.me.key and (self._lead is None or self._lead.over)
+            else ballot.coordinator
+        )
 
     def _succeed(self) -> None:
         """If nobody coordinates the round that this peer is in: take over, or tell the one whose turn it is."""
