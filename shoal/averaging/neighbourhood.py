@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -18,7 +19,6 @@ from shoal.p2p.node import Node, Service
 log = logging.getLogger(__name__)
 
 MEET_TIMEOUT = 5.0
-ALONE_REFRESH_SECONDS = 2.0
 FIRST_REFRESH_SECONDS = 0.5  # until the first commit
 SPREAD_DELAY = 0.02  # news of members that come together is told together
 
@@ -56,6 +56,7 @@ class Neighbourhood:
         self._tip, self._changed, self._heard = tip, changed, heard
         self._meeting: set[bytes] = set()
         self._spread: asyncio.TimerHandle | None = None
+        self._look_now = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -149,6 +150,10 @@ class Neighbourhood:
         except (P2PError, TimeoutError) as error:
             log.debug("%r could not meet %r: %s", self._node.peer_id, peer, error)
 
+    def look(self) -> None:
+        """Read the directory now: somebody must be there, and is not known."""
+        self._look_now.set()
+
     def lose(self, key: bytes) -> None:
         """A member can't be reached any more."""
         if not self._node.is_connected(PeerID(key)):
@@ -176,9 +181,10 @@ class Neighbourhood:
         partition."""
         while True:
             # Peers that start together may each have read the directory before the other was listed: look again soon.
-            alone = len(self.membership.members) == 1
-            pause = ALONE_REFRESH_SECONDS if alone else REFRESH_SECONDS
-            await asyncio.sleep(pause if self._tip().epoch else FIRST_REFRESH_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REFRESH_SECONDS if self._tip().epoch else FIRST_REFRESH_SECONDS):
+                    await self._look_now.wait()
+            self._look_now.clear()
             try:
                 await self._directory.publish(self.membership.me)
                 listed = await self._directory.read()

@@ -515,14 +515,12 @@ class Swarm:
 
     def _coordinator_of_round(self) -> bytes | None:
         """Who coordinates the round that this peer is in; None if that one is lost, or gave way to another."""
-        ballot = self.participant.ballot
+        ballot, lead = self.participant.ballot, self._lead
         if ballot is None or not self.node.is_connected(PeerID(ballot.coordinator)):
             return None
-        return (
-            None
-            if ballot.coordinator == self.me.key and (self._lead is None or self._lead.over)
-            else ballot.coordinator
-        )
+        if ballot.coordinator == self.me.key and (lead is None or lead.coordinator.phase is Phase.ABORTED):
+            return None
+        return ballot.coordinator
 
     def _succeed(self) -> None:
         """If nobody coordinates the round that this peer is in: take over, or tell the one whose turn it is."""
@@ -576,6 +574,8 @@ class Swarm:
 
     def _waited_for(self) -> list[bytes]:
         """On whom this peer waits now; also the moment to see whether a round gets on, and has a coordinator."""
+        if self._round.attempt is not None and len(self.neighbourhood.connected()) < max(2, self.rules.min_group):
+            self.neighbourhood.look()
         self._round.check_stalled()
         self._succeed()
         if self._lead is not None and not self._lead.over and self._lead.coordinator.phase is not Phase.COUNTING:
