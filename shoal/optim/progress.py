@@ -107,7 +107,7 @@ class ProgressTracker:
         self._samples = 0.0
         self._pending: Future[None] | None = None
         # The rest belongs to the reactor's thread.
-        self._count: tuple[Count, float, float] | None = None  # with when it came, and our samples in it
+        self._count: tuple[Count, float, float, float] | None = None  # with when it came, our samples and rate in it
         self._latest: tuple[Tip, float, float] = (self._tip, 0.0, 0.0)
         self._sending: asyncio.Task[None] | None = None
 
@@ -119,7 +119,7 @@ class ProgressTracker:
     @property
     def global_progress(self) -> GlobalProgress:
         """What all peers have, as the coordinator last told it."""
-        samples, _, peers = self._estimate(0.0)
+        samples, _, peers = self._estimate(0.0)  # counted ones only
         eta = self.estimated_next_update_time
         return GlobalProgress(self.global_epoch, samples, self.target_batch_size, peers, eta)
 
@@ -188,7 +188,7 @@ class ProgressTracker:
                     return  # the epoch is over; the trainer's thread will see it
                 count = await self._swarm.report(samples, rate)
                 if tip == count.tip:
-                    self._count = (count, time.monotonic(), samples)
+                    self._count = (count, time.monotonic(), samples, rate)
         finally:
             self._sending = None
 
@@ -198,9 +198,10 @@ class ProgressTracker:
         counted, mine = self._count, self.performance_ema.samples_per_second
         if counted is None or counted[0].tip != self._tip:
             return self._samples, mine, 1
-        count, counted_at, counted_mine = counted
-        others = max(0.0, count.rate - mine) * max(0.0, now - counted_at)
-        return count.samples - counted_mine + self._samples + others, count.rate, count.peers
+        count, counted_at, counted_samples, counted_rate = counted
+        others = max(0.0, count.rate - counted_rate)
+        made_since = others * max(0.0, now - counted_at)
+        return count.samples - counted_samples + self._samples + made_since, others + mine, count.peers
 
 
 def _take(future: Future[None]) -> None:

@@ -1,0 +1,64 @@
+"""A peer that starts late downloads the state while the others go on, and trains with them from the next epoch on."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+from tests.optim.processes import Pool, by_epoch, events, gaps, training, wait_until
+
+WIDE = 512
+"""Width of the model whose state (with AdamW's) is 3 MB: its download takes several messages."""
+
+
+def test_newcomer_joins_while_the_others_train(pool: Pool) -> None:
+    run = {"optimizer": "adamw", "scheduler": "steps", "width": WIDE, "target": 64}
+    with training(pool, 4, **run) as peers:
+        old = list(peers.all)
+        for peer in old:
+            peer.ask(do="train", batch=8, pause=0.1)
+        wait_until(lambda: len(events(old[0])) >= 6)
+        before = time.monotonic()
+        [newcomer] = peers.add(1, seed=77)
+        newcomer.ask(do="train", batch=8, pause=0.1)
+        wait_until(lambda: sum(event["kind"] == "epoch" for event in events(newcomer)) >= 2)
+        after = time.monotonic()
+        last = max(event["epoch"] for peer in old for event in events(peer)) + 5
+        for peer in peers.all:
+            peer.tell(do="stop", epoch=last)
+        states = [peer.hear() for peer in peers.all]
+        histories = [events(peer) for peer in peers.all]
+
+    # It took the state (again, where the others' next epoch was over before its download) and then made every epoch.
+    newest = histories[4]
+    downloads = [event for event in newest if event["kind"] == "download"]
+    steps = newest[len(downloads) :]
+    assert 1 <= len(downloads) <= 3, newest
+    assert all(event["kind"] == "epoch" for event in steps), newest
+    assert [event["epoch"] for event in steps] == list(range(downloads[-1]["epoch"] + 1, last + 1)), newest
+    # It is in the next round; one that was under way already it has fetched.
+    assert all(event["peers"] == 5 for event in steps[1:]), steps
+    # Nobody waited for it: the others' epochs went on while it started and downloaded.
+    assert all(event["kind"] == "epoch" for history in histories[:4] for event in history), "a veteran downloaded"
+    healthy = median(gap for end, gap in gaps(histories[0]) if end < before)
+    during = [gap for end, gap in gaps(histories[0]) if before < end < after + 1]
+    assert max(during) < 3 * healthy + 1.0, (healthy, during)
+    # All are the same in all bits, of the optimizer's state too.
+    assert all(state == states[0] for state in states), states
+    by_epoch(histories)
+
+
+def test_peers_that_begin_from_different_weights_are_equal_after_one_epoch(pool: Pool) -> None:
+    with training(pool, 4, optimizer="adamw", scheduler="cosine", seed=[1, 2, 3, 3]) as peers:
+        for peer in peers.all:
+            peer.ask(do="train", batch=16, pause=0.0)
+        for peer in peers.all:
+            peer.tell(do="stop", epoch=4)
+        states = [peer.hear() for peer in peers.all]
+        histories = [events(peer) for peer in peers.all]
+    assert all(state == states[0] for state in states), states
+    digests = by_epoch(histories)
+    assert set(digests) == {1, 2, 3, 4}
+    # The two that had the same weights keep them; the others download.
+    assert [history[0]["kind"] for history in histories] == ["download", "download", "epoch", "epoch"]
+    assert [event["kind"] for event in histories[0]] == ["download", "epoch", "epoch", "epoch"]

@@ -1,0 +1,212 @@
+"""One training peer as a process of its own: obeys JSON lines on stdin, answers with JSON lines.
+
+It can begin and end any number of trainings, each with a new DHT, so that tests share the start of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+import shoal
+from shoal.flat import bytes_of
+from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
+
+CODECS = {"none": shoal.compression.NoCompression(), "float16": shoal.compression.Float16Compression()}
+
+
+def say(**message: Any) -> None:
+    print(json.dumps(message), flush=True)
+
+
+class Log(logging.Handler):
+    """Keeps the warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class Training:
+    """A model, its optimizer and its DHT.
+
+    Args:
+        initial_peers: of the DHT.
+        run: what differs between tests: see `make_optimizer`.
+    """
+
+    def __init__(self, initial_peers: list[str], run: dict[str, Any]) -> None:
+        self.log = Log()
+        logging.getLogger("shoal").addHandler(self.log)
+        self.dht = shoal.DHT(initial_peers, start=True)
+        self.model = make_model(run.pop("seed", 0), run.pop("width", 20))
+        started = time.perf_counter()
+        try:
+            self.optimizer = self.make_optimizer(**run)
+        except BaseException:
+            self.dht.shutdown()
+            raise
+        self.start_seconds = time.perf_counter() - started
+        self.events: list[dict[str, Any]] = []
+        self.optimizer.on_event = self.heard
+        self.thread: threading.Thread | None = None
+        self.stop_at: float = float("inf")
+        self.poisoned = 0
+        self.dies = False  # when it coordinates
+        self.errors: list[str] = []
+
+    def make_optimizer(
+        self,
+        *,
+        optimizer: str = "sgd",
+        scheduler: str = "none",
+        codec: str = "none",
+        target: int = 64,
+        run_id: str = "test",
+        **arguments: Any,
+    ) -> shoal.Optimizer:
+        return shoal.Optimizer(
+            dht=self.dht,
+            run_id=run_id,
+            target_batch_size=target,
+            params=self.model.parameters(),
+            optimizer=OPTIMIZERS[optimizer],
+            scheduler=SCHEDULERS[scheduler],
+            grad_compression=CODECS[codec],
+            **arguments,
+        )
+
+    def heard(self, event: shoal.EpochReport | shoal.DownloadReport) -> None:
+        kind = "epoch" if isinstance(event, shoal.EpochReport) else "download"
+        line = {"kind": kind, "time": time.monotonic(), "epoch": event.epoch, "digest": event.state_digest}
+        if isinstance(event, shoal.EpochReport):
+            line |= {"peers": event.num_peers, "coordinator": event.coordinator, "samples": event.samples}
+        self.events.append(line)
+
+    def fixed(self, share: tuple[int, int], epochs: int, parts: int = 1) -> None:
+        """`epochs` epochs of this peer's share of the fixed batches, each in so many steps."""
+        start, stop = share
+        for epoch in range(epochs):
+            inputs, outputs = fixed_batch(epoch)
+            size = (stop - start) // parts
+            for part in range(parts):
+                first, last = start + part * size, stop if part == parts - 1 else start + (part + 1) * size
+                backward(self.model, inputs[first:last], outputs[first:last])
+                self.optimizer.step(batch_size=last - first)
+            while self.optimizer.local_epoch == epoch:
+                self.optimizer.step(batch_size=0)
+                time.sleep(0.001)
+
+    def train(self, batch: int, pause: float) -> None:
+        """Train on random batches, each taking at least `pause` seconds, until told to stop."""
+        generator = torch.Generator().manual_seed(hash(self.dht.peer_id.key) % 2**31)
+        while self.optimizer.local_epoch < self.stop_at:
+            inputs = torch.randn(batch, 10, generator=generator)
+            backward(self.model, inputs, inputs[:, :1])
+            if self.poisoned:
+                self.poisoned -= 1
+                next(self.model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
+            time.sleep(pause)
+            if self.dies and self.coordinates():
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                self.optimizer.step(batch_size=batch)
+            except shoal.AveragingError as error:
+                self.errors.append(str(error))
+                return
+
+    def coordinates(self) -> bool:
+        swarm = self.optimizer._run.swarm
+        return swarm.neighbourhood.coordinator() == swarm.me
+
+    def begin_to_train(self, batch: int, pause: float) -> None:
+        self.stop_at = float("inf")
+        self.thread = threading.Thread(target=self.train, args=(batch, pause))
+        self.thread.start()
+
+    def stop(self, epoch: int | None) -> None:
+        """Train on until `epoch`, or stop now."""
+        self.stop_at = 0 if epoch is None else epoch
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+
+    def state(self) -> dict[str, Any]:
+        """Digests of all that must be equal at all peers."""
+        statistics = blake3()
+        inner = self.optimizer.state_dict()["state"]
+        for index in sorted(key for key in inner if isinstance(key, int)):
+            for name, value in sorted(inner[index].items()):
+                statistics.update(name.encode())
+                statistics.update(bytes_of(value.detach().contiguous()))
+        scheduler = self.optimizer.scheduler
+        return {
+            "epoch": self.optimizer.local_epoch,
+            "parameters_digest": blake3(bytes_of(flat(self.model))).hexdigest(),
+            "statistics": statistics.hexdigest(),
+            "scheduler": None if scheduler is None else {k: repr(v) for k, v in scheduler.state_dict().items()},
+            "rate": repr(self.optimizer.param_groups[0]["lr"]),
+        }
+
+    def end(self) -> None:
+        self.stop(None)
+        self.optimizer.shutdown()
+        self.dht.shutdown()
+        logging.getLogger("shoal").removeHandler(self.log)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.ERROR)
+    say(addresses=[], peer="")
+    training: Training | None = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["do"] == "begin":
+            try:
+                training = Training(command["initial_peers"], command["run"])
+            except shoal.AveragingError as error:
+                say(error=str(error))
+                continue
+            addresses = [str(address) for address in training.dht.get_visible_maddrs()]
+            say(addresses=addresses, peer=str(training.dht.peer_id), seconds=training.start_seconds)
+            continue
+        assert training is not None
+        match command["do"]:
+            case "fixed":
+                training.fixed(command["share"], command["epochs"], command.get("parts", 1))
+                say(parameters=flat(training.model).tolist(), **training.state())
+            case "train":
+                training.begin_to_train(command["batch"], command["pause"])
+                say(ok=True)
+            case "stop":
+                training.stop(command.get("epoch"))
+                say(**training.state())
+            case "poison":
+                training.poisoned = command["steps"]
+                say(ok=True)
+            case "die as coordinator":
+                training.dies = True
+                say(ok=True)
+            case "report":
+                alive = training.thread is not None and training.thread.is_alive()
+                say(events=training.events, log=training.log.lines, errors=training.errors, training=alive)
+            case "end":
+                training.end()
+                training = None
+                say(ok=True)
+
+
+main()
