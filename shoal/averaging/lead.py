@@ -119,9 +119,13 @@ class Lead:
             key = other if len([k for k in reasons if k in live]) == 1 else complainer
             self._act(self.coordinator.put_out(key, reasons[other], self._now()))
 
-    def postpone(self) -> None:
-        """A member that was called is in a round of another coordinator."""
-        self._act(self.coordinator.postpone(self._now()))
+    def elsewhere(self, peer: PeerID) -> None:
+        """A member that was called is in a round of another coordinator: going on without it might give this tip two
+        results, so this round waits or, if it has begun, ends."""
+        if self.coordinator.begin is None:
+            self._act(self.coordinator.postpone(self._now()))
+        elif not self.over and peer.key in self.coordinator.live():
+            self._act(self.coordinator.abort("a member is in a round of another coordinator"))
 
     def take_over(self) -> None:
         """Begin as the successor of a coordinator that was lost."""

@@ -21,6 +21,7 @@ from shoal.averaging.messages import (
     Committed,
     Digests,
     Done,
+    Elsewhere,
     Fetch,
     Follows,
     Have,
@@ -85,9 +86,18 @@ class RoundDriver:
         try:
             self.enter(peer, begin, buffers, relayed=False)
         except RuleBroken as error:
-            # The coordinator waits for this peer now: it must hear that it waits in vain.
-            self._node.notify([peer], self._service, Broken(begin.round, self._me.key, False, str(error)[:256]))
+            # The coordinator waits for this peer now: it must hear that it waits in vain, and for whom it would have to.
+            other = self._other_coordinator(peer)
+            broken = Broken(begin.round, self._me.key, False, str(error)[:256])
+            self._node.notify([peer], self._service, Elsewhere(other) if other is not None else broken)
             raise Refused(str(error)) from error
+
+    def _other_coordinator(self, peer: PeerID) -> Member | None:
+        """Who coordinates the round that this peer is in, if that is not `peer`."""
+        begin, ballot = self._participant.begin, self._participant.ballot
+        if begin is None or ballot is None or ballot.coordinator == peer.key:
+            return None
+        return next((member for member in begin.members if member.key == ballot.coordinator), None)
 
     def enter(self, peer: PeerID, begin: Begin, buffers: Sequence[memoryview], *, relayed: bool) -> None:
         """Enter a round; `relayed` by another than its coordinator. Raises RuleBroken if this peer must not follow."""

@@ -329,7 +329,7 @@ class Swarm:
                 self._round.on_abort(peer, message)
             case Elsewhere():
                 if self._lead is not None:
-                    self._lead.postpone()
+                    self._lead.elsewhere(peer)
                 self.node.spawn(self.neighbourhood.meet(message.coordinator))
             case Leave():
                 self._lost(peer.key)
@@ -427,6 +427,10 @@ class Swarm:
         if not in_round and peer.key not in self.membership.members:
             raise Refused("COMMIT from a peer that is no member")
         self._round.on_commit(commit)
+        if begin is not None and begin.round != commit.round:
+            # Another round of this tip than the one that we are in: those in ours must hear that it is void.
+            others = [member.peer for member in begin.members if member.key != self.me.key]
+            self.node.notify(others, self.service, commit)
         self.participant.advance(commit)
         self.membership.fix(commit.view)
         self._new_tip()
