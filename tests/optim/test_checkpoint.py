@@ -1,0 +1,99 @@
+"""State dicts: a peer that is stopped and started again goes on bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
+
+Alone = Callable[..., shoal.Optimizer]
+
+
+def train(model: nn.Module, optimizer: shoal.Optimizer, epochs: range) -> None:
+    for epoch in epochs:
+        backward(model, *fixed_batch(epoch))
+        optimizer.step(batch_size=64)
+        assert optimizer.local_epoch == epoch + 1
+
+
+@pytest.mark.parametrize(("name", "scheduler"), [("adamw", "steps"), ("sgd", "cosine")])
+def test_going_on_from_a_file(alone: Alone, name: str, scheduler: str) -> None:
+    arguments: dict[str, Any] = {"optimizer": OPTIMIZERS[name], "scheduler": SCHEDULERS[scheduler]}
+    model = make_model()
+    optimizer = alone(model, target_batch_size=64, **arguments)
+    train(model, optimizer, range(4))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(model, optimizer, range(4, 8))
+    optimizer.shutdown()
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again = make_model(seed=99)
+    restarted = alone(again, target_batch_size=64, run_id=optimizer.run_id, **arguments)
+    again.load_state_dict(saved["model"])
+    restarted.load_state_dict(saved["optimizer"])
+    assert restarted.local_epoch == 4
+    assert restarted.tracker.global_epoch == 4
+    train(again, restarted, range(4, 8))
+    assert torch.equal(flat(again), flat(model))
+    assert restarted.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    mine, theirs = restarted.state_dict(), optimizer.state_dict()
+    assert mine["shoal"] == theirs["shoal"], "the lineage or the scheduler differs"
+
+
+def test_what_was_given_is_not_changed(alone: Alone) -> None:
+    model = make_model()
+    optimizer = alone(model, target_batch_size=64, optimizer=OPTIMIZERS["adamw"])
+    train(model, optimizer, range(2))
+    given = copy.deepcopy(optimizer.state_dict())
+    kept = copy.deepcopy(given)
+    other = make_model()
+    second = alone(other, target_batch_size=64, optimizer=OPTIMIZERS["adamw"])
+    second.load_state_dict(given)
+    train(other, second, range(2, 4))
+    assert given.keys() == kept.keys()
+    assert given["param_groups"] == kept["param_groups"]
+    for key, value in kept["state"].items():
+        if isinstance(key, int):
+            assert all(torch.equal(given["state"][key][name], tensor) for name, tensor in value.items())
+        else:
+            assert given["state"][key] == value
+
+
+def test_state_dicts_are_torchs_too(alone: Alone) -> None:
+    model, plain = make_model(), make_model()
+    local = OPTIMIZERS["adamw"](plain.parameters())
+    for epoch in range(2):
+        backward(plain, *fixed_batch(epoch))
+        local.step()
+    optimizer = alone(model, target_batch_size=64, optimizer=OPTIMIZERS["adamw"])
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(local.state_dict())
+    assert optimizer.local_epoch == 0
+    backward(model, *fixed_batch(2))
+    optimizer.step(batch_size=64)
+    backward(plain, *fixed_batch(2))
+    local.step()
+    assert torch.equal(flat(model), flat(plain))
+
+    third = make_model()
+    fresh = OPTIMIZERS["adamw"](third.parameters())
+    fresh.load_state_dict(optimizer.state_dict())
+    assert torch.equal(fresh.state[third[0].weight]["exp_avg"], local.state[plain[0].weight]["exp_avg"])
+
+
+def test_a_state_dict_of_another_model_is_refused(alone: Alone) -> None:
+    optimizer = alone(make_model(), target_batch_size=64, optimizer=OPTIMIZERS["adamw"])
+    other = OPTIMIZERS["adamw"](nn.Linear(3, 3).parameters())
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.local_epoch == 0
