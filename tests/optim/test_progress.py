@@ -162,5 +162,3 @@ def test_being_behind_is_told_even_if_the_report_was_not_waited_for(swarm: FakeS
     time.sleep(0.05)
     with pytest.raises(Behind, match="epoch 5"):
         tracker.report_local_progress(2.0)
-
-

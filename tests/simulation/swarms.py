@@ -3,107 +3,172 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
-from shoal.averaging.book import root_of
-from shoal.averaging.contribution import Contribution, Outcome
+from shoal.averaging.contribution import Contribution, Fault, Outcome, SendTo
 from shoal.averaging.coordinator import Rules
-from shoal.averaging.directory import DHTDirectory
+from shoal.averaging.directory import RECORD_SECONDS, DHTDirectory, Directory
 from shoal.averaging.errors import AveragingError
 from shoal.averaging.exchange import Exchange
 from shoal.averaging.member import Member, Role
 from shoal.averaging.messages import Begin, Commit, Terms
 from shoal.averaging.swarm import Swarm
+from shoal.averaging.tip import Tip
 from shoal.compression import NoCompression
 from shoal.dht.node import DHTNode
 from shoal.p2p.node import Node
 from shoal.simulation.world import World
 
 SCHEMA = bytes(32)
+TERMS = Terms({}, SCHEMA)
 
 
-@dataclass
+def seeds(count: int) -> range:
+    """The seeds of a sweep: `count` of them, or as many times more as SHOAL_SOAK says, for a soak run."""
+    return range(count * int(os.environ.get("SHOAL_SOAK", "1")))
+
+
+class Board:
+    """Where the peers of a run are listed, in the place of a DHT: free, and never wrong."""
+
+    def __init__(self) -> None:
+        self.listed: dict[bytes, tuple[float, Member]] = {}
+
+    def place(self) -> Directory:
+        """One peer's access to it."""
+        return _Place(self)
+
+
+class _Place(Directory):
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    async def publish(self, member: Member) -> None:
+        self._board.listed[member.key] = (asyncio.get_running_loop().time() + RECORD_SECONDS, member)
+
+    async def read(self) -> list[Member]:
+        now = asyncio.get_running_loop().time()
+        return [member for until, member in self._board.listed.values() if until > now]
+
+
+@dataclass(eq=False)
 class Peer:
     """A simulated peer with a vector of its own."""
 
     world: World
     node: Node
-    dht: DHTNode
     swarm: Swarm
     vector: torch.Tensor
     output: torch.Tensor
+    dht: DHTNode | None = None
     commits: list[Commit] = field(default_factory=list)
 
     @property
     def key(self) -> bytes:
         return self.node.peer_id.key
 
-    async def round(self, timeout: float = 60.0, weight: float = 1.0, bound: bool = False) -> Outcome:
-        """Take part in one round; `bound` to its state, as a training peer is."""
+    @property
+    def name(self) -> str:
+        return self.world.name(self.node.peer_id)
 
-        def open_exchange(begin: Begin, send: object, fault: object) -> Exchange:
-            return Exchange.of(self.key, begin, [self.vector], [self.output], NoCompression(), send, fault)  # type: ignore[arg-type]
+    @property
+    def alive(self) -> bool:
+        return not self.node.closed
 
-        contribution = Contribution(weight=weight, open=open_exchange, tip=self.swarm.tip if bound else None)
-        return await self.swarm.average(contribution, timeout)
+    @property
+    def tip(self) -> Tip:
+        return self.swarm.tip
 
-    def spawn_round(self, timeout: float = 60.0, weight: float = 1.0, bound: bool = False) -> asyncio.Task[Outcome]:
+    async def round(
+        self, timeout: float = 60.0, weight: float | None = None, bound: bool = False, patience: float = 15.0
+    ) -> Outcome:
+        """Take part in one round; `bound` to its state, as a training peer is. The weight is 1 unless given (0 of an
+        auxiliary)."""
+
+        def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
+            return Exchange.of(self.key, begin, [self.vector], [self.output], NoCompression(), send, fault)
+
+        if weight is None:
+            weight = 1.0 if self.swarm.me.contributes else 0.0
+        tip = self.swarm.tip if bound else None
+        return await self.swarm.average(Contribution(weight, open_exchange, patience=patience, tip=tip), timeout)
+
+    def spawn_round(
+        self, timeout: float = 60.0, weight: float | None = None, bound: bool = False, patience: float = 15.0
+    ) -> asyncio.Task[Outcome | AveragingError]:
         """A round as a task of the peer, which ends when the peer is killed."""
-        return self.node.spawn(self._logged_round(timeout, weight, bound))
+        return self.node.spawn(self._logged_round(timeout, weight, bound, patience))
 
-    async def _logged_round(self, timeout: float, weight: float, bound: bool) -> Outcome | AveragingError:
+    async def _logged_round(
+        self, timeout: float, weight: float | None, bound: bool, patience: float
+    ) -> Outcome | AveragingError:
         try:
-            outcome = await self.round(timeout, weight, bound)
+            outcome = await self.round(timeout, weight, bound, patience)
         except AveragingError as error:
-            self.world.log(f"{self.world.name(self.node.peer_id)} failed: {error}")
+            self.world.log(f"{self.name} failed: {error}")
             return error
-        name = self.world.name(self.node.peer_id)
-        self.world.log(f"{name} committed {outcome.commit.root.hex()[:12]} with {len(outcome.begin.members)} members")
+        self.world.log(f"{self.name} committed {outcome.commit.root.hex()[:12]} with {len(outcome.begin.members)}")
         return outcome
 
 
 async def spawn_peer(
     world: World,
+    board: Board | Peer | None = None,
     *,
     elements: int = 40_000,
     run_id: str = "run",
     role: Role = Role.NODE,
-    first: Peer | None = None,
     rules: Rules | None = None,
     bandwidth: float = 1.0,
+    terms: Terms = TERMS,
+    chunk_timeout: float | None = None,
     start: bool = True,
 ) -> Peer:
-    """A new peer that joins the DHT through `first`, and the run."""
+    """A new peer of the run. It is listed on `board`; or in a DHT, which it joins through that peer (None: it begins a
+    DHT)."""
     node = await world.spawn_node()
-    dht = DHTNode(node, clock=world.wall_clock, rng=random.Random(world.rng.random()), client_mode=role is Role.CLIENT)
-    if first is not None:
-        await dht.bootstrap(first.node.addresses)
+    dht: DHTNode | None = None
+    if isinstance(board, Board):
+        directory = board.place()
+    else:
+        rng = random.Random(world.rng.random())
+        dht = DHTNode(node, clock=world.wall_clock, rng=rng, client_mode=role is Role.CLIENT)
+        directory = DHTDirectory(dht, run_id, world.wall_clock)
+        if board is not None:
+            await dht.bootstrap(board.node.addresses)
     addresses = () if role is Role.CLIENT else tuple(map(str, node.addresses))
     me = Member(node.peer_id.key, addresses, role, bandwidth)
     rules = rules or Rules(sizes=(elements,), matchmaking_time=15.0, round_timeout=60.0)
-    peer = Peer(world, node, dht, None, torch.zeros(0), torch.zeros(elements))  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(world.rng.randrange(1 << 30))
-    peer.vector = torch.randn(elements, generator=generator)
-    directory = DHTDirectory(dht, run_id, world.wall_clock)
-    peer.swarm = Swarm(node, directory, run_id, me, Terms({}, SCHEMA), rules, on_commit=peer.commits.append)
+    vector = torch.randn(elements, generator=generator)
+    commits: list[Commit] = []
+    swarm = Swarm(node, directory, run_id, me, terms, rules, chunk_timeout=chunk_timeout, on_commit=commits.append)
     if start:
-        await peer.swarm.start()
-    return peer
+        await swarm.start()
+    return Peer(world, node, swarm, vector, torch.zeros(elements), dht, commits)
 
 
-async def spawn_swarm(world: World, count: int, **options: object) -> list[Peer]:
+async def spawn_swarm(world: World, count: int, board: Board | None = None, **options: object) -> list[Peer]:
     """`count` peers of one run that have met."""
-    first = await spawn_peer(world, **options)  # type: ignore[arg-type]
-    others = await asyncio.gather(*(spawn_peer(world, first=first, **options) for _ in range(count - 1)))  # type: ignore[arg-type]
-    return [first, *others]
+    board = board or Board()
+    return list(await asyncio.gather(*(spawn_peer(world, board, **options) for _ in range(count))))  # type: ignore[arg-type]
 
 
-def mean(peers: list[Peer]) -> torch.Tensor:
+def mean(peers: Iterable[Peer]) -> torch.Tensor:
     """The mean of the peers' vectors, in float64."""
     return torch.stack([peer.vector for peer in peers]).double().mean(0)
 
 
-__all__ = ["Peer", "mean", "root_of", "spawn_peer", "spawn_swarm"]
+def results_by_tip(peers: Iterable[Peer]) -> dict[Tip, set[bytes]]:
+    """What was committed at each tip, over all peers."""
+    results: dict[Tip, set[bytes]] = defaultdict(set)
+    for peer in peers:
+        for commit in peer.commits:
+            results[commit.tip].add(commit.root)
+    return results

@@ -1,0 +1,70 @@
+"""Measures in a process of its own what an Optimizer costs to make, says so as a JSON line, and waits to be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def children() -> list[str]:
+    return [child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()]
+
+
+def memory() -> float:
+    """What this process alone takes, shared memory divided among its users, in MB."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError("the kernel does not tell")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(10, 10)
+    model(torch.zeros(1, 10)).sum().backward()
+    local = torch.optim.AdamW(model.parameters(), lr=0.1)
+    local.step()
+    before_threads, before_memory = threads(), memory()
+    before_named = set(threading.enumerate())
+    started, started_cpu = time.perf_counter(), time.process_time()
+
+    import shoal
+
+    dht = shoal.DHT(start=True)
+    optimizer = shoal.Optimizer(dht=dht, run_id="start", target_batch_size=8, params=None, optimizer=local)
+    seconds, cpu = time.perf_counter() - started, time.process_time() - started_cpu
+    model(torch.zeros(8, 10)).sum().backward()
+    optimizer.step(batch_size=8)
+    result = {
+        "epoch": optimizer.local_epoch,
+        "seconds": seconds,
+        "cpu": cpu,
+        "memory": memory() - before_memory,
+        "threads": threads() - before_threads,
+        "python_threads": sorted(t.name for t in set(threading.enumerate()) - before_named),
+        "children": children(),
+        "address": str(dht.get_visible_maddrs()[-1]),
+    }
+    if "--stop" in sys.argv:
+        optimizer.shutdown()
+        dht.shutdown()
+        result["left"] = {
+            "threads": threads() - before_threads,
+            "python_threads": sorted(t.name for t in set(threading.enumerate()) - before_named),
+        }
+    print(json.dumps(result), flush=True)
+    if "--stop" not in sys.argv:
+        time.sleep(600)
+
+
+main()

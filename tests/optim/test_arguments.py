@@ -1,0 +1,130 @@
+"""Arguments: those that do not work yet say so by name, and those that make no sense are refused before anything starts."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from tests.optim.models import make_model
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+@pytest.fixture(scope="module")
+def started() -> Any:
+    with shoal.DHT(start=True) as dht:
+        yield dht
+
+
+def make(dht: shoal.DHT, **arguments: Any) -> shoal.Optimizer:
+    model = make_model()
+    given = {"run_id": "r", "target_batch_size": 8, "params": model.parameters(), "optimizer": sgd, **arguments}
+    return shoal.Optimizer(dht=dht, **given)
+
+
+NOT_BUILT = {
+    "reuse_grad_buffers": True,
+    "offload_optimizer": True,
+    "delay_optimizer_step": True,
+    "delay_grad_averaging": True,
+    "average_state_every": 5,
+    "use_local_updates": True,
+    "auxiliary": True,
+    "grad_averager_factory": object,
+    "state_averaging_compression": shoal.compression.Float16Compression(),
+    "load_state_compression": shoal.compression.Float16Compression(),
+    "average_opt_statistics": ("exp_avg_sq",),
+    "averager_opts": {"min_vector_size": 1},
+    "tracker_opts": {"min_refresh_period": 1},
+}
+
+
+@pytest.mark.parametrize("name", NOT_BUILT)
+def test_what_is_not_built_says_so(started: shoal.DHT, name: str) -> None:
+    with pytest.raises(NotImplementedError, match=name):
+        make(started, **{name: NOT_BUILT[name]})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("run_id", ""),
+        ("run_id", "x" * 101),
+        ("run_id", 5),
+        ("target_batch_size", 0),
+        ("target_batch_size", float("nan")),
+        ("target_batch_size", "64"),
+        ("target_batch_size", None),
+        ("batch_size_per_step", -1),
+        ("matchmaking_time", 0),
+        ("matchmaking_time", float("inf")),
+        ("averaging_timeout", -5),
+        ("averaging_timeout", None),
+        ("allreduce_timeout", 0),
+        ("next_chunk_timeout", float("nan")),
+        ("load_state_timeout", "soon"),
+        ("shutdown_timeout", 0),
+        ("performance_ema_alpha", 0),
+        ("performance_ema_alpha", 1.5),
+        ("grad_compression", "float16"),
+        ("grad_compression", shoal.compression.Float16Compression),
+        ("optimizer", "sgd"),
+        ("optimizer", lambda params: 5),
+        ("params", None),
+        ("scheduler", 5),
+        ("scheduler", lambda optimizer: 5),
+        ("scheduler", torch.optim.lr_scheduler.ReduceLROnPlateau),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(started: shoal.DHT, name: str, value: Any) -> None:
+    before = threading.enumerate()
+    with pytest.raises(ValueError, match=name):
+        make(started, **{name: value})
+    assert threading.enumerate() == before
+
+
+def test_combinations(started: shoal.DHT) -> None:
+    local = sgd(make_model().parameters())
+    with pytest.raises(ValueError, match="leave params= out"):
+        make(started, optimizer=local)
+    other = torch.optim.lr_scheduler.StepLR(sgd(make_model().parameters()), 1)
+    with pytest.raises(ValueError, match="scheduler= is of another optimizer"):
+        make(started, optimizer=local, params=None, scheduler=other)
+    frozen = nn.Linear(1, 1).requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to train"):
+        make(started, params=frozen.parameters())
+    tied = nn.Parameter(torch.zeros(4))
+    with pytest.raises(ValueError, match="share memory"):
+        make(started, params=[tied, nn.Parameter(tied.data[:2])])
+    with (
+        shoal.DHT(started.get_visible_maddrs(), start=True, client_mode=True) as client,
+        pytest.raises(ValueError, match="client_mode=False"),
+    ):
+        make(client, client_mode=False)
+    with pytest.raises(RuntimeError, match="not started"):
+        make(shoal.DHT())
+
+
+def test_values_that_change_nothing_are_taken(started: shoal.DHT) -> None:
+    """Scripts for hivemind pass them."""
+    optimizer = make(
+        started,
+        offload_optimizer=False,
+        delay_optimizer_step=False,
+        delay_state_averaging=False,
+        average_opt_statistics=[],
+        averager_opts={},
+        tracker_opts={},
+        grad_compression=None,
+        state_averaging_compression=shoal.compression.NoCompression(),
+        load_state_compression=shoal.compression.NoCompression(),
+        verbose=True,
+    )
+    optimizer.shutdown()
