@@ -82,6 +82,7 @@ class Attempt:
     sent: int  # the node's counters when the round began
     received: int
     joined: tuple[bytes, Tip] | None = None  # where, and for which tip
+    introduced: tuple[bytes, bytes] | None = None  # to whom all members that are known were told, and their fingerprint
     began: float = 0.0
     join_to_begin: float | None = None
     exchange: Exchange | None = None

@@ -67,6 +67,10 @@ class Membership:
         prefix = f"{self.run_id}\0{epoch}\0".encode()
         return sorted(dialable, key=lambda member: blake3(prefix + member.key).digest())
 
+    def fingerprint(self) -> bytes:
+        """A hash (16 bytes) of who the members are: equal for peers that know the same ones."""
+        return blake3(b"".join(sorted(self.members))).digest(length=16)
+
     def snapshot(self) -> tuple[Member, ...]:
         """All members, ordered by key."""
         return tuple(self.members[key] for key in sorted(self.members))

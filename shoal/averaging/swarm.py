@@ -237,8 +237,7 @@ class Swarm:
             raise Rejected(f"the other peers of the run go by other terms: {difference}. Make it equal on all peers")
 
     async def _join(self, attempt: Attempt, coordinator: Member) -> None:
-        given = attempt.contribution
-        tip = self.tip
+        given, tip, view = attempt.contribution, self.tip, self.membership.fingerprint()
         join = Join(
             tip=tip,
             sender=self.me,
@@ -248,6 +247,7 @@ class Swarm:
             state=given.state,
             attempt=self.participant.attempt,
             patience=given.patience,
+            view=b"" if attempt.introduced == (coordinator.key, view) else view,
         )
         buffers = [given.gathered] if given.gathered else []
         try:
@@ -262,12 +262,17 @@ class Swarm:
             if isinstance(answer.body, Joined):
                 return
             attempt.joined = None
-            if isinstance(answer.body, Elsewhere):
-                await self.neighbourhood.meet(answer.body.coordinator)
-            elif isinstance(answer.body, Hello):
-                self._heard(answer.body.sender.peer, answer.body.tip)
-            # The two views or tips differ, and are about to be exchanged; asking at once again would only spin.
-            await asyncio.sleep(0.05)
+            if isinstance(answer.body, Hello) and answer.body.tip == tip:
+                # It knows others than this peer does: tell each other, before it begins a round without somebody.
+                await self.neighbourhood.meet_peer(coordinator.peer)
+                attempt.introduced = (coordinator.key, self.membership.fingerprint())
+            else:
+                if isinstance(answer.body, Elsewhere):
+                    await self.neighbourhood.meet(answer.body.coordinator)
+                elif isinstance(answer.body, Hello):
+                    self._heard(answer.body.sender.peer, answer.body.tip)
+                # The tips or views differ, and are about to be exchanged; asking at once again would only spin.
+                await asyncio.sleep(0.05)
         self._changed.set()
 
     # -- messages
@@ -377,6 +382,8 @@ class Swarm:
         standing = await self._standing(peer, join.tip)
         if standing is not None:
             return standing
+        if join.view and join.view != self.membership.fingerprint():
+            return self.neighbourhood.hello()
         self._leading().join(peer, join, gathered)
         return Joined(self.tip)
 
