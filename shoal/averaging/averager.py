@@ -388,7 +388,7 @@ class DecentralizedAverager:
     ) -> Future[tuple[Any, list[torch.Tensor]] | None]: ...
     def load_state_from_peers(
         self, wait: bool = True, timeout: float | None = None
-    ) -> tuple[Any, list[torch.Tensor]] | None | Future[tuple[Any, list[torch.Tensor]] | None]:
+    ) -> tuple[Any, list[torch.Tensor]] | Future[tuple[Any, list[torch.Tensor]] | None] | None:
         """Download the state that the majority of the peers has; see `get_current_state`.
 
         Returns (plain data, tensors), or None if no peer shares a state. Nothing of this averager changes.

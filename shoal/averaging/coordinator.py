@@ -255,7 +255,8 @@ class Coordinator:
 
     def start_survey(self, now: float) -> list[Send]:
         """Ask the live members what they hold, under a new ballot."""
-        assert self.begin is not None and self.ballot is not None
+        assert self.begin is not None
+        assert self.ballot is not None
         self.phase = Phase.SURVEYING
         self.deadline = self.deadline or now + self.rules.round_timeout
         self.ballot = Ballot(self.ballot.number + 1, self.me)

@@ -1,8 +1,8 @@
 """The bytes of a round: parts go out of flat memory, are summed, and the averages come back into flat memory.
 
 Counted per round of N bytes, n members with equal spans: each member sends and receives 2(n-1)/n N, copies each byte
-that it sends once (a result once for all recipients), writes its span once and reads it n times, copies (n-1)/n N results
-into place, and hashes N. Nothing else is done per byte.
+that it sends once (a result once for all recipients), writes its span once and reads it n times, copies (n-1)/n N
+results into place, and hashes N. Nothing else is done per byte.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def compute_serially() -> None:
     """Have torch use one thread for what the calling thread computes, and change nothing for other threads.
 
     For the reactor: a chunk is too small to be worth a parallel region, and the trainer has the cores. (4 peers on 2
-    cores, 25M float32: 1.4 s a round with torch's default, 0.58 s so.) `torch.set_num_threads` sets the calling thread's
+    cores, 25M float32: 1.4 s a round with torch's default, 0.58 s so.) `torch.set_num_threads` sets the calling
+        thread's
     number and the default of threads to come; a thread of no other use puts the default back.
     """
     default = torch.get_num_threads()
@@ -200,7 +201,8 @@ class Exchange:
 
 
 def _weighted_mean(contributions: dict[bytes, tuple[torch.Tensor, float]], out: torch.Tensor) -> None:
-    """Write the weighted mean into `out`, summed in the given order, in float32 (float64 for float64); zeros of none."""
+    """Write the weighted mean into `out`, summed in the given order, in float32 (float64 for float64); zeros of
+    none."""
     total = sum(weight for _, weight in contributions.values())
     accumulator = out if out.dtype in (torch.float32, torch.float64) else torch.empty_like(out, dtype=torch.float32)
     if not contributions:

@@ -27,7 +27,8 @@ from shoal.p2p.errors import P2PError, Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Node, Service
 
-# Within so long all members notice that one is lost. Whoever is complained of and not lost by then has lost a link only.
+# Within so long all members notice that one is lost. Whoever is complained of and not lost by then has lost a link
+# only.
 NOTICE_SECONDS = 0.5
 MAX_REFUSED_REPAIRS = 3  # by one member; then it is out
 
@@ -95,8 +96,8 @@ class Lead:
         self._act(self.coordinator.finished(peer.key, done, self._connected(), self._now()))
 
     def broken(self, peer: PeerID, broken: Broken) -> None:
-        """A member can't go on with another. Out goes who broke a rule, who is lost to us too, and who speaks of itself.
-        Where we still reach the other, it may be about to be lost to us too: that is waited for first."""
+        """A member can't go on with another. Out goes who broke a rule, who is lost to us too, and who speaks of
+        itself. Where we still reach the other, it may be about to be lost to us too: that is waited for first."""
         if peer.key not in self.coordinator.live():
             raise Refused("only a member of the round can complain of another")
         at_fault = broken.fault or broken.peer == peer.key or not self._node.is_connected(PeerID(broken.peer))

@@ -99,8 +99,8 @@ class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
     """The sender's input is ready. What it wants to tell the others (`gather`) is in the buffer.
 
     `machine` names everything on which the bits of a local step depend; `attempt` is the highest that the sender has
-    followed; `patience` is how many seconds it wants to wait for others; `view` is the fingerprint of the members that it
-    knows, or b"" if it has just told them.
+    followed; `patience` is how many seconds it wants to wait for others; `view` is the fingerprint of the members that
+    it knows, or b"" if it has just told them.
     """
 
     tip: Tip

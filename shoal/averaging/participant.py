@@ -73,10 +73,10 @@ class Participant:
     def _follow(self, sender: bytes, round_id: bytes, ballot: Ballot) -> None:
         if self.begin is None or self.begin.round != round_id:
             raise RuleBroken("this peer is not in that round")
-        if ballot.coordinator != sender or all(member.key != sender for member in self.begin.members):
-            # A coordinator that is no member of its own round can begin it, but only a member can take it over.
-            if ballot.coordinator != sender or sender != self.begin.ballot.coordinator:
-                raise RuleBroken("the sender does not hold that ballot")
+        # A coordinator that is no member of its own round can begin it, but only a member can take it over.
+        may_lead = [self.begin.ballot.coordinator, *(member.key for member in self.begin.members)]
+        if ballot.coordinator != sender or sender not in may_lead:
+            raise RuleBroken("the sender does not hold that ballot")
         if self.ballot is not None and ballot < self.ballot:
             raise RuleBroken(f"attempt {ballot.number}, and this peer has followed {self.ballot.number}")
         self.ballot = ballot

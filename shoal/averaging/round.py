@@ -86,7 +86,8 @@ class RoundDriver:
         try:
             self.enter(peer, begin, buffers, relayed=False)
         except RuleBroken as error:
-            # The coordinator waits for this peer now: it must hear that it waits in vain, and for whom it would have to.
+            # The coordinator waits for this peer now: it must hear that it waits in vain, and for whom it would have
+            # to.
             other = self._other_coordinator(peer)
             broken = Broken(begin.round, self._me.key, False, str(error)[:256])
             self._node.notify([peer], self._service, Elsewhere(other) if other is not None else broken)

@@ -474,9 +474,9 @@ class Swarm:
                 self._resign(coordinator)  # somebody before us in the order has appeared
             else:
                 self._lead.members_changed()
-        if self._report is not None and self._report.tip == self.tip:
-            if self._reported_to != (coordinator.key, self.tip):
-                self.node.spawn(self._report_again())
+        here = (coordinator.key, self.tip)
+        if self._report is not None and self._report.tip == self.tip and self._reported_to != here:
+            self.node.spawn(self._report_again())
         self._changed.set()
 
     def _resign(self, other: Member) -> None:
@@ -519,9 +519,9 @@ class Swarm:
             others = [PeerID(k) for k in commit.members if k not in (key, self.me.key)]
             self.node.notify([p for p in others if self.node.is_connected(p)], self.service, commit)
         coordinator = self._coordinator_of_round()
-        if begin is not None and coordinator is not None and any(member.key == key for member in begin.members):
-            if coordinator != self.me.key:  # else `Lead` has been told of it by the review
-                self._round.complain(key, "the connection to it was lost", fault=False)
+        in_round = begin is not None and any(member.key == key for member in begin.members)
+        if in_round and coordinator not in (None, self.me.key):  # if we coordinate, the review has told `Lead`
+            self._round.complain(key, "the connection to it was lost", fault=False)
         self._succeed()
 
     def _coordinator_of_round(self) -> bytes | None:
