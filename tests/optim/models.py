@@ -39,7 +39,7 @@ def backward(model: nn.Module, inputs: Tensor, outputs: Tensor) -> Tensor:
     """The gradients of the mean loss, in `.grad`; returns the loss."""
     model.zero_grad()
     loss = ((model(inputs) - outputs) ** 2).mean()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return loss.detach()
 
 

@@ -30,6 +30,11 @@ class Pool:
         self.busy += taken
         return [*taken, *new]
 
+    def put_back(self, worker: PeerProcess) -> None:
+        """It has no training after all."""
+        self.busy.remove(worker)
+        self.idle.append(worker)
+
     def give_back(self, workers: list[PeerProcess]) -> None:
         """End their trainings; those that do not obey are killed."""
         told = []

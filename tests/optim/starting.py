@@ -58,6 +58,9 @@ def main() -> None:
     if "--stop" in sys.argv:
         optimizer.shutdown()
         dht.shutdown()
+        deadline = time.monotonic() + 2
+        while threads() > before_threads and time.monotonic() < deadline:
+            time.sleep(0.01)  # the kernel's side of a thread that was joined ends a moment later
         result["left"] = {
             "threads": threads() - before_threads,
             "python_threads": sorted(t.name for t in set(threading.enumerate()) - before_named),

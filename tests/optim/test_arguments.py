@@ -1,7 +1,9 @@
-"""Arguments: those that do not work yet say so by name, and those that make no sense are refused before anything starts."""
+"""Arguments: those that do not work yet say so by name, and those that make no sense are refused before anything
+starts."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
@@ -125,6 +127,17 @@ def test_values_that_change_nothing_are_taken(started: shoal.DHT) -> None:
         grad_compression=None,
         state_averaging_compression=shoal.compression.NoCompression(),
         load_state_compression=shoal.compression.NoCompression(),
-        verbose=True,
     )
     optimizer.shutdown()
+
+
+def test_verbose_tells_of_every_epoch(started: shoal.DHT, caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("shoal")
+    level = logger.level
+    try:
+        optimizer = make(started, run_id="verbose", verbose=True)
+        optimizer.step(batch_size=8)
+        optimizer.shutdown()
+    finally:
+        logger.setLevel(level)
+    assert "EpochReport(epoch=1" in caplog.text

@@ -36,8 +36,7 @@ class FakeSwarm:
 
     async def report(self, samples: float, rate: float) -> Count:
         self.reports.append(samples)
-        while not self.open.is_set():
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(self.open.wait, 10)
         if self.error is not None:
             raise self.error
         self.called = samples + self.others >= 100
@@ -93,11 +92,12 @@ def test_waits_only_when_the_answer_can_matter(swarm: FakeSwarm, tracker: Progre
     assert tracker.global_progress.samples_accumulated == 40
     assert tracker.global_progress.num_peers == 3
     swarm.open.clear()
-    for samples in (10.0, 20.0, 30.0):  # 70 of 100, and nobody else goes on: returns although nobody answers
-        tracker.report_local_progress(samples)
+    tracker.report_local_progress(10.0)  # 50 of 100, and nobody else goes on: returns although nobody answers
+    wait_for(swarm.reports, [0.0, 10.0])
+    for samples in (20.0, 30.0):
+        tracker.report_local_progress(samples)  # one report is under way at a time
     assert tracker.global_progress.samples_accumulated == 70
     assert not tracker.ready_to_update_epoch
-    wait_for(swarm.reports, [0.0, 10.0])  # one is under way at a time
     with ThreadPoolExecutor(1) as pool:
         last = pool.submit(tracker.report_local_progress, 60.0)  # the target is reached: waits for the coordinator
         time.sleep(0.1)

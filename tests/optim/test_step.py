@@ -25,6 +25,12 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.1, weight_decay=0.5)
 
 
+def weight(model: nn.Sequential, layer: int) -> nn.Parameter:
+    found = model[layer].weight
+    assert isinstance(found, nn.Parameter)
+    return found
+
+
 def test_nothing_moves_before_the_target_is_reached(alone: Alone) -> None:
     model, plain = make_model(), make_model()
     optimizer = alone(model, target_batch_size=64, batch_size_per_step=16, optimizer=sgd)
@@ -104,6 +110,7 @@ def test_gradients_stay_the_users(alone: Alone) -> None:
     assert optimizer.local_epoch == 1
     for parameter, gradient, value in zip(model.parameters(), before, values, strict=True):
         assert parameter.grad is gradient
+        assert gradient is not None
         assert torch.equal(value, gradient)
     optimizer.zero_grad(set_to_none=False)
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
@@ -115,12 +122,12 @@ def test_parameter_groups_and_frozen_parameters(alone: Alone) -> None:
     model, plain = make_model(), make_model()
 
     def grouped(net: nn.Sequential) -> list[dict[str, Any]]:
-        net[0].weight.requires_grad_(False)
-        return [{"params": net[0].parameters(), "lr": 0.5}, {"params": net[2].parameters()}, {"params": net[4].weight}]
+        weight(net, 0).requires_grad_(False)
+        return [{"params": net[0].parameters(), "lr": 0.5}, {"params": net[2].parameters()}, {"params": weight(net, 4)}]
 
     optimizer = alone(model, params=grouped(model), target_batch_size=64, optimizer=adamw)
     local = adamw(grouped(plain))
-    frozen = model[0].weight.clone()
+    frozen = weight(model, 0).clone()
     for epoch in range(3):
         backward(model, *fixed_batch(epoch))
         optimizer.step(batch_size=64)
@@ -128,7 +135,7 @@ def test_parameter_groups_and_frozen_parameters(alone: Alone) -> None:
         local.step()
     assert optimizer.local_epoch == 3
     assert torch.equal(flat(model), flat(plain))
-    assert torch.equal(model[0].weight, frozen), "weight decay moved a frozen parameter"
+    assert torch.equal(weight(model, 0), frozen), "weight decay moved a frozen parameter"
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1, 0.1]
     optimizer.param_groups[1]["lr"] = 0.0  # as a scheduler of the user's own would do
     second = flat(model[2])
@@ -136,7 +143,7 @@ def test_parameter_groups_and_frozen_parameters(alone: Alone) -> None:
     optimizer.step(batch_size=64)
     assert torch.equal(flat(model[2]), second)
 
-    model[0].weight.requires_grad_(True)
+    weight(model, 0).requires_grad_(True)
     backward(model, *fixed_batch(4))
     with pytest.raises(ValueError, match=r"frozen.*new optimizer"):
         optimizer.step(batch_size=64)
@@ -153,26 +160,26 @@ def test_parameters_without_a_gradient_are_left_alone(alone: Alone) -> None:
     for epoch in range(3):
         backward(plain, inputs, outputs)
         if epoch < 2:
-            plain[2].weight.grad = None
+            weight(plain, 2).grad = None
         local.step()
         for first in (0, 32):
             backward(model, inputs[first : first + 32], outputs[first : first + 32])
             if epoch < 2:
-                model[2].weight.grad = None
+                weight(model, 2).grad = None
             optimizer.step(batch_size=32)
         assert optimizer.local_epoch == epoch + 1
         torch.testing.assert_close(flat(model), flat(plain), rtol=1e-4, atol=1e-5)
-        assert (model[2].weight in optimizer.state) == (epoch == 2)
+        assert (weight(model, 2) in optimizer.state) == (epoch == 2)
 
-    model[0].weight.grad = torch.ones_like(model[0].weight)
+    weight(model, 0).grad = torch.ones_like(weight(model, 0))
     optimizer.zero_grad()
-    model[0].weight.grad = torch.full_like(model[0].weight, 2.0)
+    weight(model, 0).grad = torch.full_like(weight(model, 0), 2.0)
     optimizer.step(batch_size=32)
     optimizer.zero_grad()
-    before = model[0].weight.clone()
+    before = weight(model, 0).clone()
     optimizer.step(batch_size=32)
     assert optimizer.local_epoch == 4
-    assert not torch.equal(before, model[0].weight)
+    assert not torch.equal(before, weight(model, 0))
 
 
 def test_mixed_and_sparse(alone: Alone) -> None:

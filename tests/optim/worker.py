@@ -169,7 +169,8 @@ class Training:
 
 def main() -> None:
     torch.set_num_threads(1)
-    logging.basicConfig(level=logging.ERROR)
+    logging.basicConfig()
+    logging.getLogger().handlers[0].setLevel(logging.ERROR)  # what is expected is kept, not printed
     say(addresses=[], peer="")
     training: Training | None = None
     for line in sys.stdin:

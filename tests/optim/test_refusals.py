@@ -1,0 +1,74 @@
+"""Peers that do not fit the run are told what differs, and the others' rounds go on."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+from tests.optim.processes import Peers, Pool, by_epoch, events, gaps, training, wait_until
+
+
+def refusal(pool: Pool, peers: Peers, run: dict[str, Any]) -> str:
+    """What a peer with this run is told when it makes its optimizer."""
+    [worker] = pool.take(1)
+    answer = worker.ask(do="begin", initial_peers=peers.addresses, run=run)
+    assert "error" in answer, "it was let in"
+    pool.put_back(worker)
+    return str(answer["error"])
+
+
+def test_a_peer_with_other_options_is_refused_by_name(pool: Pool) -> None:
+    with training(pool, 3) as peers:
+        for peer in peers.all:
+            peer.ask(do="train", batch=8, pause=0.02)
+        wait_until(lambda: len(events(peers.all[0])) >= 5)
+        before = time.monotonic()
+        assert "target_batch_size is 128 here, and 64 there" in refusal(pool, peers, {"target": 128})
+        assert "grad_compression is float16 here, and none there" in refusal(pool, peers, {"codec": "float16"})
+        assert "optimizer is AdamW here, and SGD there" in refusal(pool, peers, {"optimizer": "adamw"})
+        assert "scheduler is MultiStepLR here" in refusal(pool, peers, {"scheduler": "steps"})
+        assert "averaging_timeout is 30 here, and 60 there" in refusal(pool, peers, {"averaging_timeout": 30})
+        assert "schema hash" in refusal(pool, peers, {"width": 21})
+        last = max(event["epoch"] for peer in peers.all for event in events(peer)) + 3
+        for peer in peers.all:
+            peer.tell(do="stop", epoch=last)
+        for peer in peers.all:
+            peer.hear()
+        reports = [peer.ask(do="report") for peer in peers.all]
+    assert all(report["errors"] == [] for report in reports)
+    histories = [report["events"] for report in reports]
+    by_epoch(histories)
+    for history in histories:
+        assert all(event["kind"] == "epoch" and event["peers"] == 3 for event in history)
+        healthy = median(gap for end, gap in gaps(history) if end < before)
+        disturbed = [gap for end, gap in gaps(history) if end > before]
+        assert max(disturbed) < 3 * healthy + 2.0, (healthy, disturbed)
+    # The others know whom they refused and why, too.
+    assert any("target_batch_size is 64 here, and 128 there" in line for report in reports for line in report["log"])
+
+
+def test_gradients_that_are_not_finite_stay_out(pool: Pool) -> None:
+    with training(pool, 3, optimizer="adamw") as peers:
+        sick = peers.all[0]
+        for peer in peers.all:
+            peer.ask(do="train", batch=8, pause=0.02)
+        wait_until(lambda: len(events(sick)) >= 3)
+        sick.ask(do="poison", steps=6)
+        wait_until(lambda: sick.ask(do="report")["log"] != [])
+        seen = len(events(sick))
+        wait_until(lambda: len(events(sick)) >= seen + 4)
+        last = max(event["epoch"] for peer in peers.all for event in events(peer)) + 3
+        for peer in peers.all:
+            peer.tell(do="stop", epoch=last)
+        states = [peer.hear() for peer in peers.all]
+        reports = [peer.ask(do="report") for peer in peers.all]
+    assert all(state == states[0] for state in states), states
+    histories = [report["events"] for report in reports]
+    by_epoch(histories)
+    assert all(event["kind"] == "epoch" and event["peers"] == 3 for history in histories for event in history)
+    assert any("not finite" in line for line in reports[0]["log"])
+    assert all(report["log"] == [] for report in reports[1:]), "the others were bothered"
+    samples = [event["samples"] for event in histories[1]]
+    assert min(samples) < 64, "its samples counted"
+    assert samples[-1] >= 64, "it did not come back"
