@@ -440,6 +440,10 @@ class Swarm:
             self.node.notify(others, self.service, commit)
         self.participant.advance(commit)
         self.membership.fix(commit.view)
+        # The coordinator may not reach all whom this peer reaches.
+        reached = {peer.key, self.me.key, *(member.key for member in commit.view)}
+        others = [member.peer for member in self.neighbourhood.connected() if member.key not in reached]
+        self.node.notify(others, self.service, commit)
         self._new_tip()
         self._on_commit_callback(commit)
 
