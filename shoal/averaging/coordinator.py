@@ -306,6 +306,7 @@ class Coordinator:
         followed = max((h.repair for h in self.have.values() if h.repair), key=lambda r: r.ballot, default=None)
         for source in followed.sources if followed is not None else ():
             owners[source.chunk] = source.owner
+        fetched = {source.chunk for source in followed.sources if source.digest} if followed is not None else set()
         voters = self._voters()
         sources = []
         for chunk, owner in enumerate(owners):
@@ -316,7 +317,7 @@ class Coordinator:
             votes = Counter(digest for key in voters if (digest := _digest(self.have[key], chunk)))
             # Of two versions of a chunk (its reducer lied) the one that more members hold is the result.
             digest = max(votes, key=lambda digest: (votes[digest], digest), default=b"")
-            if digest and (owner not in live or len(holders) > 1):
+            if digest and (owner not in live or len(holders) > 1 or chunk in fetched):
                 sources.append(Source(chunk, holders[digest][chunk % len(holders[digest])], digest))
             elif owner not in live:
                 sources.append(Source(chunk, reducers[chunk % len(reducers)], b""))

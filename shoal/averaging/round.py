@@ -44,14 +44,6 @@ MAX_EARLY = 512  # chunks by a plan (a BEGIN or a Repair) that has not come yet
 FETCHES = 8  # chunks fetched at a time
 
 
-class _NotFetched(Exception):
-    """A holder did not bring a chunk; the text says which, and why."""
-
-    def __init__(self, holder: bytes, reason: str) -> None:
-        super().__init__(reason)
-        self.holder = holder
-
-
 class RoundDriver:
     """Takes this peer through the rounds that it has joined.
 
@@ -235,38 +227,36 @@ class RoundDriver:
     async def _fetch_for_repair(self, attempt: Attempt, wanted: list[tuple[bytes, int, bytes]]) -> None:
         exchange = attempt.exchange
         assert exchange is not None
-        try:
-            await self._fetch(exchange, wanted)
-        except _NotFetched as error:
-            if attempt.exchange is exchange:
-                self.complain(error.holder, str(error), fault=False)
+        failed = await self._fetch(exchange, wanted)
+        if attempt.exchange is not exchange:
             return
+        for holder, reason in failed.items():
+            self.complain(holder, reason, fault=False)
         self._check_done()
 
-    async def _fetch(self, exchange: Exchange, wanted: list[tuple[bytes, int, bytes]]) -> None:
-        """Fetch (holder, chunk, digest), a few at a time, and put them in place. Raises _NotFetched."""
+    async def _fetch(self, exchange: Exchange, wanted: list[tuple[bytes, int, bytes]]) -> dict[bytes, str]:
+        """Fetch (holder, chunk, digest), a few at a time, and put them in place; returns the holders that did not bring
+        what they hold, and why."""
         slots = asyncio.Semaphore(FETCHES)
+        failed: dict[bytes, str] = {}
 
         async def one(holder: bytes, chunk: int, digest: bytes) -> None:
             async with slots:
+                if holder in failed:
+                    return
                 request = Fetch(exchange.book.begin.round, chunk)
                 try:
                     reply = await self._node.call_for_buffers(
                         PeerID(holder), self._service, request, timeout=self._chunk_timeout
                     )
                     if len(reply.buffers) != 1:
-                        raise RuleBroken(f"chunk {chunk} came without its bytes")
+                        raise RuleBroken("it came without its bytes")
                     exchange.fetched(chunk, digest, memoryview(reply.buffers[0]))
                 except (P2PError, RuleBroken, TimeoutError) as error:
-                    reason = str(error) or "it did not answer in time"
-                    raise _NotFetched(holder, f"chunk {chunk} could not be fetched from it: {reason}") from error
+                    failed[holder] = f"chunk {chunk} could not be fetched: {error or 'no answer in time'}"
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for source in wanted:
-                    group.create_task(one(*source))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        await asyncio.gather(*(one(*source) for source in wanted))
+        return failed
 
     def on_fetch(self, message: Fetch | Digests) -> Answer:
         """Somebody asks for what this peer holds of a round. Raises Refused if it does not."""
@@ -314,8 +304,10 @@ class RoundDriver:
                 if answer.begin.round != commit.round or root_of(answer.digests) != commit.root:
                     raise RuleBroken("its chunks are not those that were committed")
                 exchange = attempt.contribution.open(answer.begin, self._send, lambda key, reason: None)
-                await self._fetch(exchange, [(key, chunk, digest) for chunk, digest in enumerate(answer.digests)])
-            except (P2PError, RuleBroken, TimeoutError, _NotFetched) as error:
+                failed = await self._fetch(exchange, [(key, chunk, d) for chunk, d in enumerate(answer.digests)])
+                if failed:
+                    raise RuleBroken(failed[key])
+            except (P2PError, RuleBroken, TimeoutError) as error:
                 reasons.append(f"{PeerID(key)!r}: {error}")
                 continue
             attempt.began = self._now()

@@ -150,7 +150,12 @@ class Swarm:
             self._lead.stop()
 
     def move(self, tip: Tip) -> None:
-        """Be at another state: it was downloaded."""
+        """Be at another state: it was downloaded, or made alone. All are told: a JOIN for the old tip is void."""
+        self._move(tip)
+        others = [member.peer for member in self.neighbourhood.connected() if member.key != self.me.key]
+        self.node.notify(others, self.service, self.neighbourhood.hello())
+
+    def _move(self, tip: Tip) -> None:
         self.participant.move(tip)
         self._new_tip()
 
@@ -510,7 +515,7 @@ class Swarm:
             self._round.leave()  # an orphan of a round that the others are past
         attempt = self._round.attempt
         if self.participant.begin is None and attempt is not None and attempt.contribution.tip is None:
-            self.move(tip)  # what is averaged here hangs on no state: go on from where the others are
+            self._move(tip)  # what is averaged here hangs on no state: go on from where the others are
         self._changed.set()
 
     def _lost(self, key: bytes) -> None:

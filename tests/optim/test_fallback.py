@@ -126,6 +126,22 @@ def test_a_fault_in_one_peers_memory_is_found_and_mended(
     assert first.local_epoch == second.local_epoch == 3
 
 
+@pytest.mark.parametrize("pair", [{}], indirect=True)
+def test_a_better_state_that_nobody_has_any_more_is_forgotten(pair: list[shoal.Optimizer]) -> None:
+    """A member told of it and was gone before anybody could download it: nobody waits for it for ever."""
+    together(pair, 32)
+    for optimizer in pair:
+        optimizer._run.swarm.behind = optimizer._run.tip.after(bytes(32), 1e6).after(bytes(32), 1e6)
+    together(pair, 32)
+    assert pair[0].local_epoch == pair[1].local_epoch == 2
+    assert torch.equal(parameters(pair[0]), parameters(pair[1]))
+    pair[1].shutdown()
+    pair[0]._run.swarm.behind = pair[0]._run.tip.after(bytes(32), 1e6)  # and now there is nobody to ask at all
+    pair[0].step(batch_size=64)
+    pair[0].step(batch_size=64)
+    assert pair[0].local_epoch == 3
+
+
 def test_one_goes_on_while_the_others_hang(pool: Pool) -> None:
     with training(pool, 3, optimizer="adamw", averaging_timeout=4.0, next_chunk_timeout=2.0) as peers:
         last, *others = peers.all

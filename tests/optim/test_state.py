@@ -1,4 +1,4 @@
-"""A state as a newcomer gets it: all of it arrives, in the types that torch had, and what does not fit changes nothing."""
+"""A state as a newcomer gets it: all of it arrives, in torch's types, and what does not fit changes nothing."""
 
 from __future__ import annotations
 

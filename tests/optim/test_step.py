@@ -171,15 +171,28 @@ def test_parameters_without_a_gradient_are_left_alone(alone: Alone) -> None:
         torch.testing.assert_close(flat(model), flat(plain), rtol=1e-4, atol=1e-5)
         assert (weight(model, 2) in optimizer.state) == (epoch == 2)
 
-    weight(model, 0).grad = torch.ones_like(weight(model, 0))
+    untouched, before = weight(model, 2).clone(), weight(model, 0).clone()
     optimizer.zero_grad()
     weight(model, 0).grad = torch.full_like(weight(model, 0), 2.0)
     optimizer.step(batch_size=32)
     optimizer.zero_grad()
-    before = weight(model, 0).clone()
     optimizer.step(batch_size=32)
     assert optimizer.local_epoch == 4
-    assert not torch.equal(before, weight(model, 0))
+    assert torch.equal(weight(model, 2), untouched), "a gradient of the epoch before counted"
+    assert not torch.equal(weight(model, 0), before)
+
+
+def test_a_gradient_that_is_missing_counts_as_zeros(alone: Alone) -> None:
+    """Where others of the epoch have one, as the samples of a batch that do not use a parameter."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = alone(model, target_batch_size=32, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
+    model.weight.grad = torch.full_like(model.weight, 4.0)
+    optimizer.step(batch_size=8)
+    optimizer.zero_grad()
+    optimizer.step(batch_size=24)
+    assert optimizer.local_epoch == 1
+    assert model.weight.item() == -1.0
 
 
 def test_mixed_and_sparse(alone: Alone) -> None:

@@ -60,7 +60,8 @@ def test_64_peers_find_each_other_in_a_dht() -> None:
 
 @pytest.mark.parametrize("seed", seeds(24))
 def test_a_kill_at_any_moment(seed: int) -> None:
-    """One or two of five or six peers die at a random moment of a round: the others commit one result soon, and go on."""
+    """One or two of five or six peers die at a random moment of a round: the others commit one result soon, and go
+    on."""
 
     async def scenario() -> None:
         world = World(seed, bandwidth=5e6)
