@@ -253,7 +253,7 @@ class RoundDriver:
                         raise RuleBroken("it came without its bytes")
                     exchange.fetched(chunk, digest, memoryview(reply.buffers[0]))
                 except (P2PError, RuleBroken, TimeoutError) as error:
-                    failed[holder] = f"chunk {chunk} could not be fetched: {error or 'no answer in time'}"
+                    failed[holder] = f"chunk {chunk} could not be fetched: {str(error) or 'no answer in time'}"
 
         await asyncio.gather(*(one(*source) for source in wanted))
         return failed
