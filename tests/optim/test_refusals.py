@@ -52,7 +52,7 @@ def test_gradients_that_are_not_finite_stay_out(pool: Pool) -> None:
     with training(pool, 3, optimizer="adamw") as peers:
         sick = peers.all[0]
         for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.02)
+            peer.ask(do="train", batch=48 if peer is sick else 8, pause=0.02)
         wait_until(lambda: len(events(sick)) >= 3)
         sick.ask(do="poison", steps=6)
         wait_until(lambda: sick.ask(do="report")["log"] != [])
@@ -70,5 +70,5 @@ def test_gradients_that_are_not_finite_stay_out(pool: Pool) -> None:
     assert any("not finite" in line for line in reports[0]["log"])
     assert all(report["log"] == [] for report in reports[1:]), "the others were bothered"
     samples = [event["samples"] for event in histories[1]]
-    assert min(samples) < 64, "its samples counted"
+    assert min(samples) <= 32, "its samples counted"
     assert samples[-1] >= 64, "it did not come back"
