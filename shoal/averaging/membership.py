@@ -25,6 +25,7 @@ class Membership:
         self.me = me
         self.members: dict[bytes, Member] = {me.key: me}
         self.lost: dict[bytes, None] = {}  # in the order of losing
+        self.behind: dict[bytes, None] = {}  # members at a state that ours outranks: they download, and do not lead
 
     def learn(self, members: Iterable[Member]) -> list[Member]:
         """Add members that somebody told of; returns the ones that are new."""
@@ -43,10 +44,20 @@ class Membership:
             self.members[member.key] = member
         return news
 
+    def told(self, key: bytes, behind: bool) -> bool:
+        """A member said at which state it is; returns whether that makes it a candidate, or ends its being one."""
+        news = behind != (key in self.behind)
+        if behind and key in self.members:
+            self.behind[key] = None
+        else:
+            self.behind.pop(key, None)
+        return news
+
     def lose(self, key: bytes) -> bool:
         """The connection to that member ended or can't be made; returns whether it was a member."""
         if key == self.me.key:
             return False
+        self.behind.pop(key, None)
         self.lost[key] = None
         if len(self.lost) > MAX_MEMBERS:
             del self.lost[next(iter(self.lost))]
@@ -61,11 +72,12 @@ class Membership:
     def candidates(self, epoch: int) -> list[Member]:
         """Who may coordinate in this epoch, best first: an order that all peers compute alike, and that rotates.
 
-        Candidates are the members that others can dial; a peer that knows only clients has itself.
+        Candidates are the members that others can dial and that are at our state, as far as we know; a peer that knows
+        no others has itself.
         """
-        dialable = [m for m in self.members.values() if m.role is not Role.CLIENT] or [self.me]
+        able = [m for m in self.members.values() if m.role is not Role.CLIENT and m.key not in self.behind] or [self.me]
         prefix = f"{self.run_id}\0{epoch}\0".encode()
-        return sorted(dialable, key=lambda member: blake3(prefix + member.key).digest())
+        return sorted(able, key=lambda member: blake3(prefix + member.key).digest())
 
     def fingerprint(self) -> bytes:
         """A hash (16 bytes) of who the members are: equal for peers that know the same ones."""

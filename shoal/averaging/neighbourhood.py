@@ -116,7 +116,7 @@ class Neighbourhood:
         news = self.membership.learn(hello.members)
         for member in news:
             self._node.spawn(self.meet(member))
-        self._heard(peer, hello.tip)
+        self.told(peer, hello.tip)
         return self.hello()
 
     def spoke(self, peer: PeerID, member: Member) -> None:
@@ -124,6 +124,17 @@ class Neighbourhood:
         if self.membership.returned(member):
             log.debug("%r knows %r now", self._node.peer_id, peer)
             self.tell_others()
+
+    def told(self, peer: PeerID, tip: Tip) -> None:
+        """A member says at which state it is."""
+        if self.membership.told(peer.key, self._tip().outranks(tip)):
+            self._changed()
+        self._heard(peer, tip)
+
+    def announce(self) -> None:
+        """This peer is at another state than it told the others: let all of them know."""
+        others = [member.peer for member in self.connected() if member.key != self.membership.me.key]
+        self._node.notify(others, self._service, self.hello())
 
     async def meet(self, member: Member) -> None:
         """Connect to a member and exchange Hello; one that can't be reached is not a member here."""

@@ -158,6 +158,7 @@ class Swarm:
     def _move(self, tip: Tip) -> None:
         self.participant.move(tip)
         self._new_tip()
+        self.neighbourhood.announce()
 
     # -- progress
 
@@ -181,7 +182,7 @@ class Swarm:
             case Elsewhere():
                 await self.neighbourhood.meet(answer.body.coordinator)
             case Hello():
-                self._heard(answer.body.sender.peer, answer.body.tip)
+                self.neighbourhood.told(coordinator.peer, answer.body.tip)
                 if answer.body.tip.outranks(self.tip):
                     raise Behind(f"the swarm is at epoch {answer.body.tip.epoch}, this peer at {self.tip.epoch}")
         return Count(report.tip, report.samples, report.rate, 1, False)
@@ -229,8 +230,10 @@ class Swarm:
                 raise Behind("the swarm has gone on from the state that this input was made from")
             await self._round.fetch_committed(attempt, commit)
             return
-        if wanted is not None and self.behind is not None and self.behind.outranks(self.tip):
-            raise Behind(f"the swarm is at epoch {self.behind.epoch}, this peer at {self.tip.epoch}")
+        if self.behind is not None and self.behind.outranks(self.tip):
+            if wanted is not None:
+                raise Behind(f"the swarm is at epoch {self.behind.epoch}, this peer at {self.tip.epoch}")
+            self.move(self.behind)
         coordinator = self.neighbourhood.coordinator()
         if attempt.joined != (coordinator.key, self.tip):
             attempt.joined = (coordinator.key, self.tip)
@@ -275,7 +278,7 @@ class Swarm:
                 if isinstance(answer.body, Elsewhere):
                     await self.neighbourhood.meet(answer.body.coordinator)
                 elif isinstance(answer.body, Hello):
-                    self._heard(answer.body.sender.peer, answer.body.tip)
+                    self.neighbourhood.told(coordinator.peer, answer.body.tip)
                 # The tips or views differ, and are about to be exchanged; asking at once again would only spin.
                 await asyncio.sleep(0.05)
         self._changed.set()
@@ -394,10 +397,10 @@ class Swarm:
 
     async def _standing(self, peer: PeerID, tip: Tip) -> Answer:
         """None if this peer coordinates for that tip; else what to answer instead."""
-        if tip != self.tip and not self.tip.outranks(tip):
+        if tip.epoch == self.tip.epoch + 1:
             await self._wait_for_tip(tip)
+        self.neighbourhood.told(peer, tip)
         if tip != self.tip:
-            self._heard(peer, tip)
             return self.neighbourhood.hello()
         if self._lead is not None and not self._lead.over:
             return None
@@ -445,6 +448,8 @@ class Swarm:
             self.node.notify(others, self.service, commit)
         self.participant.advance(commit)
         self.membership.fix(commit.view)
+        for key in commit.members:
+            self.membership.told(key, behind=False)
         # The coordinator may not reach all whom this peer reaches.
         reached = {peer.key, self.me.key, *(member.key for member in commit.view)}
         others = [member.peer for member in self.neighbourhood.connected() if member.key not in reached]
