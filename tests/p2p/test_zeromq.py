@@ -318,7 +318,7 @@ def test_32_transports_share_a_handful_of_threads():
 
 
 def test_nothing_is_left_when_all_is_closed():
-    before = threading.active_count()
+    started_with = threading.active_count()
 
     def descriptors() -> set[str]:
         return {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()}
@@ -354,7 +354,7 @@ def test_nothing_is_left_when_all_is_closed():
     gc.collect()
     before = (threads(), len(descriptors()) + 3)  # a loop has three
     asyncio.run(main())
-    assert threading.active_count() <= before
+    assert threading.active_count() <= started_with
 
 
 def test_loops_in_different_threads_do_not_share_a_context():
