@@ -106,6 +106,7 @@ class Coordinator:
     expected: dict[bytes, Member] = field(default_factory=dict)  # connected members: BEGIN waits for them
     joins: dict[bytes, Join] = field(default_factory=dict)
     gathered: dict[bytes, bytes] = field(default_factory=dict)
+    late: dict[bytes, None] = field(default_factory=dict)  # who joined after BEGIN: they wait for the COMMIT
     counts: dict[bytes, Progress] = field(default_factory=dict)
     begin: Begin | None = None
     ballot: Ballot | None = None
@@ -152,6 +153,7 @@ class Coordinator:
     def join(self, key: bytes, join: Join, gathered: bytes, now: float) -> list[Send]:
         """A member's input is ready. It may join again (after a lost answer); the last one counts."""
         if self.phase not in (Phase.COUNTING, Phase.GATHERING):
+            self.late[key] = None
             return []
         self.joins[key] = join
         self.gathered[key] = gathered
@@ -358,7 +360,8 @@ class Coordinator:
     def abort(self, reason: str) -> list[Send]:
         """End the round without a result."""
         self.phase = Phase.ABORTED
-        return [Send(tuple(self.live()), Abort(self.begin.round, reason[:256]))] if self.begin is not None else []
+        to = tuple(dict.fromkeys([*self.live(), *self.late]))
+        return [Send(to, Abort(self.begin.round, reason[:256]))] if self.begin is not None else []
 
 
 def _original(begin: Begin, chunk: int) -> bytes:

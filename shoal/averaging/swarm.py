@@ -283,6 +283,18 @@ class Swarm:
                 await asyncio.sleep(0.05)
         self._changed.set()
 
+    async def _go_elsewhere(self, peer: PeerID, coordinator: Member) -> None:
+        await self.neighbourhood.meet(coordinator)
+        self._join_again(peer)  # that other one may be out of reach
+
+    def _join_again(self, peer: PeerID) -> None:
+        """If this peer waits for a round of `peer`: it waits in vain."""
+        attempt = self._round.attempt
+        if attempt is not None and attempt.joined is not None and attempt.joined[0] == peer.key:
+            if self.participant.begin is None:
+                attempt.joined = None
+                self._changed.set()
+
     # -- messages
 
     def _handle(self, peer: PeerID, message: Any, buffers: Sequence[memoryview]) -> Answer | Awaitable[Answer]:
@@ -340,10 +352,11 @@ class Swarm:
                     self._lead.broken(peer, message)
             case Abort():
                 self._round.on_abort(peer, message)
+                self._join_again(peer)
             case Elsewhere():
                 if self._lead is not None:
                     self._lead.elsewhere(peer)
-                self.node.spawn(self.neighbourhood.meet(message.coordinator))
+                self.node.spawn(self._go_elsewhere(peer, message.coordinator))
             case Leave():
                 self._lost(peer.key)
             case _:
