@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -24,9 +22,9 @@ from shoal.dht.dht import DHT
 from shoal.optim import options
 from shoal.optim.gradients import GradientBuffers
 from shoal.optim.progress import ProgressTracker
+from shoal.optim.replica import Replica
 from shoal.optim.reports import DownloadReport, EpochReport, Event
 from shoal.optim.run import Run
-from shoal.optim.state import TrainingState
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
 
@@ -154,15 +152,8 @@ class Optimizer(torch.optim.Optimizer):
         self._ready = True
 
         codec = grad_compression or NoCompression()
-        self._state_lock = threading.Lock()  # held while the state changes, and while a donor copies it
-        self._state = TrainingState(wrapped, self.scheduler, list(extra_tensors))
-        trained = [parameter for parameter in self._state.parameters if parameter.requires_grad]
-        if not trained:
-            raise ValueError("no parameter of the optimizer has requires_grad=True: there is nothing to train")
-        self._frozen = [parameter for parameter in self._state.parameters if not parameter.requires_grad]
-        self._gradients = GradientBuffers(trained, codec)
-        self._digest = self._state.digest()
-        self._applied = Tip.genesis(run_id)  # the state that the parameters are at
+        self._replica = Replica(wrapped, self.scheduler, list(extra_tensors), Tip.genesis(run_id))
+        self._gradients = GradientBuffers(self._replica.trained, codec)
         self._state_changed = asyncio.Event()
         self._machine = options.machine()
         # Every argument that must be equal in a run, by its name; what a peer may choose for itself is not here.
@@ -210,7 +201,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def local_epoch(self) -> int:
         """How many epochs this peer's parameters have behind them."""
-        return self._applied.epoch
+        return self._replica.tip.epoch
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -260,7 +251,7 @@ class Optimizer(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def _accumulate(self, batch_size: int) -> None:
-        if any(parameter.grad is not None for parameter in self._frozen):
+        if any(parameter.grad is not None for parameter in self._replica.frozen):
             raise ValueError(
                 "a parameter that was frozen (requires_grad=False) when the optimizer was made has a gradient now; the "
                 "peers do not average it: make a new optimizer, under a new run_id, after thawing parameters"
@@ -270,7 +261,7 @@ class Optimizer(torch.optim.Optimizer):
     def _is_behind(self) -> bool:
         """Whether others hold a state that outranks this peer's."""
         behind = self._run.swarm.behind
-        return behind is not None and behind.outranks(self._applied)
+        return behind is not None and behind.outranks(self._replica.tip)
 
     def _update(self) -> None:
         """End the epoch: average, step, and begin the next."""
@@ -295,9 +286,9 @@ class Optimizer(torch.optim.Optimizer):
             weight=gradients.samples,
             open=lambda begin, send, fault: gradients.open(self._run.me, begin, send, fault),
             patience=self._times["matchmaking_time"],
-            tip=self._applied,
+            tip=self._replica.tip,
             machine=self._machine,
-            state=self._digest,
+            state=self._replica.digest,
         )
         while True:
             try:
@@ -313,20 +304,13 @@ class Optimizer(torch.optim.Optimizer):
 
     def _apply(self, tip: Tip) -> None:
         """Make the wrapped optimizer's step with the averaged gradients; the state is `tip` then."""
-        with self._state_lock:
-            with self._gradients.as_grad():
-                self.optimizer.step()
-            if self.scheduler is not None:
-                self.scheduler.step()
-            self._state.adopt_statistics()
-            self._applied = tip
+        self._replica.step(self._gradients, tip)
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
         self.dht.reactor.loop.call_soon_threadsafe(self._state_changed.set)
         self._gradients.reset()
-        self._digest = self._state.digest()
-        self.tracker.start_epoch(self._applied)
+        self.tracker.start_epoch(self._replica.tip)
 
     def _go_on_alone(self, error: AveragingError) -> None:
         """No round could be had: step with what this peer has, and let the swarm decide later whose state is kept."""
@@ -334,8 +318,8 @@ class Optimizer(torch.optim.Optimizer):
         if not gradients.samples:
             log.warning("no average (%s), and this peer has no gradients of its own: the next step tries again", error)
             return
-        tip = self._applied.after(self._digest, gradients.samples)
-        if self._run.follow(tip, after=self._applied):
+        tip = self._replica.tip.after(self._replica.digest, gradients.samples)
+        if self._run.follow(tip, after=self._replica.tip):
             log.warning("no average (%s): going on with this peer's own gradients", error)
             gradients.use_local()
             self._apply(tip)
@@ -351,7 +335,7 @@ class Optimizer(torch.optim.Optimizer):
         if not mine or mine == common:
             return []
         agreeing = [i for i, state in enumerate(begin.states) if state == common]
-        if self._applied.epoch and any(begin.machines[i] == self._machine for i in agreeing):
+        if self._replica.tip.epoch and any(begin.machines[i] == self._machine for i in agreeing):
             log.error("this peer's parameters differ from those of peers that compute alike: downloading the state")
         return [begin.members[i].peer for i in agreeing]
 
@@ -374,18 +358,16 @@ class Optimizer(torch.optim.Optimizer):
     def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:
         state = self._run.download(donors, timeout)
         tip = state.manifest.tip
-        if self._applied.outranks(tip):
+        if self._replica.tip.outranks(tip):
             log.info("the peers' state, of epoch %d, is behind this peer's, of epoch %d", tip.epoch, self.local_epoch)
             return False
-        with self._state_lock:
-            try:
-                self._state.load(state)
-            except ValueError as error:
-                raise Rejected(f"the run's state does not fit this peer: {error}") from error
-            self._applied = tip
+        try:
+            self._replica.load(state)
+        except ValueError as error:
+            raise Rejected(f"the run's state does not fit this peer: {error}") from error
         self._run.follow(tip)
         self._begin_epoch()
-        digest = self._digest.hex()
+        digest = self._replica.digest.hex()
         report = DownloadReport(tip.epoch, state.seconds, state.nbytes, len(state.chunks_from), digest)
         log.info("downloaded the state of epoch %d from %d peers", report.epoch, report.donors)
         self._tell(report)
@@ -404,18 +386,14 @@ class Optimizer(torch.optim.Optimizer):
 
     async def _take_snapshot(self) -> Snapshot:
         # What is offered is the newest state: a commit that is not applied yet is waited for.
-        while self._applied != self._run.tip:
+        while self._replica.tip != self._run.tip:
             self._state_changed.clear()
             await self._state_changed.wait()
         if self._is_behind():
             raise Refused("this peer is behind the others itself")
 
-        def copied() -> Snapshot:
-            with self._state_lock:
-                return self._state.snapshot(self._applied)
-
         try:
-            return await asyncio.get_running_loop().run_in_executor(None, copied)
+            return await asyncio.to_thread(self._replica.snapshot)
         except ValueError as error:
             log.warning("a newcomer can't have this peer's state: %s", error)
             raise Refused(str(error)) from error
@@ -423,13 +401,7 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict, with the epoch (`["state"]["local_epoch"]`), the run's lineage and the
         scheduler beside it, all plain data and tensors."""
-        state = self.optimizer.state_dict()
-        tip = self._applied
-        state["state"] = {**state["state"], "local_epoch": tip.epoch}
-        state["shoal"] = {"lineage": tip.lineage, "samples": tip.samples}
-        if self.scheduler is not None:
-            state["shoal"]["scheduler"] = self.scheduler.state_dict()
-        return state
+        return self._replica.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict of this class, or of the wrapped optimizer's (then at the present epoch). Load the
@@ -437,20 +409,9 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises ValueError, as the wrapped optimizer does, if it is of other parameter groups.
         """
-        given = copy.deepcopy(state_dict)
-        epoch = given["state"].pop("local_epoch", None)
-        ours = given.pop("shoal", {})
-        with self._state_lock:
-            self.optimizer.load_state_dict(given)
-            self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
-            if self.scheduler is not None and "scheduler" in ours:
-                self.scheduler.load_state_dict(ours["scheduler"])
-            self._state.adopt_statistics()
-            if epoch is not None:
-                lineage = ours.get("lineage", self._applied.lineage)
-                samples = ours.get("samples", float(epoch * self.target_batch_size))
-                self._applied = Tip(epoch, lineage, samples)
-        self._run.follow(self._applied)
+        self._replica.load_state_dict(state_dict, self.target_batch_size)
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        self._run.follow(self._replica.tip)
         self._begin_epoch()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -463,7 +424,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _report(self, outcome: Outcome) -> EpochReport:
         return EpochReport(
-            epoch=self._applied.epoch,
+            epoch=self._replica.tip.epoch,
             samples=outcome.commit.samples,
             num_peers=len(outcome.begin.members),
             coordinator=str(outcome.coordinator),
@@ -472,7 +433,7 @@ class Optimizer(torch.optim.Optimizer):
             allreduce_seconds=outcome.allreduce_seconds,
             bytes_sent=outcome.bytes_sent,
             bytes_received=outcome.bytes_received,
-            state_digest=self._digest.hex(),
+            state_digest=self._replica.digest.hex(),
         )
 
     def _tell(self, event: Event) -> None:
