@@ -290,10 +290,11 @@ class Swarm:
     def _join_again(self, peer: PeerID) -> None:
         """If this peer waits for a round of `peer`: it waits in vain."""
         attempt = self._round.attempt
-        if attempt is not None and attempt.joined is not None and attempt.joined[0] == peer.key:
-            if self.participant.begin is None:
-                attempt.joined = None
-                self._changed.set()
+        if attempt is None or attempt.joined is None or self.participant.begin is not None:
+            return
+        if attempt.joined[0] == peer.key:
+            attempt.joined = None
+            self._changed.set()
 
     # -- messages
 
