@@ -1,0 +1,81 @@
+"""Members, BEGINs and answers, made up: what the tests of the protocol's decisions are made of. No network, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.averaging.coordinator import Rules
+from shoal.averaging.member import Member, Role
+from shoal.averaging.messages import Begin, Have, Join, Repair, Terms
+from shoal.averaging.plan import ChunkSpan, divide
+from shoal.averaging.tip import Ballot, Tip
+
+TIP = Tip.genesis("run")
+TERMS = Terms({}, bytes(32))
+CHUNK = 1 << 12
+RULES = Rules(sizes=(8 * CHUNK,), matchmaking_time=10.0, round_timeout=60.0)
+
+
+def key(number: int) -> bytes:
+    """The key of the how-many-eth peer."""
+    return bytes([number]) * 32
+
+
+def keys(*numbers: int) -> tuple[bytes, ...]:
+    return tuple(map(key, numbers))
+
+
+def member(number: int, role: Role = Role.NODE, bandwidth: float = 1.0) -> Member:
+    addresses = () if role is Role.CLIENT else (f"/ip4/10.0.0.{number}/tcp/4000",)
+    return Member(key(number), addresses, role, bandwidth)
+
+
+def members(*numbers: int) -> tuple[Member, ...]:
+    return tuple(map(member, numbers))
+
+
+def begin_of(
+    group: Sequence[Member],
+    *,
+    chunks: int = 8,
+    attempt: int = 1,
+    coordinator: int = 1,
+    tip: Tip = TIP,
+    weights: Sequence[float] | None = None,
+) -> Begin:
+    """A BEGIN as a coordinator makes it."""
+    return Begin(
+        tip=tip,
+        ballot=Ballot(attempt, key(coordinator)),
+        members=tuple(group),
+        weights=tuple(weights) if weights is not None else tuple(float(m.contributes) for m in group),
+        machines=("",) * len(group),
+        states=(b"",) * len(group),
+        chunk_elements=CHUNK,
+        starts=divide(chunks, group),
+    )
+
+
+def chunks_of(begin: Begin) -> list[ChunkSpan]:
+    return [ChunkSpan(0, n * CHUNK, (n + 1) * CHUNK) for n in range(begin.starts[-1])]
+
+
+def join_of(sender: Member, *, tip: Tip = TIP, weight: float = 1.0, attempt: int = 0, patience: float = 5.0) -> Join:
+    return Join(tip, sender, TERMS, weight, "", b"", attempt, patience, b"")
+
+
+def have_of(
+    ballot: Ballot,
+    digests: Sequence[bytes] = (b"",) * 8,
+    *,
+    done: Ballot | None = None,
+    out: Sequence[bytes] = (),
+    repair: Repair | None = None,
+) -> Have:
+    """An answer to a survey."""
+    return Have(ballot, tuple(digests), done, tuple(out), repair, None)
+
+
+def digest(letter: str) -> bytes:
+    """A chunk's digest, made up."""
+    return letter.encode() * 32

@@ -1,0 +1,244 @@
+"""What a member may follow: one round at a time, only higher ballots, only what its holder says; and split brains."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import msgspec
+import pytest
+
+from shoal.averaging.book import RuleBroken
+from shoal.averaging.member import Role
+from shoal.averaging.messages import Begin, Commit, Repair, Survey
+from shoal.averaging.participant import Participant
+from shoal.averaging.tip import Ballot, Tip
+from tests.averaging.rounds import TIP, begin_of, digest, key, member, members
+
+ME = key(2)
+BEGIN = begin_of(members(1, 2, 3))
+
+
+def follow(participant: Participant, begin: Begin, sender: bytes | None = None, **how: bool) -> None:
+    participant.follow_begin(sender or begin.ballot.coordinator, begin, **{"joined": True, "relayed": False, **how})
+
+
+def in_round(begin: Begin = BEGIN, me: bytes = ME) -> Participant:
+    participant = Participant(me, begin.tip)
+    follow(participant, begin)
+    return participant
+
+
+def survey_of(number: int, coordinator: int, begin: Begin = BEGIN, out: tuple[bytes, ...] = ()) -> Survey:
+    return Survey(begin.tip, begin.round, Ballot(number, key(coordinator)), out, None)
+
+
+def commit_of(begin: Begin = BEGIN, root: bytes = digest("r")) -> Commit:
+    return Commit(begin.tip, begin.round, root, 3.0, tuple(m.key for m in begin.members), begin.members)
+
+
+# -- BEGIN
+
+
+def test_a_round_that_it_has_joined_is_followed() -> None:
+    participant = in_round()
+    assert participant.begin is BEGIN
+    assert participant.ballot == BEGIN.ballot
+    assert participant.attempt == 1
+    assert not participant.awaits_repair
+
+
+@pytest.mark.parametrize(
+    ("changes", "how", "sender", "reason"),
+    [
+        ({"tip": TIP.after(digest("a"), 1.0)}, {}, 1, "BEGIN of epoch 1, and this peer is at another state"),
+        ({"tip": Tip(0, digest("x"), 0.0)}, {}, 1, "at another state"),  # same epoch, another lineage
+        ({}, {}, 3, "BEGIN under the ballot of another peer"),
+        ({}, {"relayed": True}, 9, "BEGIN under the ballot of another peer"),
+        ({}, {"joined": False}, 1, "BEGIN without a JOIN of this peer"),
+        ({"members": members(1, 3, 4)}, {}, 1, "BEGIN without a JOIN of this peer"),
+        ({"weights": (1.0, 1.0)}, {}, 1, "lists of unequal length"),
+        ({"machines": ("",) * 4}, {}, 1, "lists of unequal length"),
+        ({"states": ()}, {}, 1, "lists of unequal length"),
+        ({"members": members(1, 3, 2)}, {}, 1, "members out of order"),
+        ({"members": members(1, 2, 2)}, {}, 1, "members out of order"),
+        ({"starts": (0, 2, 4)}, {}, 1, "a plan that does not divide the chunks"),
+        ({"starts": (1, 2, 4, 8)}, {}, 1, "a plan that does not divide the chunks"),
+        ({"starts": (0, 5, 4, 8)}, {}, 1, "a plan that does not divide the chunks"),
+        ({"starts": ()}, {}, 1, "a plan that does not divide the chunks"),
+    ],
+)
+def test_a_begin_that_must_not_be_followed(
+    changes: dict[str, Any], how: dict[str, bool], sender: int, reason: str
+) -> None:
+    participant = Participant(ME, TIP)
+    with pytest.raises(RuleBroken, match=reason):
+        follow(participant, msgspec.structs.replace(BEGIN, **changes), key(sender), **how)
+    assert participant == Participant(ME, TIP), "what was refused has left a trace"
+
+
+def test_another_member_may_relay_the_begin_of_a_lost_coordinator() -> None:
+    participant = Participant(ME, TIP)
+    follow(participant, BEGIN, key(3), relayed=True)
+    assert participant.begin is BEGIN
+
+
+def test_of_two_coordinators_with_unequal_views_the_first_is_followed_and_the_other_refused() -> None:
+    mine, other = BEGIN, begin_of(members(2, 3, 4), attempt=5, coordinator=4)
+    participant = in_round(mine)
+    with pytest.raises(RuleBroken, match="in a round already"):
+        follow(participant, other)
+    assert participant.begin is mine
+    assert participant.ballot == mine.ballot
+
+
+def test_a_higher_ballot_voids_the_lower_for_good() -> None:
+    participant = in_round(begin_of(members(1, 2, 3), attempt=3, coordinator=3))
+    participant.leave()
+    assert participant.attempt == 3, "a later JOIN tells it, so that the next ballot is higher"
+    for lower in (begin_of(members(1, 2), attempt=2), begin_of(members(1, 2), attempt=3, coordinator=1)):
+        with pytest.raises(RuleBroken, match=r"attempt \d, and this peer has followed 3"):
+            follow(participant, lower)
+    with pytest.raises(RuleBroken, match="has followed 3"):
+        follow(participant, begin_of(members(1, 2, 3), attempt=3, coordinator=3))  # the same again
+    follow(participant, begin_of(members(1, 2), attempt=4))
+    assert participant.attempt == 4
+
+
+# -- SURVEY and REPAIR
+
+
+def test_a_successor_is_followed_and_then_its_predecessor_no_more() -> None:
+    participant = in_round()
+    participant.follow_survey(key(3), survey_of(2, 3))
+    assert participant.ballot == Ballot(2, key(3))
+    assert participant.awaits_repair, "what it holds is told: it must not say DONE before it hears how to go on"
+    with pytest.raises(RuleBroken, match="attempt 1, and this peer has followed 2"):
+        participant.follow_survey(key(1), survey_of(1, 1))
+    with pytest.raises(RuleBroken, match="attempt 1, and this peer has followed 2"):
+        participant.follow_repair(key(1), Repair(BEGIN.round, BEGIN.ballot, ()))
+    repair = Repair(BEGIN.round, Ballot(2, key(3)), ())
+    participant.follow_repair(key(3), repair)
+    assert participant.repair is repair
+    assert not participant.awaits_repair
+
+
+def test_equal_numbers_are_told_apart_by_their_holder() -> None:
+    participant = in_round()
+    participant.follow_survey(key(3), survey_of(2, 3))
+    with pytest.raises(RuleBroken, match="has followed 2"):
+        participant.follow_survey(key(1), survey_of(2, 1))
+    participant.follow_survey(key(3), survey_of(2, 3))  # asked again, it answers again
+
+
+@pytest.mark.parametrize(("sender", "holder"), [(1, 3), (9, 9), (9, 3)])
+def test_only_a_member_that_holds_a_ballot_can_use_it(sender: int, holder: int) -> None:
+    participant = in_round()
+    for follow_it in (
+        lambda: participant.follow_survey(key(sender), survey_of(2, holder)),
+        lambda: participant.follow_repair(key(sender), Repair(BEGIN.round, Ballot(2, key(holder)), ())),
+    ):
+        with pytest.raises(RuleBroken, match="does not hold that ballot"):
+            follow_it()
+    assert participant.ballot == BEGIN.ballot
+    assert participant.repair is None
+
+
+def test_a_coordinator_that_is_no_member_of_its_round_may_survey_it() -> None:
+    participant = in_round(begin_of(members(2, 3), coordinator=9))
+    assert participant.begin is not None
+    participant.follow_survey(key(9), survey_of(2, 9, participant.begin))
+    assert participant.attempt == 2
+
+
+def test_another_round_is_not_surveyed_or_repaired_here() -> None:
+    other = begin_of(members(1, 2, 3), attempt=2)
+    for participant in (in_round(), Participant(ME, TIP)):
+        with pytest.raises(RuleBroken, match="not in that round"):
+            participant.follow_survey(key(1), survey_of(3, 1, other))
+        with pytest.raises(RuleBroken, match="not in that round"):
+            participant.follow_repair(key(1), Repair(other.round, Ballot(3, key(1)), ()))
+
+
+def test_who_is_counted_out_does_not_answer() -> None:
+    with pytest.raises(RuleBroken, match="counts this peer as out"):
+        in_round().follow_survey(key(1), survey_of(2, 1, out=(ME,)))
+
+
+def test_a_ballot_that_a_member_has_followed_voids_lower_ones_here_too() -> None:
+    participant = in_round()
+    participant.heard_of(Ballot(5, key(1)))
+    participant.heard_of(Ballot(4, key(3)))
+    assert participant.attempt == 5
+    with pytest.raises(RuleBroken, match="has followed 5"):
+        participant.follow_survey(key(3), survey_of(4, 3))
+
+
+# -- DONE and COMMIT
+
+
+def test_done_is_said_under_the_ballot_that_is_followed() -> None:
+    participant = in_round()
+    assert participant.was_complete() == Ballot(1, key(1))
+    participant.follow_survey(key(3), survey_of(2, 3))
+    assert participant.done == Ballot(1, key(1)), "a successor must hear under which ballot this was complete"
+    participant.follow_repair(key(3), Repair(BEGIN.round, Ballot(2, key(3)), ()))
+    assert participant.was_complete() == participant.done == Ballot(2, key(3))
+
+
+def test_a_new_round_begins_with_a_clean_sheet() -> None:
+    participant = in_round()
+    participant.was_complete()
+    participant.follow_survey(key(3), survey_of(2, 3))
+    participant.follow_repair(key(3), Repair(BEGIN.round, Ballot(2, key(3)), ()))
+    participant.leave()
+    assert (participant.begin, participant.repair, participant.done) == (None, None, None)
+    follow(participant, begin_of(members(1, 2), attempt=3))
+    assert (participant.repair, participant.done) == (None, None)
+
+
+def test_a_commit_moves_it_on_and_what_was_of_the_old_tip_is_void() -> None:
+    participant = in_round()
+    commit = commit_of()
+    participant.advance(commit)
+    assert participant.tip == TIP.after(digest("r"), 3.0)
+    assert participant.commit is commit
+    assert (participant.begin, participant.ballot, participant.attempt) == (None, None, 0)
+    with pytest.raises(RuleBroken, match="another state"):
+        follow(participant, begin_of(members(1, 2, 3), attempt=9))
+    with pytest.raises(RuleBroken, match="not in that round"):
+        participant.follow_survey(key(3), survey_of(9, 3))
+    follow(participant, begin_of(members(1, 2, 3), tip=participant.tip))
+
+
+def test_after_a_download_the_last_commit_is_not_its_own_any_more() -> None:
+    participant = in_round()
+    participant.advance(commit_of())
+    elsewhere = Tip(7, digest("x"), 99.0)
+    participant.move(elsewhere)
+    assert participant == Participant(ME, elsewhere)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_the_rules_are_the_same_for_all_roles(role: Role) -> None:
+    group = (member(1), member(2, role), member(3))
+    participant = in_round(begin_of(group))
+    participant.follow_survey(key(3), survey_of(2, 3, begin_of(group)))
+    assert participant.attempt == 2
+
+
+def test_the_ballot_never_goes_down_at_one_tip() -> None:
+    participant = in_round()
+    highest = participant.ballot
+    assert highest is not None
+    for number, holder in product((4, 2, 3, 1, 5), (3, 1)):
+        try:
+            participant.follow_survey(key(holder), survey_of(number, holder))
+        except RuleBroken:
+            assert Ballot(number, key(holder)) < highest
+        else:
+            assert Ballot(number, key(holder)) >= highest
+        assert participant.ballot is not None
+        assert participant.ballot >= highest
+        highest = participant.ballot
+    assert highest == Ballot(5, key(3))
