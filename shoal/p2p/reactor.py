@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+SWITCH_INTERVAL = 0.0005
+"""Seconds for which another thread may keep the GIL when the reactor wants it back, as long as there is a reactor.
+
+Every call into torch or ZeroMQ that lets go of the GIL may have to wait so long for it afterwards. With Python's default
+of 5 ms a round beside a trainer in pure Python takes up to ten times as long (25M float32, float16, 4 peers on 2 cores:
+0.45 to 4.6 s instead of 0.31; so 0.38 to 0.49 s), and the trainer notices no difference."""
 
 
 class Reactor:
@@ -23,6 +31,8 @@ class Reactor:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self._users = 0
+        self._switch_interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(SWITCH_INTERVAL, self._switch_interval))
         self._thread = threading.Thread(target=self._run, name="shoal-reactor", daemon=True)
         self._thread.start()
 
@@ -43,6 +53,7 @@ class Reactor:
                 return
             if Reactor._shared is self:
                 Reactor._shared = None
+                sys.setswitchinterval(self._switch_interval)
         self.loop.call_soon_threadsafe(self.loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from concurrent.futures import CancelledError
 
 import pytest
 
-from shoal.p2p.reactor import Reactor
+from shoal.p2p.reactor import SWITCH_INTERVAL, Reactor
 
 
 def reactor_threads() -> int:
@@ -30,6 +31,18 @@ def test_users_share_one_thread_and_the_last_one_ends_it():
     assert third.run(asyncio.sleep(0, "anew")) == "anew"
     third.release()
     assert reactor_threads() == 0
+
+
+def test_the_switch_interval_is_short_while_there_is_a_reactor():
+    before = sys.getswitchinterval()
+    first, second = Reactor.acquire(), Reactor.acquire()
+    try:
+        assert sys.getswitchinterval() == pytest.approx(min(before, SWITCH_INTERVAL))
+        first.release()
+        assert sys.getswitchinterval() == pytest.approx(min(before, SWITCH_INTERVAL))
+    finally:
+        second.release()
+    assert sys.getswitchinterval() == pytest.approx(before)
 
 
 def test_results_errors_and_cancellation_cross_over():
