@@ -1,4 +1,4 @@
-"""Members, BEGINs and answers, made up: what the tests of the protocol's decisions are made of. No network, no torch."""
+"""Members, BEGINs and answers, made up: what the tests of the protocol's decisions are made of. No network."""
 
 from __future__ import annotations
 

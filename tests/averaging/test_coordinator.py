@@ -1,0 +1,538 @@
+"""The coordinator's decisions for one tip: when it begins, whom it puts out, what it repairs, and what it commits."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shoal.averaging.book import root_of
+from shoal.averaging.coordinator import REMINDER_SECONDS, Coordinator, Phase, Rules, Send
+from shoal.averaging.member import Member, Role
+from shoal.averaging.messages import Abort, Begin, Call, Commit, Done, Have, Progress, Repair, Source, Survey
+from shoal.averaging.tip import Ballot
+from tests.averaging.rounds import (
+    RULES,
+    TIP,
+    begin_of,
+    digest,
+    have_of,
+    join_of,
+    key,
+    keys,
+    member,
+    members,
+)
+
+GROUP = members(1, 2, 3, 4)
+ROOT = root_of([digest(letter) for letter in "abcdefgh"])
+ALL = [digest(letter) for letter in "abcdefgh"]
+
+
+def gathering(*numbers: int, rules: Rules = RULES, **options: Any) -> Coordinator:
+    """Peer 1 coordinates, and expects these."""
+    coordinator = Coordinator(key(1), TIP, rules, **options)
+    assert coordinator.expect(members(*numbers), 0.0) == []
+    return coordinator
+
+
+def join(coordinator: Coordinator, number: int, now: float = 0.0, **join_options: Any) -> list[Send]:
+    return coordinator.join(key(number), join_of(member(number), **join_options), b"g%d" % number, now)
+
+
+def running(*numbers: int, **options: Any) -> Coordinator:
+    """All of these have joined, and the round has begun."""
+    coordinator = gathering(*numbers, **options)
+    for number in numbers:
+        join(coordinator, number)
+    assert coordinator.phase is Phase.RUNNING
+    return coordinator
+
+
+def done(coordinator: Coordinator, number: int, root: bytes = ROOT, ballot: Ballot | None = None) -> list[Send]:
+    assert coordinator.begin is not None
+    ballot = ballot or coordinator.ballot
+    assert ballot is not None
+    return coordinator.finished(key(number), Done(coordinator.begin.round, ballot, root), GROUP, 1.0)
+
+
+def survey_answer(coordinator: Coordinator, number: int, have: Have | None = None) -> list[Send]:
+    assert coordinator.ballot is not None
+    return coordinator.surveyed(key(number), coordinator.ballot, have or have_of(coordinator.ballot), 1.0)
+
+
+def the(actions: list[Send], kind: type) -> Any:
+    """The one message of that kind."""
+    [found] = [action.message for action in actions if isinstance(action.message, kind)]
+    return found
+
+
+def told(actions: list[Send], kind: type) -> set[bytes]:
+    return {to for action in actions if isinstance(action.message, kind) for to in action.to}
+
+
+# -- until BEGIN
+
+
+def test_it_begins_as_soon_as_all_that_are_expected_have_joined() -> None:
+    coordinator = gathering(1, 2, 3)
+    assert told(join(coordinator, 2), Call) == set(keys(1, 2, 3)), "the first JOIN calls all"
+    assert join(coordinator, 1, 1.0) == []
+    [action] = join(coordinator, 3, 2.0)
+    assert action.to == keys(1, 2, 3)
+    begin = action.message
+    assert isinstance(begin, Begin)
+    assert begin.members == members(1, 2, 3), "in the order of keys, whoever joined first"
+    assert begin.ballot == Ballot(1, key(1))
+    assert begin.starts[0] == 0
+    assert begin.starts[-1] == 8
+    assert coordinator.wake_at() == 2.0 + RULES.round_timeout
+    assert coordinator.gathered[key(3)] == b"g3"
+
+
+def test_weights_stay_with_their_members_and_the_ballot_is_higher_than_all_that_were_followed() -> None:
+    coordinator = gathering(1, 2, 3)
+    join(coordinator, 3, weight=30.0, attempt=6)
+    join(coordinator, 1, weight=10.0, attempt=2)
+    begin = the(join(coordinator, 2, weight=0.0), Begin)
+    assert begin.weights == (10.0, 0.0, 30.0)
+    assert begin.ballot == Ballot(7, key(1))
+
+
+def test_who_does_not_join_is_called_once_more_and_then_left_out() -> None:
+    coordinator = gathering(1, 2, 3)
+    join(coordinator, 1, patience=5.0)
+    join(coordinator, 2, 1.0, patience=99.0)
+    assert coordinator.wake_at() == 5.0, "the first who joins says how long it waits"
+    assert coordinator.tick(4.9) == []
+    [reminder] = coordinator.tick(5.0)
+    assert isinstance(reminder.message, Call)
+    assert reminder.to == keys(3)
+    assert coordinator.wake_at() == 5.0 + REMINDER_SECONDS
+    assert coordinator.tick(5.1) == []
+    begin = the(coordinator.tick(5.0 + REMINDER_SECONDS), Begin)
+    assert begin.members == members(1, 2)
+
+
+def test_it_waits_while_a_member_is_in_a_round_of_another_coordinator() -> None:
+    coordinator = gathering(1, 2, 3)
+    join(coordinator, 1)
+    join(coordinator, 2)
+    coordinator.tick(5.0)
+    for round_ in range(4):
+        now = 5.0 + round_ * 0.4
+        assert coordinator.postpone(now) == []
+        assert coordinator.tick(now + 0.4) == [], "it began without one that is in another round"
+    now = 7.0
+    assert told(coordinator.tick(now), Call) == set(keys(3)), "that round may be over: it is called again"
+    assert the(coordinator.tick(now + REMINDER_SECONDS), Begin)
+
+
+def test_a_member_that_is_lost_while_it_gathers_is_not_waited_for() -> None:
+    coordinator = gathering(1, 2, 3)
+    join(coordinator, 1)
+    join(coordinator, 3)
+    begin = the(coordinator.expect(members(1, 3), 1.0), Begin)
+    assert begin.members == members(1, 3)
+
+
+def test_who_joined_and_was_lost_before_begin_is_not_in_it() -> None:
+    coordinator = gathering(1, 2, 3)
+    join(coordinator, 2)
+    join(coordinator, 1)
+    coordinator.put_out(key(2), "lost", 1.0)
+    assert key(2) not in coordinator.joins
+    assert key(2) not in coordinator.gathered
+    assert the(join(coordinator, 3, 2.0), Begin).members == members(1, 3)
+
+
+def test_before_all_may_have_been_found_it_waits_although_all_known_have_joined() -> None:
+    coordinator = gathering(1, 2, settled_at=1.0)
+    join(coordinator, 1)
+    join(coordinator, 2, 0.1)
+    assert coordinator.phase is Phase.GATHERING
+    assert coordinator.wake_at() == 1.0
+    assert coordinator.tick(0.9) == []
+    assert the(coordinator.tick(1.0), Begin)
+
+
+def test_a_join_counts_once_and_the_last_one_counts() -> None:
+    coordinator = gathering(1, 2)
+    join(coordinator, 2, weight=1.0)
+    join(coordinator, 2, weight=5.0)
+    assert coordinator.phase is Phase.GATHERING
+    assert the(join(coordinator, 1), Begin).weights == (1.0, 5.0)
+
+
+def test_a_group_has_so_many_at_least_and_so_many_at_most() -> None:
+    coordinator = gathering(1, 2, 3, rules=replace(RULES, min_group=2))
+    join(coordinator, 1)
+    assert coordinator.wake_at() is None
+    assert coordinator.tick(1000.0) == [], "alone it begins nothing, however long it waits"
+    assert the(join(coordinator, 2, 1000.0), Call)
+    assert the(coordinator.tick(1001.0), Begin).members == members(1, 2)
+
+    coordinator = gathering(1, 2, 3, 4, rules=replace(RULES, target_group=2))
+    join(coordinator, 3)
+    assert the(join(coordinator, 4), Begin).members == members(3, 4)
+
+
+def test_nothing_begins_with_clients_alone() -> None:
+    rules = replace(RULES, target_group=2)
+    coordinator = Coordinator(key(1), TIP, rules)
+    clients = [member(n, Role.CLIENT) for n in (2, 3)]
+    coordinator.expect([*clients, member(4)], 0.0)
+    for client in clients:
+        coordinator.join(client.key, join_of(client), b"", 0.0)
+    assert coordinator.tick(100.0) == []
+    begin = the(coordinator.join(key(4), join_of(member(4)), b"", 101.0), Begin)
+    assert begin.members == (clients[0], member(4)), "one who can reduce is among them"
+
+
+def test_who_joins_after_begin_waits_and_hears_of_an_abort() -> None:
+    coordinator = running(1, 2)
+    assert join(coordinator, 3, 5.0) == []
+    assert coordinator.begin is not None
+    assert coordinator.begin.members == members(1, 2)
+    assert told(coordinator.abort("why not"), Abort) == set(keys(1, 2, 3))
+
+
+# -- counting samples
+
+COUNTING = replace(RULES, target_samples=64.0)
+
+
+def report(coordinator: Coordinator, number: int, samples: float, now: float = 0.0) -> tuple[Any, list[Send]]:
+    return coordinator.progress(key(number), Progress(TIP, samples, samples / 10), now)
+
+
+def test_a_round_is_called_when_there_are_enough_samples() -> None:
+    coordinator = gathering(1, 2, 3, rules=COUNTING)
+    count, actions = report(coordinator, 1, 30.0)
+    assert (count.samples, count.rate, count.peers, count.called) == (30.0, 3.0, 1, False)
+    assert actions == []
+    report(coordinator, 1, 40.0)
+    count, actions = report(coordinator, 2, 24.0, 7.0)
+    assert (count.samples, count.peers, count.called) == (64.0, 2, True)
+    assert told(actions, Call) == set(keys(1, 2, 3))
+    assert coordinator.phase is Phase.GATHERING
+    assert report(coordinator, 2, 30.0)[1] == [], "it is called once"
+
+
+def test_who_left_does_not_count() -> None:
+    coordinator = gathering(1, 2, rules=COUNTING)
+    report(coordinator, 2, 40.0)
+    coordinator.expect(members(1), 0.0)
+    count, actions = report(coordinator, 1, 30.0)
+    assert (count.samples, count.peers, actions) == (30.0, 1, [])
+
+
+def test_a_newcomer_that_is_still_downloading_is_not_waited_for() -> None:
+    coordinator = gathering(1, 2, 3, rules=COUNTING, veterans=frozenset(keys(1, 2)))
+    report(coordinator, 1, 64.0)
+    join(coordinator, 1)
+    assert the(join(coordinator, 2), Begin).members == members(1, 2)
+
+
+def test_a_newcomer_that_has_reported_is_waited_for_and_so_is_a_veteran_that_has_not() -> None:
+    coordinator = gathering(1, 2, 3, rules=COUNTING, veterans=frozenset(keys(1, 2)))
+    report(coordinator, 1, 60.0)
+    report(coordinator, 3, 4.0)
+    join(coordinator, 1)
+    assert join(coordinator, 3) == [], "a veteran has not joined"
+    assert the(join(coordinator, 2), Begin).members == members(1, 2, 3)
+
+
+# -- from BEGIN to COMMIT
+
+
+def test_it_commits_when_all_have_said_the_same() -> None:
+    coordinator = running(1, 2, 3)
+    assert done(coordinator, 1) == done(coordinator, 2) == []
+    assert done(coordinator, 2) == [], "one member counts once"
+    [action] = done(coordinator, 3)
+    assert coordinator.phase is Phase.COMMITTED
+    commit = action.message
+    assert isinstance(commit, Commit)
+    assert commit == coordinator.commit
+    assert (commit.root, commit.samples, commit.members, commit.view) == (ROOT, 3.0, keys(1, 2, 3), GROUP)
+    assert set(action.to) == set(keys(1, 2, 3, 4)), "who was not in the round hears of it too"
+    assert coordinator.wake_at() is None
+
+
+def test_an_auxiliary_has_no_digest_to_compare() -> None:
+    coordinator = running(1, 2, 3)
+    done(coordinator, 2, b"")
+    done(coordinator, 1)
+    assert the(done(coordinator, 3), Commit).root == ROOT
+
+
+def test_a_round_of_auxiliaries_commits_that_there_was_nothing() -> None:
+    coordinator = running(1, 2)
+    done(coordinator, 1, b"")
+    assert the(done(coordinator, 2, b""), Commit).root == root_of(())
+
+
+def test_done_under_another_ballot_or_from_a_stranger_counts_as_nothing() -> None:
+    coordinator = running(1, 2)
+    done(coordinator, 1)
+    assert done(coordinator, 2, ballot=Ballot(0, key(1))) == []
+    assert done(coordinator, 2, ballot=Ballot(1, key(2))) == []
+    assert done(coordinator, 9) == []
+    assert coordinator.phase is Phase.RUNNING
+
+
+def test_digests_that_differ_are_never_committed() -> None:
+    coordinator = running(1, 2, 3)
+    done(coordinator, 1)
+    done(coordinator, 2, digest("x"))
+    actions = done(coordinator, 3)
+    assert the(actions, Survey).ballot == Ballot(2, key(1))
+    assert coordinator.phase is Phase.SURVEYING
+    assert coordinator.commit is None
+
+
+def test_the_version_that_more_members_hold_is_the_result() -> None:
+    coordinator = running(1, 2, 3)
+    for number, root in ((1, ROOT), (2, digest("x")), (3, ROOT)):
+        done(coordinator, number, root)
+    ballot = coordinator.ballot
+    assert ballot is not None
+    lied = [digest("x"), *ALL[1:]]
+    complete = Ballot(1, key(1))
+    for number, digests in ((1, ALL), (2, lied), (3, ALL)):
+        actions = survey_answer(coordinator, number, have_of(ballot, digests, done=complete))
+    [source] = the(actions, Repair).sources
+    assert (source.chunk, source.digest) == (0, digest("a"))
+    assert source.owner in keys(1, 3)
+
+
+def test_a_round_that_does_not_end_is_aborted() -> None:
+    coordinator = running(1, 2)
+    assert coordinator.tick(59.9) == []
+    actions = coordinator.tick(60.0)
+    assert told(actions, Abort) == set(keys(1, 2))
+    assert the(actions, Abort).reason == "the round did not end within 60 s"
+    assert coordinator.phase is Phase.ABORTED
+    assert done(coordinator, 1) == done(coordinator, 2) == []
+
+
+def test_a_survey_does_not_prolong_a_round() -> None:
+    coordinator = running(1, 2, 3)
+    coordinator.put_out(key(3), "lost", 50.0)
+    assert coordinator.wake_at() == 60.0
+    assert told(coordinator.tick(60.0), Abort) == set(keys(1, 2))
+
+
+# -- somebody is lost
+
+
+def test_the_others_go_on_without_a_member_that_is_lost() -> None:
+    coordinator = running(1, 2, 3)
+    done(coordinator, 1)
+    actions = coordinator.put_out(key(3), "the connection to it was lost", 1.0)
+    assert told(actions, Abort) == {key(3)}, "should it live, it hears that and why"
+    assert the(actions, Abort).reason == "the connection to it was lost"
+    survey = the(actions, Survey)
+    assert told(actions, Survey) == set(keys(1, 2))
+    assert (survey.ballot, survey.out, survey.begin) == (Ballot(2, key(1)), keys(3), None)
+    assert coordinator.put_out(key(3), "again", 1.0) == []
+    assert done(coordinator, 2, ballot=Ballot(1, key(1))) == [], "DONE from before the survey is void"
+    survey_answer(coordinator, 1)
+    repair = the(survey_answer(coordinator, 2), Repair)
+    assert repair.ballot == Ballot(2, key(1))
+    done(coordinator, 1)
+    commit = the(done(coordinator, 2), Commit)
+    assert commit.view == members(1, 2, 4), "who was put out is not in the next view"
+    assert commit.samples == 3.0
+
+
+def test_a_dead_reducers_chunks_are_fetched_from_who_has_them_and_the_others_reduced_again() -> None:
+    coordinator = running(1, 2, 3, 4)  # two chunks each: those of 4 are 6 and 7
+    coordinator.put_out(key(4), "lost", 1.0)
+    ballot = coordinator.ballot
+    assert ballot is not None
+    empty = [b""] * 8
+    got_one = [*empty[:6], digest("g"), b""]
+    survey_answer(coordinator, 1, have_of(ballot, empty))
+    survey_answer(coordinator, 2, have_of(ballot, got_one))
+    sources = the(survey_answer(coordinator, 3, have_of(ballot, empty)), Repair).sources
+    assert sources[0] == Source(6, key(2), digest("g"))
+    assert (sources[1].chunk, sources[1].digest) == (7, b"")
+    assert sources[1].owner in keys(1, 2, 3)
+    assert len(sources) == 2, "the chunks of living reducers stay with them"
+
+
+def test_a_dead_sender_costs_no_repair() -> None:
+    """What a client leaves behind: its missing parts are left out by the reducers themselves."""
+    coordinator = Coordinator(key(1), TIP, RULES)
+    group = [member(1), member(2), member(3, Role.CLIENT)]
+    coordinator.expect(group, 0.0)
+    for each in group:
+        coordinator.join(each.key, join_of(each), b"", 0.0)
+    coordinator.put_out(key(3), "lost", 1.0)
+    survey_answer(coordinator, 1)
+    assert the(survey_answer(coordinator, 2), Repair).sources == ()
+
+
+def test_a_repair_goes_on_from_the_one_before() -> None:
+    """Chunk 7 was given from 4 to 2 by a repair; then 3 is lost: 2 keeps it."""
+    coordinator = running(1, 2, 3, 4)
+    coordinator.put_out(key(4), "lost", 1.0)
+    coordinator.put_out(key(3), "lost", 1.0)
+    ballot = coordinator.ballot
+    assert ballot is not None
+    assert coordinator.begin is not None
+    before = Repair(coordinator.begin.round, Ballot(2, key(1)), (Source(6, key(3), b""), Source(7, key(2), b"")))
+    survey_answer(coordinator, 1, have_of(ballot, repair=before))
+    sources = {s.chunk: s for s in the(survey_answer(coordinator, 2), Repair).sources}
+    assert sources[7] == Source(7, key(2), b"")
+    assert set(sources) == {4, 5, 6, 7}
+    assert all(source.owner in keys(1, 2) for source in sources.values())
+
+
+def test_a_second_loss_begins_a_second_survey_and_answers_to_the_first_are_void() -> None:
+    coordinator = running(1, 2, 3, 4)
+    coordinator.put_out(key(4), "lost", 1.0)
+    first = coordinator.ballot
+    assert first is not None
+    survey_answer(coordinator, 1)
+    actions = coordinator.put_out(key(3), "lost", 1.0)
+    assert the(actions, Survey).out == keys(4, 3)
+    assert coordinator.surveyed(key(2), first, have_of(first), 1.0) == []
+    assert key(2) not in coordinator.have
+    survey_answer(coordinator, 1)
+    assert the(survey_answer(coordinator, 2), Repair)
+
+
+def test_when_nobody_is_left_it_ends() -> None:
+    coordinator = running(2, 3)
+    coordinator.put_out(key(2), "lost", 1.0)
+    coordinator.put_out(key(3), "lost", 1.0)
+    assert coordinator.phase is Phase.ABORTED
+    assert coordinator.put_out(key(2), "lost", 1.0) == []
+
+
+# -- a successor and its predecessor
+
+BEGIN = begin_of(GROUP, coordinator=4)
+
+
+def successor(attempt: int = 1, lost: tuple[bytes, ...] = keys(4)) -> tuple[Coordinator, Survey]:
+    """Peer 1 takes over from peer 4; returns what it asks, too."""
+    coordinator = Coordinator.successor(key(1), BEGIN, attempt, lost, RULES)
+    [action] = coordinator.start_survey(1.0)
+    assert isinstance(action.message, Survey)
+    assert action.to == tuple(coordinator.live())
+    return coordinator, action.message
+
+
+def test_a_successor_asks_first_under_a_higher_ballot_and_brings_the_begin() -> None:
+    coordinator, survey = successor(attempt=5)
+    assert survey.ballot == Ballot(6, key(1))
+    assert survey.begin is BEGIN, "it may not have reached everybody"
+    assert survey.out == keys(4)
+    assert coordinator.wake_at() == 61.0
+    assert done(coordinator, 1) == done(coordinator, 2) == done(coordinator, 3) == []
+    assert coordinator.commit is None, "it decided before it had asked"
+
+
+def test_a_commit_that_the_dead_one_sent_to_a_single_member_is_the_decision() -> None:
+    coordinator, survey = successor()
+    commit = Commit(TIP, BEGIN.round, digest("z"), 4.0, keys(1, 2, 3, 4), GROUP)
+    survey_answer(coordinator, 1, have_of(survey.ballot, ALL, done=Ballot(1, key(4))))
+    actions = survey_answer(coordinator, 2, Have(survey.ballot, (), None, (), None, commit))
+    assert [action.message for action in actions] == [commit], "passed on as it is"
+    assert set(actions[0].to) == set(keys(1, 2, 3, 4))
+    assert coordinator.phase is Phase.COMMITTED
+
+
+def test_a_commit_of_another_round_is_no_answer() -> None:
+    coordinator, survey = successor()
+    commit = Commit(TIP, begin_of(GROUP, attempt=9).round, digest("z"), 4.0, keys(1), GROUP)
+    assert survey_answer(coordinator, 2, Have(survey.ballot, (), None, (), None, commit)) == []
+    assert coordinator.phase is Phase.SURVEYING
+
+
+def test_what_one_was_complete_with_under_the_highest_ballot_is_the_decision() -> None:
+    """The dead one may have committed it and told nobody who lives."""
+    coordinator, survey = successor(attempt=3)
+    old = [digest(letter) for letter in "ABCDEFGH"]
+    survey_answer(coordinator, 1, have_of(survey.ballot, old, done=Ballot(1, key(4))))
+    survey_answer(coordinator, 3, have_of(survey.ballot, old, done=Ballot(1, key(4))))
+    sources = the(survey_answer(coordinator, 2, have_of(survey.ballot, ALL, done=Ballot(2, key(4)))), Repair).sources
+    assert sources == tuple(Source(chunk, key(2), ALL[chunk]) for chunk in range(8))
+
+
+def test_an_auxiliary_that_was_complete_has_no_say_in_the_result() -> None:
+    coordinator, survey = successor()
+    survey_answer(coordinator, 1, have_of(survey.ballot, ALL))
+    survey_answer(coordinator, 2, have_of(survey.ballot, (), done=Ballot(1, key(4))))
+    sources = the(survey_answer(coordinator, 3, have_of(survey.ballot, ALL)), Repair).sources
+    assert {source.chunk: source.digest for source in sources} == {6: digest("g"), 7: digest("h")}
+
+
+def test_whom_an_earlier_coordinator_put_out_stays_out() -> None:
+    coordinator, survey = successor()
+    survey_answer(coordinator, 1, have_of(survey.ballot))
+    survey_answer(coordinator, 2, have_of(survey.ballot, out=keys(3, 4)))
+    again = the(survey_answer(coordinator, 3, have_of(survey.ballot)), Survey)
+    assert set(again.out) == set(keys(3, 4))
+    assert again.ballot > survey.ballot
+    assert coordinator.live() == list(keys(1, 2))
+
+
+def test_a_higher_ballot_of_one_that_lives_is_given_way_to() -> None:
+    coordinator, _ = successor()
+    assert coordinator.outbid(Ballot(9, key(2)), True, 2.0) == []
+    assert coordinator.phase is Phase.ABORTED
+    assert survey_answer(coordinator, 1) == survey_answer(coordinator, 2) == survey_answer(coordinator, 3) == []
+
+
+def test_a_higher_ballot_of_one_that_is_lost_is_outbid() -> None:
+    coordinator, survey = successor()
+    assert coordinator.outbid(survey.ballot, False, 2.0) == [], "it is its own"
+    assert coordinator.outbid(Ballot(1, key(3)), True, 2.0) == []
+    higher = the(coordinator.outbid(Ballot(9, key(4)), False, 2.0), Survey)
+    assert higher.ballot == Ballot(10, key(1))
+
+
+def test_two_that_take_over_do_not_both_commit() -> None:
+    """1 and 2 both believe that 4 is lost. 3 answers both, and says DONE only under the ballot that it follows."""
+    one, first = successor()
+    two = Coordinator.successor(key(2), BEGIN, 1, keys(4), RULES)
+    second = the(two.start_survey(1.0), Survey)
+    assert second.ballot > first.ballot
+    for number in (1, 2, 3):
+        survey_answer(one, number)
+        survey_answer(two, number)
+    done(one, 1)
+    for number in (2, 3):
+        assert done(one, number, ballot=second.ballot) == [], "a DONE to the other was counted"
+        done(two, number)
+    assert one.commit is None
+    assert the(done(two, 1), Commit)
+
+
+def test_a_coordinator_that_was_replaced_can_commit_no_more() -> None:
+    old = running(1, 2, 3)
+    done(old, 1)
+    # 2 and 3 have followed a successor: their DONEs are under its ballot.
+    for number, ballot in itertools.product((2, 3), (Ballot(2, key(2)), Ballot(3, key(2)))):
+        assert done(old, number, ballot=ballot) == []
+    assert old.commit is None
+
+
+@pytest.mark.parametrize("lost", [keys(4), keys(3, 4), keys(2, 3, 4)])
+def test_a_successor_goes_on_with_those_that_live(lost: tuple[bytes, ...]) -> None:
+    coordinator, survey = successor(lost=lost)
+    live: list[Member] = [m for m in GROUP if m.key not in lost]
+    actions: list[Send] = []
+    for each in live:
+        actions = coordinator.surveyed(each.key, survey.ballot, have_of(survey.ballot), 1.0)
+    assert {s.chunk for s in the(actions, Repair).sources} == set(range(8 - 2 * len(lost), 8))
+    for each in live:
+        actions = coordinator.finished(each.key, Done(BEGIN.round, survey.ballot, ROOT), GROUP, 2.0)
+    assert the(actions, Commit).view == tuple(live)
