@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from shoal.dht.dht import DHT as DHT
     from shoal.dht.records import ValueWithExpiration as ValueWithExpiration
     from shoal.dht.records import get_dht_time as get_dht_time
+    from shoal.functional.registry import functional_optim_map as functional_optim_map
+    from shoal.functional.registry import register_functional_optimizer as register_functional_optimizer
     from shoal.optim.optimizer import Optimizer as Optimizer
     from shoal.optim.progress import ProgressTracker as ProgressTracker
     from shoal.optim.reports import DownloadReport as DownloadReport
@@ -38,9 +40,11 @@ _HOMES = {
     "ProgressTracker": "shoal.optim.progress",
     "RoundReport": "shoal.averaging.averager",
     "ValueWithExpiration": "shoal.dht.records",
+    "functional_optim_map": "shoal.functional.registry",
     "get_dht_time": "shoal.dht.records",
+    "register_functional_optimizer": "shoal.functional.registry",
 }
-_ROOMS = ("averaging", "compression", "dht", "flat", "optim", "p2p", "simulation")
+_ROOMS = ("averaging", "compression", "dht", "flat", "functional", "optim", "p2p", "simulation")
 __all__ = ["__version__", "compression", *_HOMES]
 
 

@@ -1,0 +1,108 @@
+"""Adam and AdamW."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, State, StateEntry, check_fraction
+from shoal.functional.kernels import Kernel, advance, take_back
+
+
+@dataclass(frozen=True)
+class Adam(FunctionalOptimizer):
+    """Adam (Kingma and Ba 2015, arXiv 1412.6980), with the options, defaults and numbers of `torch.optim.Adam`.
+
+    Raises:
+        ValueError: for an option out of its range.
+    """
+
+    element_wise: ClassVar[bool] = True
+
+    lr: float | Tensor = 1e-3
+    betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0
+    amsgrad: bool = False
+    _: KW_ONLY
+    foreach: bool | None = None
+    maximize: bool = False
+    capturable: bool = False
+    differentiable: bool = False
+    fused: bool | None = None
+    decoupled_weight_decay: bool = False
+
+    def __post_init__(self) -> None:
+        self._check(eps=self.eps, weight_decay=self.weight_decay)
+        for index, beta in enumerate(self.betas):
+            check_fraction(f"betas[{index}]", beta)
+        tensors = [isinstance(value, Tensor) for value in (self.lr, *self.betas)]
+        if self.foreach and any(tensors) and not self.capturable:
+            raise ValueError("with foreach=True, lr and betas may be tensors only if capturable=True")
+        if tensors[1] != tensors[2]:
+            raise ValueError("betas are two numbers or two tensors")
+
+    def _layout(self) -> dict[str, StateEntry]:
+        layout = {"step": NUMBER, "exp_avg": LIKE_PARAMETER, "exp_avg_sq": LIKE_PARAMETER}
+        return {**layout, "max_exp_avg_sq": LIKE_PARAMETER} if self.amsgrad else layout
+
+    def _update(
+        self,
+        kernel: Kernel,
+        params: list[Tensor],
+        grads: list[Tensor],
+        state: State,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        averages = state["exp_avg"], state["exp_avg_sq"], state["max_exp_avg_sq"] if self.amsgrad else []
+        if kernel is Kernel.FUSED:
+            advance(state["step"])
+            update = torch._fused_adamw_ if self.decoupled_weight_decay else torch._fused_adam_
+            update(
+                params,
+                grads,
+                *averages,
+                state["step"],
+                lr=self.lr,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                weight_decay=self.weight_decay,
+                eps=self.eps,
+                amsgrad=self.amsgrad,
+                maximize=self.maximize,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+            )
+            take_back(state["step"], found_inf)
+            return
+        adam(
+            params,
+            grads,
+            *averages,
+            state["step"],
+            foreach=kernel is Kernel.FOREACH,
+            capturable=self.capturable,
+            fused=False,
+            has_complex=params[0].is_complex(),
+            decoupled_weight_decay=self.decoupled_weight_decay,
+            amsgrad=self.amsgrad,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            maximize=self.maximize,
+        )
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101): as `torch.optim.AdamW`; Adam with decoupled decay."""
+
+    weight_decay: float = 1e-2
+    decoupled_weight_decay: bool = field(default=True, init=False)

@@ -1,0 +1,255 @@
+"""The interface of all functional optimizers, and what they have in common: which kernel runs, on what, and when."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from shoal.functional.kernels import Kernel, choose_kernel
+from shoal.functional.memory import alike, by_place, unalike_rows
+
+State = dict[str, list[Tensor]]
+"""The state of an optimizer: for every name one tensor per parameter, in the parameters' order."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateEntry:
+    """What one name of an optimizer's state is.
+
+    Attributes:
+        like_parameter: True for a tensor of the parameter's shape, strides, dtype and device; False for one number per
+            tensor, which is a 0-dim float tensor (float32, or float64 where that is torch's default dtype and no fused
+            kernel runs).
+        initial: the value that it begins with, in all elements.
+        on_device: for a number: lies beside the parameter in any case. Otherwise it does so only if the kernel is fused
+            or ``capturable``, and is on the CPU if not, as in torch.optim.
+    """
+
+    like_parameter: bool
+    initial: float = 0.0
+    on_device: bool = False
+
+
+LIKE_PARAMETER = StateEntry(like_parameter=True)
+"""A tensor like the parameter that begins with zeros."""
+
+NUMBER = StateEntry(like_parameter=False)
+"""One number per tensor that begins with zero."""
+
+
+class FunctionalOptimizer(ABC):
+    """An optimizer that is a value: its options, and a pure in-place update of tensors that others own.
+
+    Subclasses are frozen dataclasses whose fields are the options of the torch class of the same name, with its
+    defaults and its order. So options that change over time are new values:
+    ``optimizer = dataclasses.replace(optimizer, lr=0.1)``; the state fits all of them that have its `state_layout`.
+
+    The numbers are torch.optim's: the same kernels run. ``foreach`` and ``fused`` choose one as in torch; where both are
+    None Shoal takes the fastest, which is the fused one where torch has it for the device and dtype, else foreach on
+    accelerators and the for-loop on CPUs. With the same kernel on the same shapes the result is equal to the bit.
+    On flat memory the tails of vector registers fall elsewhere than on separate tensors, and the fused CPU kernels round
+    differently there: see `shoal.functional` for the tolerance.
+
+    ``differentiable=True`` is refused by every class: the update is in place and records nothing for autograd.
+
+    Attributes:
+        element_wise: every element is updated from nothing but its own gradient and state, and the numbers of its
+            tensor. Then any span of flat memory may be updated alone, and several tensors as one.
+    """
+
+    element_wise: ClassVar[bool]
+    sparse_gradients: ClassVar[bool] = False
+    """Whether gradients may be ``torch.sparse_coo``: where torch's own class takes them."""
+
+    lr: float | Tensor
+    foreach: bool | None
+    maximize: bool
+    differentiable: bool
+    # The options that not every class has. A subclass without them keeps these values.
+    fused: bool | None = False
+    capturable: bool = False
+
+    @abstractmethod
+    def _layout(self) -> dict[str, StateEntry]:
+        """What :attr:`state_layout` is for these options."""
+
+    @abstractmethod
+    def _update(
+        self,
+        kernel: Kernel,
+        params: list[Tensor],
+        grads: list[Tensor],
+        state: State,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Run the kernel on tensors of one dtype and device, at least one. The scale is None unless it is fused."""
+
+    def complete(self, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One parameter's state out of a torch.optim state dict, with what this class keeps beyond torch's."""
+        return dict(entry)
+
+    @cached_property
+    def state_layout(self) -> dict[str, StateEntry]:
+        """What the state holds with these options: name to entry, with the names of torch.optim's state."""
+        return self._layout()
+
+    def kernel(self, param: Tensor) -> Kernel:
+        """The kernel that updates tensors of this one's dtype and device.
+
+        Raises:
+            RuntimeError: with ``fused=True`` where torch has no fused kernel for it.
+        """
+        return choose_kernel(self, param.device, param.dtype)
+
+    @torch.no_grad()
+    def init(self, params: Sequence[Tensor]) -> State:
+        """The state to begin with, one tensor per parameter and name, each like `state_layout` says."""
+        state: State = {name: [torch.empty(0)] * len(params) for name in self.state_layout}
+        for rows in by_place(params):
+            for name, entry in self.state_layout.items():
+                fresh = self._fresh(entry, [params[row] for row in rows])
+                for row, tensor in zip(rows, fresh, strict=True):
+                    state[name][row] = tensor
+        return state
+
+    @torch.no_grad()
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        state: State,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """Update the parameters and the state in place: one flat tensor, or a list of many.
+
+        Args:
+            params: strided tensors of any shapes, dtypes and devices; whether they require grad does not matter.
+            grads: one for each parameter, of its shape, dtype and device. Where it is None, the parameter and its state
+                are left alone. Sparse ones where torch.optim takes them (SGD and Adagrad).
+            state: from :meth:`init` with the same parameters and an optimizer of the same `state_layout`.
+            grad_scale: a float32 tensor of one element. The gradients are divided by it *in place*, as torch's fused
+                kernels do it (there in the same pass).
+            found_inf: a float32 tensor of one element. Nothing is updated where it is 1. Without a fused kernel this
+                waits for the device.
+
+        Raises:
+            ValueError: for lists of unlike lengths, or a state without a name that these options need.
+            RuntimeError: for sparse gradients where they are not supported, and whatever the kernel raises.
+        """
+        state = self._checked(params, grads, state)
+        rows = [row for row, grad in enumerate(grads) if grad is not None]
+        for chosen in by_place([params[row] for row in rows]):
+            some = [rows[index] for index in chosen]
+            if len(some) == len(params):  # the usual case: all of one place, all with a gradient
+                part = state
+            else:
+                part = {name: [tensors[row] for row in some] for name, tensors in state.items()}
+            ready = [grad for row in some if (grad := grads[row]) is not None]
+            self._step_place([params[row] for row in some], ready, part, grad_scale, found_inf)
+
+    def _step_place(
+        self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        kernel = self.kernel(params[0])
+        if any(grad.layout is not torch.strided for grad in grads):
+            if not self.sparse_gradients:
+                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients: pass grad.to_dense()")
+            kernel = Kernel.LOOP
+        if kernel is Kernel.FUSED:
+            device = params[0].device
+            scale = None if scale is None else scale.to(device, non_blocking=True)
+            found_inf = None if found_inf is None else found_inf.to(device, non_blocking=True)
+            self._step_fused(params, grads, state, scale, found_inf)
+            return
+        if found_inf is not None and found_inf.item():
+            return
+        if scale is not None:
+            scale = scale.to(params[0].device, non_blocking=True)
+            torch._foreach_div_(grads, scale)
+        self._update(kernel, params, grads, state, None, None)
+
+    def _step_fused(
+        self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """Fused kernels read memory in order, whatever the strides: tensors that do not lie alike go as copies."""
+        names = [name for name, entry in self.state_layout.items() if entry.like_parameter]
+        columns = [params, grads, *(state[name] for name in names)]
+        if alike(columns):
+            self._update(Kernel.FUSED, params, grads, state, scale, found_inf)
+            return
+        rows = unalike_rows(columns)
+        copies = [list(column) for column in columns]
+        for column in copies:
+            for row in rows:
+                column[row] = column[row].contiguous()
+        part = {**state, **dict(zip(names, copies[2:], strict=True))}
+        self._update(Kernel.FUSED, copies[0], copies[1], part, scale, found_inf)
+        for column, copied in zip(columns, copies, strict=True):
+            for row in rows:
+                # A gradient that was expanded holds one number for many elements: it can't be written, nor need be.
+                if column is not grads and copied[row] is not column[row]:
+                    column[row].copy_(copied[row])
+
+    def _fresh(self, entry: StateEntry, params: list[Tensor]) -> list[Tensor]:
+        if entry.like_parameter:
+            if entry.initial == 0:
+                return [torch.zeros_like(param) for param in params]
+            value: Any = entry.initial
+            if params[0].is_complex():  # as two real numbers, each with its own state
+                value = complex(value, value)
+            return [torch.full_like(param, value) for param in params]
+        fused = self.kernel(params[0]) is Kernel.FUSED
+        beside = fused or self.capturable or entry.on_device
+        wide = torch.get_default_dtype() == torch.float64 and not fused
+        # Views of one tensor, so that the counters of all parameters can be advanced by one operation.
+        together = torch.full(
+            (len(params),),
+            entry.initial,
+            dtype=torch.float64 if wide else torch.float32,
+            device=params[0].device if beside else "cpu",
+        )
+        return list(together.unbind())
+
+    def _checked(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: State) -> State:
+        if len(params) != len(grads):
+            raise ValueError(f"one gradient, or None, per parameter: got {len(params)} and {len(grads)}")
+        for name in self.state_layout:
+            if name not in state:
+                raise ValueError(
+                    f"the state has no {name!r}, which {type(self).__name__} needs with these options: "
+                    "make it with init() of an optimizer with the same options"
+                )
+        for name, tensors in state.items():
+            if len(tensors) != len(params):
+                raise ValueError(f"one tensor of state {name!r} per parameter: got {len(tensors)} for {len(params)}")
+        return state
+
+    def _check(self, **at_least_zero: float | Tensor) -> None:
+        """What every class validates, and options of this class that may not be negative."""
+        if self.differentiable:
+            raise ValueError(
+                "differentiable=True is refused: a functional optimizer updates in place and records nothing for "
+                "autograd. Use torch.optim to differentiate through a step"
+            )
+        if isinstance(self.lr, Tensor) and self.lr.numel() != 1:
+            raise ValueError(f"lr as a tensor has one element, got {self.lr.numel()}")
+        for name, value in {"lr": self.lr, **at_least_zero}.items():
+            if not value >= 0:
+                raise ValueError(f"{name} is at least 0, got {value}")
+        if self.fused and self.foreach:
+            raise ValueError("fused=True and foreach=True: choose one kernel")
+
+
+def check_fraction(name: str, value: float | Tensor) -> None:
+    """Refuse a decay rate that is not in [0, 1)."""
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} is at least 0 and below 1, got {value}")

@@ -1,0 +1,135 @@
+"""A functional optimizer bound to the parameters that it updates: one way to use every form that can be registered."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.functional.base import FunctionalOptimizer, State
+
+
+class BoundOptimizer(ABC):
+    """What the remote room steps. Not thread-safe: its owner lets one call at a time in.
+
+    State dicts are the same for all forms: ``{"state": {index: {name: tensor}}, "options": {name: value}}``, where the
+    index is a parameter's place in the list; so each is one parameter group of a torch.optim state dict. As there the
+    tensors are the optimizer's own, and loading copies.
+    """
+
+    params: list[Tensor]
+
+    @abstractmethod
+    def step(self, gradients: list[Tensor | None]) -> None:
+        """Update the parameters in place; a parameter whose gradient is None is left alone, with its state.
+
+        Raises:
+            ValueError: unless there is one gradient, or None, per parameter.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """State and options; see the class."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over the state, and the options that are named; a parameter without an entry begins anew.
+
+        Raises:
+            ValueError: for names or shapes that do not fit. Then nothing has been changed.
+        """
+
+    @property
+    @abstractmethod
+    def options(self) -> dict[str, Any]:
+        """The options by name. Assigning a dict changes those that are in it, from the next step on.
+
+        Raises:
+            ValueError: on assigning an unknown name or a value out of range. Then nothing has been changed.
+        """
+
+    @options.setter
+    @abstractmethod
+    def options(self, options: Mapping[str, Any]) -> None: ...
+
+
+class BoundFunctional(BoundOptimizer):
+    """A :class:`FunctionalOptimizer` with the parameters and the state that it updates.
+
+    Attributes:
+        optimizer: the value that holds the options.
+        state: name to one tensor per parameter.
+    """
+
+    def __init__(self, optimizer: FunctionalOptimizer, params: Sequence[Tensor]) -> None:
+        self.optimizer = optimizer
+        self.params = list(params)
+        self.state: State = optimizer.init(self.params)
+
+    def step(
+        self, gradients: Sequence[Tensor | None], *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> None:
+        """As :meth:`FunctionalOptimizer.step`."""
+        self.optimizer.step(self.params, gradients, self.state, grad_scale=grad_scale, found_inf=found_inf)
+
+    def state_dict(self) -> dict[str, Any]:
+        indices = range(len(self.params))
+        state = {index: {name: tensors[index] for name, tensors in self.state.items()} for index in indices}
+        return {"state": state if self.state else {}, "options": self.options}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        optimizer = self._with(state_dict["options"])
+        self.state = self._loaded(optimizer, state_dict["state"])
+        self.optimizer = optimizer
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {field.name: getattr(self.optimizer, field.name) for field in fields(self.optimizer) if field.init}  # type: ignore[arg-type]
+
+    @options.setter
+    def options(self, options: Mapping[str, Any]) -> None:
+        optimizer = self._with(options)
+        if optimizer.state_layout != self.optimizer.state_layout:
+            raise ValueError(
+                f"with these options the state would be {list(optimizer.state_layout)} in place of "
+                f"{list(self.optimizer.state_layout)}: bind a new optimizer"
+            )
+        kernels = ("foreach", "fused", "capturable")
+        if any(getattr(optimizer, name) != getattr(self.optimizer, name) for name in kernels):
+            # Another kernel may want its counters elsewhere.
+            self.state = self._loaded(optimizer, self.state_dict()["state"])
+        self.optimizer = optimizer
+
+    def _with(self, options: Mapping[str, Any]) -> FunctionalOptimizer:
+        known = self.options
+        for name in options:
+            if name not in known:
+                raise ValueError(f"{type(self.optimizer).__name__} has no option {name!r}; it has {', '.join(known)}")
+        return replace(self.optimizer, **options)  # type: ignore[type-var]
+
+    @torch.no_grad()
+    def _loaded(self, optimizer: FunctionalOptimizer, entries: Mapping[int, Mapping[str, Tensor]]) -> State:
+        for index in entries:
+            if index not in range(len(self.params)):
+                raise ValueError(f"the state dict has state for parameter {index} of {len(self.params)}")
+        state = optimizer.init(self.params)
+        for index, given in entries.items():
+            entry = optimizer.complete(given)
+            if entry.keys() != state.keys():
+                raise ValueError(
+                    f"the state of parameter {index} is {sorted(entry)}, but {type(optimizer).__name__} with these "
+                    f"options has {sorted(state)}"
+                )
+            for name, value in entry.items():
+                target = state[name][index]
+                if value.shape != target.shape:
+                    raise ValueError(
+                        f"state {name!r} of parameter {index} has shape {list(value.shape)}, expected "
+                        f"{list(target.shape)}"
+                    )
+                target.copy_(value)
+        return state

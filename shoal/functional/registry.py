@@ -1,0 +1,82 @@
+"""Which functional optimizer stands for which optimizer class."""
+
+from __future__ import annotations
+
+import inspect
+from collections import UserDict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.functional.adam import Adam, AdamW
+from shoal.functional.base import FunctionalOptimizer
+from shoal.functional.bound import BoundFunctional, BoundOptimizer
+from shoal.functional.recipe import BoundRecipe, check_recipe
+
+
+class FunctionalOptimMap(UserDict[Hashable, type]):
+    """A dict from optimizer class (or any other key) to functional optimizer class that refuses wrong forms."""
+
+    def __setitem__(self, key: Hashable, item: type) -> None:
+        _check_form(item)
+        super().__setitem__(key, item)
+
+
+def register_functional_optimizer(key: Hashable, optimizer: type) -> None:
+    """Let ``optimizer`` stand for ``key``, in the place of what stood for it before.
+
+    Args:
+        key: the class that users pass to `DistributedOptimizer`, usually a `torch.optim.Optimizer`.
+        optimizer: a subclass of `FunctionalOptimizer` that can be instantiated; or a class of the PyTorch recipe's form:
+            ``__init__(params: List[Tensor], …)`` and ``step(gradients: List[Optional[Tensor]])``, in plain Python,
+            decorated with `torch.jit.script`, or with a `torch.compile`d ``step``.
+
+    Raises:
+        TypeError: for anything else; it says what is missing.
+    """
+    functional_optim_map[key] = optimizer
+
+
+def register_functional_optim(key: Hashable, optim: type) -> None:
+    """torch's own name and rule: as :func:`register_functional_optimizer`, but what is registered stays."""
+    if key not in functional_optim_map:
+        functional_optim_map[key] = optim
+
+
+def bind(optimizer: type, params: Sequence[Tensor], *args: Any, **kwargs: Any) -> BoundOptimizer:
+    """An optimizer of a class that :data:`functional_optim_map` holds, made for these parameters.
+
+    Args:
+        optimizer: the functional class, of either form.
+        params: the tensors to update in place.
+        args, kwargs: the options, as the class takes them after the parameters.
+
+    Raises:
+        TypeError: for a class of neither form, and for options that it does not take.
+        ValueError: for options out of range.
+    """
+    _check_form(optimizer)
+    if issubclass(optimizer, FunctionalOptimizer):
+        return BoundFunctional(optimizer(*args, **kwargs), params)
+    return BoundRecipe(optimizer, params, *args, **kwargs)
+
+
+def _check_form(optimizer: type) -> None:
+    if not isinstance(optimizer, type):
+        raise TypeError(f"a functional optimizer is registered as a class, got {optimizer!r:.80}")
+    if not issubclass(optimizer, FunctionalOptimizer):
+        check_recipe(optimizer)
+    elif inspect.isabstract(optimizer):
+        missing = ", ".join(sorted(optimizer.__abstractmethods__))
+        raise TypeError(f"{optimizer.__qualname__} leaves {missing} of FunctionalOptimizer open")
+
+
+functional_optim_map = FunctionalOptimMap(
+    {
+        torch.optim.Adam: Adam,
+        torch.optim.AdamW: AdamW,
+    }
+)
+"""The functional optimizer for each optimizer class of torch.optim that is element-wise, and for `shoal.QHM`."""
