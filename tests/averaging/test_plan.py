@@ -95,5 +95,3 @@ def test_who_reduces() -> None:
     assert can_divide([client])
     assert not can_divide([client, member(5, Role.CLIENT)])
     assert not can_divide([])
-
-
