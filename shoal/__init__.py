@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shoal.dht.dht import DHT as DHT
     from shoal.dht.records import ValueWithExpiration as ValueWithExpiration
     from shoal.dht.records import get_dht_time as get_dht_time
+    from shoal.functional.qhm_optimizer import QHM as QHM
     from shoal.functional.registry import functional_optim_map as functional_optim_map
     from shoal.functional.registry import register_functional_optimizer as register_functional_optimizer
     from shoal.optim.optimizer import Optimizer as Optimizer
@@ -38,6 +39,7 @@ _HOMES = {
     "Optimizer": "shoal.optim.optimizer",
     "PeerID": "shoal.p2p.identity",
     "ProgressTracker": "shoal.optim.progress",
+    "QHM": "shoal.functional.qhm_optimizer",
     "RoundReport": "shoal.averaging.averager",
     "ValueWithExpiration": "shoal.dht.records",
     "functional_optim_map": "shoal.functional.registry",

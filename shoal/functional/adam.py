@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 
 from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, State, StateEntry, check_fraction
-from shoal.functional.kernels import Kernel, advance, take_back
+from shoal.functional.kernels import advance, take_back
 
 
 @dataclass(frozen=True)
@@ -50,46 +51,17 @@ class Adam(FunctionalOptimizer):
         layout = {"step": NUMBER, "exp_avg": LIKE_PARAMETER, "exp_avg_sq": LIKE_PARAMETER}
         return {**layout, "max_exp_avg_sq": LIKE_PARAMETER} if self.amsgrad else layout
 
-    def _update(
-        self,
-        kernel: Kernel,
-        params: list[Tensor],
-        grads: list[Tensor],
-        state: State,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        averages = state["exp_avg"], state["exp_avg_sq"], state["max_exp_avg_sq"] if self.amsgrad else []
-        if kernel is Kernel.FUSED:
-            advance(state["step"])
-            update = torch._fused_adamw_ if self.decoupled_weight_decay else torch._fused_adam_
-            update(
-                params,
-                grads,
-                *averages,
-                state["step"],
-                lr=self.lr,
-                beta1=self.betas[0],
-                beta2=self.betas[1],
-                weight_decay=self.weight_decay,
-                eps=self.eps,
-                amsgrad=self.amsgrad,
-                maximize=self.maximize,
-                grad_scale=grad_scale,
-                found_inf=found_inf,
-            )
-            take_back(state["step"], found_inf)
-            return
-        adam(
+    def _update(self, params: list[Tensor], grads: list[Tensor], state: State, *, foreach: bool) -> None:
+        update = adamw if self.decoupled_weight_decay else adam
+        update(
             params,
             grads,
-            *averages,
+            *self._averages(state),
             state["step"],
-            foreach=kernel is Kernel.FOREACH,
+            foreach=foreach,
             capturable=self.capturable,
             fused=False,
             has_complex=params[0].is_complex(),
-            decoupled_weight_decay=self.decoupled_weight_decay,
             amsgrad=self.amsgrad,
             beta1=self.betas[0],
             beta2=self.betas[1],
@@ -98,6 +70,31 @@ class Adam(FunctionalOptimizer):
             eps=self.eps,
             maximize=self.maximize,
         )
+
+    def _update_fused(
+        self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        advance(state["step"])
+        update = torch._fused_adamw_ if self.decoupled_weight_decay else torch._fused_adam_
+        update(  # type: ignore[misc]  # numbers as tensors are as good, but not all unions are tried
+            params,
+            grads,
+            *self._averages(state),
+            state["step"],
+            lr=self.lr,  # type: ignore[arg-type]
+            beta1=self.betas[0],  # type: ignore[arg-type]
+            beta2=self.betas[1],  # type: ignore[arg-type]
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=self.amsgrad,
+            maximize=self.maximize,
+            grad_scale=scale,
+            found_inf=found_inf,
+        )
+        take_back(state["step"], found_inf)
+
+    def _averages(self, state: State) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        return state["exp_avg"], state["exp_avg_sq"], state["max_exp_avg_sq"] if self.amsgrad else []
 
 
 @dataclass(frozen=True)

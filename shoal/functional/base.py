@@ -50,11 +50,11 @@ class FunctionalOptimizer(ABC):
     defaults and its order. So options that change over time are new values:
     ``optimizer = dataclasses.replace(optimizer, lr=0.1)``; the state fits all of them that have its `state_layout`.
 
-    The numbers are torch.optim's: the same kernels run. ``foreach`` and ``fused`` choose one as in torch; where both are
-    None Shoal takes the fastest, which is the fused one where torch has it for the device and dtype, else foreach on
-    accelerators and the for-loop on CPUs. With the same kernel on the same shapes the result is equal to the bit.
-    On flat memory the tails of vector registers fall elsewhere than on separate tensors, and the fused CPU kernels round
-    differently there: see `shoal.functional` for the tolerance.
+    The numbers are torch.optim's: the same kernels run. ``foreach`` and ``fused`` choose one as in torch; where both
+    are None Shoal takes the fastest, which is the fused one where torch has it for the device and dtype, else foreach
+    on accelerators and the for-loop on CPUs. With the same kernel on the same shapes the result is equal to the bit.
+    On flat memory the tails of vector registers fall elsewhere than on separate tensors, and the fused CPU kernels
+    round differently there: see `shoal.functional` for the tolerance.
 
     ``differentiable=True`` is refused by every class: the update is in place and records nothing for autograd.
 
@@ -70,8 +70,8 @@ class FunctionalOptimizer(ABC):
     lr: float | Tensor
     foreach: bool | None
     maximize: bool
-    differentiable: bool
     # The options that not every class has. A subclass without them keeps these values.
+    differentiable: bool = False
     fused: bool | None = False
     capturable: bool = False
 
@@ -80,16 +80,14 @@ class FunctionalOptimizer(ABC):
         """What :attr:`state_layout` is for these options."""
 
     @abstractmethod
-    def _update(
-        self,
-        kernel: Kernel,
-        params: list[Tensor],
-        grads: list[Tensor],
-        state: State,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
+    def _update(self, params: list[Tensor], grads: list[Tensor], state: State, *, foreach: bool) -> None:
+        """One step of tensors of one dtype and device, at least one, with the foreach kernel or the for-loop."""
+
+    def _update_fused(
+        self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        """Run the kernel on tensors of one dtype and device, at least one. The scale is None unless it is fused."""
+        """As `_update` with the fused kernel, on dense tensors; scale and found_inf are on their device."""
+        raise NotImplementedError(f"torch has no fused kernel of {type(self).__name__}")
 
     def complete(self, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One parameter's state out of a torch.optim state dict, with what this class keeps beyond torch's."""
@@ -175,7 +173,7 @@ class FunctionalOptimizer(ABC):
         if scale is not None:
             scale = scale.to(params[0].device, non_blocking=True)
             torch._foreach_div_(grads, scale)
-        self._update(kernel, params, grads, state, None, None)
+        self._update(params, grads, state, foreach=kernel is Kernel.FOREACH)
 
     def _step_fused(
         self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
@@ -184,7 +182,7 @@ class FunctionalOptimizer(ABC):
         names = [name for name, entry in self.state_layout.items() if entry.like_parameter]
         columns = [params, grads, *(state[name] for name in names)]
         if alike(columns):
-            self._update(Kernel.FUSED, params, grads, state, scale, found_inf)
+            self._update_fused(params, grads, state, scale, found_inf)
             return
         rows = unalike_rows(columns)
         copies = [list(column) for column in columns]
@@ -192,7 +190,7 @@ class FunctionalOptimizer(ABC):
             for row in rows:
                 column[row] = column[row].contiguous()
         part = {**state, **dict(zip(names, copies[2:], strict=True))}
-        self._update(Kernel.FUSED, copies[0], copies[1], part, scale, found_inf)
+        self._update_fused(copies[0], copies[1], part, scale, found_inf)
         for column, copied in zip(columns, copies, strict=True):
             for row in rows:
                 # A gradient that was expanded holds one number for many elements: it can't be written, nor need be.

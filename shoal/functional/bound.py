@@ -93,7 +93,7 @@ class BoundFunctional(BoundOptimizer):
     @options.setter
     def options(self, options: Mapping[str, Any]) -> None:
         optimizer = self._with(options)
-        if optimizer.state_layout != self.optimizer.state_layout:
+        if optimizer.state_layout.keys() != self.optimizer.state_layout.keys():
             raise ValueError(
                 f"with these options the state would be {list(optimizer.state_layout)} in place of "
                 f"{list(self.optimizer.state_layout)}: bind a new optimizer"

@@ -58,7 +58,7 @@ def has_fused_kernel(optimizer_class: type[FunctionalOptimizer], device: torch.d
     }
     try:
         with torch.no_grad():
-            optimizer_class()._update(Kernel.FUSED, [one], [one.clone()], state, None, None)
+            optimizer_class()._update_fused([one], [one.clone()], state, None, None)
     except torch.OutOfMemoryError:  # says nothing about kernels
         raise
     except (NotImplementedError, RuntimeError):

@@ -30,7 +30,7 @@ def check_recipe(optimizer: type) -> None:
     if not callable(step):
         raise TypeError(form + "it has no method step(gradients)")
     _check_call(form + "step", step, 1)
-    _check_call(form + "__init__", optimizer.__init__, 1)  # type: ignore[misc]
+    _check_call(form + "__init__", optimizer.__init__, 1)
 
 
 def _check_call(what: str, function: Any, given: int) -> None:
@@ -47,8 +47,8 @@ def _check_call(what: str, function: Any, given: int) -> None:
 class BoundRecipe(BoundOptimizer):
     """An instance of the recipe's class form.
 
-    Its state is ``.state``, a dict from parameter to names and tensors, and its options ``.defaults``, a dict, as in the
-    recipe. A class that keeps them elsewhere can still be stepped; it has its own ``state_dict`` and
+    Its state is ``.state``, a dict from parameter to names and tensors, and its options ``.defaults``, a dict, as in
+    the recipe. A class that keeps them elsewhere can still be stepped; it has its own ``state_dict`` and
     ``load_state_dict``, or none.
     """
 

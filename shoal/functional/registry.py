@@ -10,10 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.functional.adadelta import Adadelta
+from shoal.functional.adagrad import Adagrad
 from shoal.functional.adam import Adam, AdamW
+from shoal.functional.adamax import Adamax
+from shoal.functional.asgd import ASGD
 from shoal.functional.base import FunctionalOptimizer
 from shoal.functional.bound import BoundFunctional, BoundOptimizer
+from shoal.functional.nadam import NAdam
+from shoal.functional.qhm import QHM
+from shoal.functional.qhm_optimizer import QHM as QHMOptimizer
+from shoal.functional.radam import RAdam
 from shoal.functional.recipe import BoundRecipe, check_recipe
+from shoal.functional.rmsprop import RMSprop
+from shoal.functional.rprop import Rprop
+from shoal.functional.sgd import SGD
 
 
 class FunctionalOptimMap(UserDict[Hashable, type]):
@@ -29,9 +40,9 @@ def register_functional_optimizer(key: Hashable, optimizer: type) -> None:
 
     Args:
         key: the class that users pass to `DistributedOptimizer`, usually a `torch.optim.Optimizer`.
-        optimizer: a subclass of `FunctionalOptimizer` that can be instantiated; or a class of the PyTorch recipe's form:
-            ``__init__(params: List[Tensor], …)`` and ``step(gradients: List[Optional[Tensor]])``, in plain Python,
-            decorated with `torch.jit.script`, or with a `torch.compile`d ``step``.
+        optimizer: a subclass of `FunctionalOptimizer` that can be instantiated; or a class of the PyTorch recipe's
+            form: ``__init__(params: List[Tensor], …)`` and ``step(gradients: List[Optional[Tensor]])``, in plain
+            Python, decorated with `torch.jit.script`, or with a `torch.compile`d ``step``.
 
     Raises:
         TypeError: for anything else; it says what is missing.
@@ -75,8 +86,18 @@ def _check_form(optimizer: type) -> None:
 
 functional_optim_map = FunctionalOptimMap(
     {
+        torch.optim.ASGD: ASGD,
+        torch.optim.Adadelta: Adadelta,
+        torch.optim.Adagrad: Adagrad,
         torch.optim.Adam: Adam,
         torch.optim.AdamW: AdamW,
+        torch.optim.Adamax: Adamax,
+        torch.optim.NAdam: NAdam,
+        torch.optim.RAdam: RAdam,
+        torch.optim.RMSprop: RMSprop,
+        torch.optim.Rprop: Rprop,
+        torch.optim.SGD: SGD,
+        QHMOptimizer: QHM,
     }
 )
 """The functional optimizer for each optimizer class of torch.optim that is element-wise, and for `shoal.QHM`."""

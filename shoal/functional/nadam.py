@@ -1,0 +1,64 @@
+"""NAdam."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+from torch import Tensor
+from torch.optim.nadam import nadam
+
+from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, State, StateEntry, check_fraction
+
+
+@dataclass(frozen=True)
+class NAdam(FunctionalOptimizer):
+    """NAdam (Dozat 2016), with the options, defaults and numbers of `torch.optim.NAdam`.
+
+    Raises:
+        ValueError: for an option out of its range.
+    """
+
+    element_wise: ClassVar[bool] = True
+
+    lr: float | Tensor = 2e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0
+    momentum_decay: float = 4e-3
+    decoupled_weight_decay: bool = False
+    _: KW_ONLY
+    foreach: bool | None = None
+    maximize: bool = False
+    capturable: bool = False
+    differentiable: bool = False
+
+    def __post_init__(self) -> None:
+        self._check(eps=self.eps, weight_decay=self.weight_decay, momentum_decay=self.momentum_decay)
+        for index, beta in enumerate(self.betas):
+            check_fraction(f"betas[{index}]", beta)
+
+    def _layout(self) -> dict[str, StateEntry]:
+        product = StateEntry(like_parameter=False, initial=1.0)
+        return {"step": NUMBER, "mu_product": product, "exp_avg": LIKE_PARAMETER, "exp_avg_sq": LIKE_PARAMETER}
+
+    def _update(self, params: list[Tensor], grads: list[Tensor], state: State, *, foreach: bool) -> None:
+        nadam(
+            params,
+            grads,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state["mu_product"],
+            state["step"],
+            decoupled_weight_decay=self.decoupled_weight_decay,
+            foreach=foreach,
+            maximize=self.maximize,
+            capturable=self.capturable,
+            has_complex=params[0].is_complex(),
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=self.lr,  # type: ignore[arg-type] # a tensor is as good
+            weight_decay=self.weight_decay,
+            momentum_decay=self.momentum_decay,
+            eps=self.eps,
+        )

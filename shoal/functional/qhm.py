@@ -1,0 +1,73 @@
+"""QHM: quasi-hyperbolic momentum, as a functional optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from shoal.functional.base import LIKE_PARAMETER, FunctionalOptimizer, State, StateEntry, check_fraction
+
+
+@dataclass(frozen=True)
+class QHM(FunctionalOptimizer):
+    """Quasi-hyperbolic momentum (Ma and Yarats 2019, arXiv 1810.06801, equations 3 and 4).
+
+    A step makes ``buffer = momentum * buffer + (1 - momentum) * grad``, and then
+    ``param -= lr * ((1 - nu) * grad + nu * buffer)``, with a buffer that begins with zeros and stays over all steps.
+    With ``nu=0`` it is SGD, with ``nu=1`` SGD with momentum and as much dampening.
+
+    Args:
+        lr: the learning rate. The paper's is that of SGD with momentum divided by ``1 - momentum``.
+        momentum: the paper's beta, at least 0 and below 1; 0.999 is a good beginning.
+        nu: the weight of the buffer against the gradient; 0.7 is a good beginning.
+        weight_decay: at least 0.
+        weight_decay_type: ``"grad"`` adds ``weight_decay * param`` to the gradient; ``"direct"`` multiplies the
+            parameter by ``1 - lr * weight_decay`` instead.
+        foreach: the kernel: True for foreach, False for the for-loop, None for the faster one on the device.
+        maximize: go up the gradient.
+
+    Raises:
+        ValueError: for an option out of its range.
+    """
+
+    element_wise: ClassVar[bool] = True
+
+    lr: float | Tensor
+    momentum: float
+    nu: float
+    weight_decay: float = 0.0
+    weight_decay_type: Literal["grad", "direct"] = "grad"
+    _: KW_ONLY
+    foreach: bool | None = None
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        self._check(weight_decay=self.weight_decay)
+        check_fraction("momentum", self.momentum)
+        if self.weight_decay_type not in ("grad", "direct"):
+            raise ValueError(f'weight_decay_type is "grad" or "direct", got {self.weight_decay_type!r}')
+
+    def _layout(self) -> dict[str, StateEntry]:
+        return {"momentum_buffer": LIKE_PARAMETER}
+
+    def _update(self, params: list[Tensor], grads: list[Tensor], state: State, *, foreach: bool) -> None:
+        if foreach:
+            self._update_together(params, grads, state["momentum_buffer"])
+            return
+        for param, grad, buffer in zip(params, grads, state["momentum_buffer"], strict=True):
+            self._update_together([param], [grad], [buffer])
+
+    def _update_together(self, params: list[Tensor], grads: list[Tensor], buffers: list[Tensor]) -> None:
+        lr = float(self.lr)
+        if self.maximize:
+            grads = list(torch._foreach_neg(grads))
+        if self.weight_decay and self.weight_decay_type == "grad":
+            grads = list(torch._foreach_add(grads, params, alpha=self.weight_decay))
+        elif self.weight_decay:
+            torch._foreach_mul_(params, 1 - lr * self.weight_decay)
+        torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
+        torch._foreach_add_(params, grads, alpha=-lr * (1 - self.nu))
+        torch._foreach_add_(params, buffers, alpha=-lr * self.nu)

@@ -1,0 +1,116 @@
+"""SGD, with and without momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.sgd import sgd
+
+from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, State, StateEntry
+from shoal.functional.kernels import advance, take_back
+
+
+@dataclass(frozen=True)
+class SGD(FunctionalOptimizer):
+    """Stochastic gradient descent, with the options, defaults and numbers of `torch.optim.SGD`.
+
+    torch has no momentum buffer before a tensor's first gradient, and then takes the gradient as it is. A buffer of
+    zeros gives the same, unless dampening would make the first gradient smaller. So with dampening there is one more
+    name in the state, ``step``: the number of steps that the tensor has made.
+
+    Raises:
+        ValueError: for an option out of its range.
+    """
+
+    element_wise: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
+
+    lr: float | Tensor = 1e-3
+    momentum: float = 0
+    dampening: float = 0
+    weight_decay: float = 0
+    nesterov: bool = False
+    _: KW_ONLY
+    maximize: bool = False
+    foreach: bool | None = None
+    differentiable: bool = False
+    fused: bool | None = None
+
+    def __post_init__(self) -> None:
+        self._check(momentum=self.momentum, weight_decay=self.weight_decay)
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise ValueError("nesterov needs a momentum above 0 and no dampening")
+
+    def complete(self, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A buffer out of a torch.optim state dict has had its first gradient."""
+        if "step" in self.state_layout and "momentum_buffer" in entry:
+            return {"step": torch.tensor(1.0), **entry}
+        return dict(entry)
+
+    def _layout(self) -> dict[str, StateEntry]:
+        if self.momentum == 0:
+            return {}
+        if self.dampening == 0:
+            return {"momentum_buffer": LIKE_PARAMETER}
+        return {"step": NUMBER, "momentum_buffer": LIKE_PARAMETER}
+
+    def _update(self, params: list[Tensor], grads: list[Tensor], state: State, *, foreach: bool) -> None:
+        # torch puts a new buffer into the list in the place of one that has seen no gradient yet.
+        buffers: list[Tensor | None] = [None] * len(params)
+        if self.momentum:
+            first = self._first(state)
+            buffers = [None if first[row] else buffer for row, buffer in enumerate(state["momentum_buffer"])]
+        sgd(
+            params,
+            grads,
+            buffers,
+            has_sparse_grad=any(grad.is_sparse for grad in grads),
+            foreach=foreach,
+            fused=False,
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            lr=self.lr,  # type: ignore[arg-type] # a tensor is as good
+            dampening=self.dampening,
+            nesterov=self.nesterov,
+            maximize=self.maximize,
+        )
+        if "step" in self.state_layout:
+            for buffer, new in zip(state["momentum_buffer"], buffers, strict=True):
+                if new is not None and new is not buffer:
+                    buffer.copy_(new)
+            advance(state["step"])
+
+    def _update_fused(
+        self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        buffers = state["momentum_buffer"] if self.momentum else []
+        first = self._first(state) if self.momentum else [False] * len(params)
+        for is_first in set(first):
+            rows = [row for row in range(len(params)) if first[row] is is_first]
+            torch._fused_sgd_(
+                [params[row] for row in rows],
+                [grads[row] for row in rows],
+                [buffers[row] for row in rows] if buffers else [],
+                weight_decay=self.weight_decay,
+                momentum=self.momentum,
+                lr=self.lr,
+                dampening=self.dampening,
+                nesterov=self.nesterov,
+                maximize=self.maximize,
+                is_first_step=is_first,
+                grad_scale=scale,
+                found_inf=found_inf,
+            )
+        if "step" in self.state_layout:
+            advance(state["step"])
+            take_back(state["step"], found_inf)
+
+    def _first(self, state: State) -> list[bool]:
+        """For every tensor: whether in torch's eyes it has no momentum buffer yet. Only dampening makes a difference."""
+        if "step" not in self.state_layout:
+            return [False] * len(state["momentum_buffer"])
+        return [step.item() == 0 for step in state["step"]]
