@@ -98,10 +98,11 @@ class SGD(FunctionalOptimizer):
                 weight_decay=self.weight_decay,
                 momentum=self.momentum,
                 lr=self.lr,
-                dampening=self.dampening,
+                dampening=0.0 if is_first else self.dampening,
                 nesterov=self.nesterov,
                 maximize=self.maximize,
-                is_first_step=is_first,
+                # The buffers are zeros then. True leaves the last elements of 16-bit ones as they are (torch 2.13).
+                is_first_step=False,
                 grad_scale=scale,
                 found_inf=found_inf,
             )
@@ -110,7 +111,7 @@ class SGD(FunctionalOptimizer):
             take_back(state["step"], found_inf)
 
     def _first(self, state: State) -> list[bool]:
-        """For every tensor: whether in torch's eyes it has no momentum buffer yet. Only dampening makes a difference."""
+        """For every tensor: whether in torch's eyes it has no buffer yet, which makes a difference with dampening."""
         if "step" not in self.state_layout:
             return [False] * len(state["momentum_buffer"])
         return [step.item() == 0 for step in state["step"]]

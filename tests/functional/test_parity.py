@@ -1,0 +1,70 @@
+"""Against torch.optim: 100 steps with random options, bit for bit with the same kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.functional import FunctionalOptimizer, State, functional_optim_map
+from tests.functional.options import OPTIONS, WITH_FUSED, shapes
+
+KERNELS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+CASES = [
+    pytest.param(optimizer, kernel, id=f"{optimizer.__name__}-{kernel}")
+    for optimizer in OPTIONS
+    for kernel in KERNELS
+    if kernel != "fused" or optimizer in WITH_FUSED
+]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+def gradients(params: list[Tensor], step: int, missing: float) -> list[Tensor | None]:
+    """Made from the parameters, so that a difference grows; some of them None, but never all in the first step."""
+    chance = torch.rand(len(params))
+    return [
+        None if step and chance[row] < missing else torch.randn_like(param) + 0.1 * param
+        for row, param in enumerate(params)
+    ]
+
+
+def run_both(
+    reference: torch.optim.Optimizer, functional: FunctionalOptimizer, params: list[Tensor], missing: float, steps: int
+) -> tuple[list[Tensor], State]:
+    """Step torch's optimizer of `params` and the functional one of copies with the same gradients."""
+    ours = [param.detach().clone() for param in params]
+    state = functional.init(ours)
+    for step in range(steps):
+        grads = gradients([param.detach() for param in params], step, missing)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = None if grad is None else grad.clone()
+        reference.step()
+        functional.step(ours, grads, state)
+    return ours, state
+
+
+def assert_same(reference: torch.optim.Optimizer, params: list[Tensor], ours: list[Tensor], state: State) -> None:
+    for row, param in enumerate(params):
+        torch.testing.assert_close(ours[row], param.detach(), rtol=0, atol=0, equal_nan=True)
+        for name, value in reference.state[param].items():
+            if value is not None:
+                torch.testing.assert_close(state[name][row], value, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("optimizer", "kernel"), CASES)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**31), dtype=st.sampled_from(DTYPES), missing=st.sampled_from([0, 0.3]))
+def test_the_same_kernel_gives_the_same_bits(optimizer: Any, kernel: str, data, seed, dtype, missing) -> None:
+    options = {**data.draw(OPTIONS[optimizer]), **KERNELS[kernel]}
+    if kernel == "fused" and dtype is torch.bfloat16 and options.get("momentum"):
+        dtype = torch.float32  # torch's own never writes the buffer of a tensor's last elements in its first step
+    torch.manual_seed(seed)
+    params = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in data.draw(shapes)]
+    reference = optimizer(params, **options)
+    functional: FunctionalOptimizer = functional_optim_map[optimizer](**options)  # type: ignore[assignment]
+    ours, state = run_both(reference, functional, params, missing, steps=100)
+    assert_same(reference, params, ours, state)
