@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from shoal.optim.reports import EpochReport as EpochReport
     from shoal.p2p.identity import PeerID as PeerID
     from shoal.p2p.multiaddr import Multiaddr as Multiaddr
+    from shoal.sharding.join import Join as Join
+    from shoal.sharding.join import Joinable as Joinable
+    from shoal.sharding.join import JoinHook as JoinHook
 
 __version__ = "0.1.0"
 
@@ -35,6 +38,9 @@ _HOMES = {
     "DecentralizedAverager": "shoal.averaging.averager",
     "DownloadReport": "shoal.optim.reports",
     "EpochReport": "shoal.optim.reports",
+    "Join": "shoal.sharding.join",
+    "JoinHook": "shoal.sharding.join",
+    "Joinable": "shoal.sharding.join",
     "Multiaddr": "shoal.p2p.multiaddr",
     "Optimizer": "shoal.optim.optimizer",
     "PeerID": "shoal.p2p.identity",
@@ -46,7 +52,7 @@ _HOMES = {
     "get_dht_time": "shoal.dht.records",
     "register_functional_optimizer": "shoal.functional.registry",
 }
-_ROOMS = ("averaging", "compression", "dht", "flat", "functional", "optim", "p2p", "simulation")
+_ROOMS = ("averaging", "compression", "dht", "flat", "functional", "optim", "p2p", "sharding", "simulation")
 __all__ = ["__version__", "compression", *_HOMES]
 
 
