@@ -1,0 +1,66 @@
+"""A torch.optim optimizer, used as functional ones are: for classes that have no functional form."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.functional import BoundOptimizer
+
+
+class BoundTorch(BoundOptimizer):
+    """A torch.optim optimizer over one group of parameters. It gets its gradients for the length of a step.
+
+    Args:
+        optimizer_class: a `torch.optim.Optimizer`, or a class that has its constructor, ``step()``, ``param_groups``,
+            ``state_dict()`` and ``load_state_dict()``.
+        params: the tensors to update in place.
+        args, kwargs: what the class takes after the parameters.
+    """
+
+    def __init__(self, optimizer_class: type, params: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+        self.params = list(params)
+        self._optimizer: torch.optim.Optimizer = optimizer_class(self.params, *args, **kwargs)
+
+    def step(self, gradients: Sequence[Tensor | None]) -> None:
+        """As :meth:`BoundOptimizer.step`; ``.grad`` of the parameters is afterwards what it was."""
+        before = [param.grad for param in self.params]
+        try:
+            for param, gradient in zip(self.params, gradients, strict=True):
+                param.grad = gradient
+            self._optimizer.step()
+        finally:
+            for param, gradient in zip(self.params, before, strict=True):
+                param.grad = gradient
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._optimizer.state_dict()["state"], "options": self.options}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        for index in state_dict["state"]:
+            if index not in range(len(self.params)):
+                raise ValueError(f"the state dict has state for parameter {index} of {len(self.params)}")
+        loaded = copy.deepcopy(self._optimizer.state_dict())
+        loaded["state"] = state_dict["state"]
+        loaded["param_groups"][0].update(self._checked(state_dict["options"]))
+        self._optimizer.load_state_dict(loaded)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {name: value for name, value in self._optimizer.param_groups[0].items() if name != "params"}
+
+    @options.setter
+    def options(self, options: Mapping[str, Any]) -> None:
+        self._optimizer.param_groups[0].update(self._checked(options))
+
+    def _checked(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        for name in options:
+            if name not in self.options:
+                raise ValueError(
+                    f"{type(self._optimizer).__name__} has no option {name!r}; it has {', '.join(self.options)}"
+                )
+        return options

@@ -1,0 +1,232 @@
+"""The optimizer that trainers have: it keeps the options, and the workers do the steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc
+
+from shoal.functional import functional_optim_map
+from shoal.remote import worker
+from shoal.remote.calls import call_all
+
+logger = logging.getLogger(__name__)
+
+_warned: set[Any] = set()
+"""Optimizer classes of which it was said that they have no functional form."""
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Steps an optimizer on every worker that owns parameters, with the gradients of a distributed autograd context.
+
+    As `torch.distributed.optim.DistributedOptimizer`, and a `torch.optim.Optimizer` besides: learning rate schedulers
+    take it, and :attr:`param_groups`, :meth:`add_param_group` and state dicts work.
+
+    *Order*: any number of trainers and threads may step the same parameters at the same time, each with its own
+    `DistributedOptimizer` (which has its own state, such as momentum) or one together. On each worker every call of
+    :meth:`step` is applied exactly once and whole, one after another, from the gradients of its own context; nothing is
+    lost and contexts do not mix. Which of two concurrent calls comes first may differ from worker to worker. Between a
+    trainer's forward pass and its step others may have stepped: gradients can be stale, as in torch's. Steps of
+    optimizers that share no parameter (not even through a third one) run in parallel, and without the GIL as far as the
+    kernel goes.
+
+    *Gradients* are taken from the context; ``.grad`` is not looked at. A parameter that has none in the context, or
+    whose worker took no part in it, is left alone with its state. Parameters keep their memory.
+
+    Classes without an entry in `functional_optim_map` run as they are, under the GIL; a warning says so once. They find
+    the gradients in ``.grad`` as usual, which is put back afterwards.
+
+    Args:
+        optimizer_class: a class of torch.optim or a key of :attr:`functional_optim_map`; workers must be able to import
+            it and shoal.
+        params_rref: RRefs to tensors on any workers, this one included, or parameter groups: dicts of ``params``, which
+            are RRefs, and the options that differ.
+        args, kwargs: what the class takes after the parameters.
+
+    Attributes:
+        param_groups: as in torch.optim, with RRefs in place of parameters. Every step is made with the options that are
+            here when it is called.
+        remote_optimizers: an RRef to each worker's optimizer.
+        functional_optim_map: `shoal.functional.functional_optim_map`, where PyTorch's recipe looks for it.
+
+    Raises:
+        TypeError: for what is not an RRef.
+        ValueError: if there is no parameter.
+        RemoteOptimizerError: if the optimizer cannot be made on some worker; it says why.
+
+    Example::
+
+        with dist_autograd.context() as context_id:
+            loss = model(inputs)
+            dist_autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+    """
+
+    functional_optim_map: ClassVar[Any] = functional_optim_map
+
+    def __init__(
+        self,
+        optimizer_class: Any,
+        params_rref: Iterable[rpc.RRef[Tensor]] | Iterable[dict[str, Any]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        functional = functional_optim_map.get(optimizer_class)
+        if functional is None and optimizer_class not in _warned:
+            _warned.add(optimizer_class)
+            logger.warning(
+                "%s has no functional form: its steps hold the GIL, so that those of several trainers do not run in "
+                "parallel. shoal.functional.register_functional_optimizer gives it one",
+                getattr(optimizer_class, "__qualname__", optimizer_class),
+            )
+        self._recipe = worker.Recipe(optimizer_class, functional, args, kwargs)
+        self._remotes: dict[str, rpc.RRef[worker.WorkerOptimizer]] = {}
+        # Of each group: worker to the places, in the group, of the parameters that it owns.
+        self._places: list[dict[str, list[int]]] = []
+        # Of each group: the options that workers know. Schedulers keep notes of their own beside them.
+        self._option_names: list[set[str]] = []
+        super().__init__(params_rref, {})  # type: ignore[arg-type]
+
+    @property
+    def remote_optimizers(self) -> list[rpc.RRef[worker.WorkerOptimizer]]:
+        """An RRef to each worker's optimizer."""
+        return list(self._remotes.values())
+
+    @torch._disable_dynamo
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds RRefs, on workers that have parameters already or on others, with options of their own.
+
+        Args:
+            param_group: ``params``, one RRef or several, and the options that differ from the constructor's.
+
+        Raises:
+            TypeError: for what is not an RRef.
+            ValueError: if there is no parameter.
+            RemoteOptimizerError: if a worker refuses, for example a parameter that it has already. The group is not
+                added then.
+        """
+        options = {name: value for name, value in param_group.items() if name != "params"}
+        rrefs = _checked(param_group["params"])
+        number = len(self.param_groups)
+        places: dict[str, list[int]] = {}
+        for place, rref in enumerate(rrefs):
+            places.setdefault(rref.owner().name, []).append(place)
+        calls: dict[str, Any] = {}
+        for name, owned in places.items():
+            parameters = [rrefs[place] for place in owned]
+            calls[name] = worker.join, (self._recipe, self._remotes.get(name), number, parameters, options)
+        answers: dict[str, worker.Joined] = call_all(f"adding parameters to {self._name}", calls)
+        self._remotes.update({name: answer.remote for name, answer in answers.items()})
+        first = next(iter(answers.values()))
+        self.defaults.update(first.defaults)
+        self._places.append(places)
+        self._option_names.append(set(first.options))
+        self.param_groups.append({"params": rrefs, **options, **first.options})
+
+    @torch._disable_dynamo
+    def step(self, context_id: int) -> None:  # type: ignore[override]
+        """Applies the gradients of a context on all workers at once; returns when all have.
+
+        Args:
+            context_id: of the `torch.distributed.autograd.context` that :func:`backward` was called with.
+
+        Raises:
+            RuntimeError: if there is no such context here.
+            RemoteOptimizerError: if a worker failed. The others have made the step.
+        """
+        dist_autograd._is_valid_context(context_id)
+        options = self._options()
+        call_all(
+            f"the step of {self._name}",
+            {name: (worker.step, (self._remotes[name], context_id, chosen)) for name, chosen in options.items()},
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: gradients belong to their context and go with it."""
+
+    @torch._disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all workers as one torch.optim state dict, numbered in the order of the parameters given.
+
+        It loads into ``optimizer_class`` over the same parameters in one process, and the other way round. All tensors
+        are copies. Workers are asked at the same time; let no step run meanwhile if their states are to fit together.
+
+        Raises:
+            RemoteOptimizerError: if a worker failed.
+        """
+        calls = {name: (worker.state, (remote,)) for name, remote in self._remotes.items()}
+        answers = call_all(f"gathering the state of {self._name}", calls)
+        state: dict[int, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        start = 0
+        for number, (group, places) in enumerate(zip(self.param_groups, self._places, strict=True)):
+            for name, owned in places.items():
+                state.update({start + owned[index]: entry for index, entry in answers[name][number].items()})
+            stop = start + len(group["params"])
+            groups.append({**group, "params": list(range(start, stop))})
+            start = stop
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a state dict of this class, or of ``optimizer_class`` over the same parameters in the same groups.
+
+        Raises:
+            ValueError: if groups or their sizes differ. Then nothing has been changed.
+            RemoteOptimizerError: if a worker refuses; its parameters keep their state, the others have the new one.
+        """
+        groups = state_dict["param_groups"]
+        sizes, expected = ([len(group["params"]) for group in some] for some in (groups, self.param_groups))
+        if sizes != expected:
+            raise ValueError(f"the state dict has groups of {sizes} parameters, this optimizer of {expected}")
+        merged = [
+            {**mine, **saved, "params": mine["params"]} for mine, saved in zip(self.param_groups, groups, strict=True)
+        ]
+        states: dict[str, dict[int, dict[int, Any]]] = {name: {} for name in self._remotes}
+        for number, (saved, places) in enumerate(zip(groups, self._places, strict=True)):
+            for name, owned in places.items():
+                keys = {index: saved["params"][place] for index, place in enumerate(owned)}
+                states[name][number] = {
+                    index: state_dict["state"][key] for index, key in keys.items() if key in state_dict["state"]
+                }
+        call_all(
+            f"loading the state of {self._name}",
+            {
+                name: (worker.load, (self._remotes[name], states[name], options))
+                for name, options in self._options(merged).items()
+            },
+        )
+        for mine, new in zip(self.param_groups, merged, strict=True):
+            mine.update(new)
+
+    @property
+    def _name(self) -> str:
+        chosen = self._recipe.optimizer_class
+        return f"DistributedOptimizer({getattr(chosen, '__qualname__', chosen)})"
+
+    def _options(self, groups: list[dict[str, Any]] | None = None) -> dict[str, dict[int, worker.Options]]:
+        """For each worker the options of the groups that it has parameters of."""
+        options: dict[str, dict[int, worker.Options]] = {name: {} for name in self._remotes}
+        for number, group in enumerate(self.param_groups if groups is None else groups):
+            chosen = {name: value for name, value in group.items() if name in self._option_names[number]}
+            for name in self._places[number]:
+                options[name][number] = chosen
+        return options
+
+
+def _checked(params: Any) -> list[rpc.RRef[Tensor]]:
+    rrefs = [params] if isinstance(params, rpc.PyRRef) else list(params)
+    if not rrefs:
+        raise ValueError("a parameter group without parameters")
+    for place, rref in enumerate(rrefs):
+        if not isinstance(rref, rpc.PyRRef):
+            raise TypeError(
+                f"parameter {place} is a {type(rref).__name__}: RRefs are needed; of a tensor of this process, "
+                "torch.distributed.rpc.RRef(tensor)"
+            )
+    return rrefs

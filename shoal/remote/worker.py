@@ -1,0 +1,190 @@
+"""What runs on a worker: the optimizer of the parameters that live there, and the functions that trainers call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc
+
+from shoal.functional import BoundOptimizer, bind
+from shoal.remote.fallback import BoundTorch
+from shoal.remote.locks import ParameterLocks
+
+Options = dict[str, Any]
+"""Options of a parameter group by name: learning rate and so on, without the parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a worker makes its optimizers.
+
+    Attributes:
+        optimizer_class: what the user passed.
+        functional: what stands for it in `functional_optim_map`; None to use the class itself.
+        args, kwargs: what follows the parameters in its constructor.
+    """
+
+    optimizer_class: Any
+    functional: type | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def make(self, params: Sequence[Tensor]) -> BoundOptimizer:
+        """One optimizer for one parameter group."""
+        if self.functional is None:
+            return BoundTorch(self.optimizer_class, params, *self.args, **self.kwargs)
+        return bind(self.functional, params, *self.args, **self.kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker's answer when it has taken in parameters of a group.
+
+    Attributes:
+        remote: the worker's optimizer.
+        defaults: the options that the constructor's arguments give.
+        options: those of this group.
+    """
+
+    remote: rpc.RRef[WorkerOptimizer]
+    defaults: Options
+    options: Options
+
+
+class WorkerOptimizer:
+    """The part of one `DistributedOptimizer` on one worker: a state of its own, for parameters that may be shared.
+
+    Args:
+        recipe: what to optimize with.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._groups: dict[int, BoundOptimizer] = {}
+        self._applied: dict[int, Options] = {}
+        self._locks = ParameterLocks(())
+
+    def add_group(self, number: int, params: Sequence[Tensor], options: Options) -> tuple[Options, Options]:
+        """Takes in the parameters of group `number` that live here; a second call with the same number replaces them.
+
+        Returns:
+            the constructor's options and those of the group.
+
+        Raises:
+            TypeError, ValueError: for what is not a tensor, was given before, or is refused by the optimizer.
+        """
+        taken = {id(param) for other, group in self._groups.items() if other != number for param in group.params}
+        for index, param in enumerate(params):
+            if not isinstance(param, Tensor):
+                raise TypeError(
+                    f"parameter {index} of this worker is a {type(param).__name__}: an RRef to a tensor is needed"
+                )
+            if id(param) in taken:
+                raise ValueError(f"parameter {index} of this worker was given before: give each parameter once")
+            taken.add(id(param))
+        group = self._recipe.make(params)
+        defaults = _options(group)
+        if options:
+            group.options = options
+        # New objects, so that a step that has begun goes on with what it has.
+        groups = {**self._groups, number: group}
+        self._applied = {**self._applied, number: _options(group)}
+        self._locks = ParameterLocks(param for each in groups.values() for param in each.params)
+        self._groups = groups
+        return defaults, self._applied[number]
+
+    def step(self, context_id: int, options: Mapping[int, Options]) -> None:
+        """Applies the gradients of a context, with these options of each group; `BoundOptimizer.step` says how."""
+        gradients = _gradients(context_id)
+        if gradients:
+            groups = self._groups
+            self.apply({number: [gradients.get(p) for p in groups[number].params] for number in options}, options)
+
+    def apply(self, gradients: Mapping[int, list[Tensor | None]], options: Mapping[int, Options]) -> None:
+        """One step of each group with given gradients, one or None per parameter, while nobody else is at them."""
+        with self._locks:
+            for number, chosen in options.items():
+                if not _same(chosen, self._applied[number]):
+                    self._groups[number].options = chosen
+                    self._applied[number] = chosen
+                self._groups[number].step(gradients[number])
+
+    def state(self) -> dict[int, dict[int, dict[str, Any]]]:
+        """A copy of the state: group, place of the parameter among this worker's, name."""
+        with self._locks:
+            states = {number: group.state_dict()["state"] for number, group in self._groups.items()}
+            return {
+                number: {place: _copied(entry) for place, entry in state.items()} for number, state in states.items()
+            }
+
+    def load(self, states: Mapping[int, dict[int, dict[str, Any]]], options: Mapping[int, Options]) -> None:
+        """The inverse of :meth:`state`, with the options to go on with. Parameters without an entry begin anew."""
+        with self._locks:
+            for number, chosen in options.items():
+                self._groups[number].load_state_dict({"state": states[number], "options": chosen})
+                self._applied[number] = chosen
+
+
+def join(
+    recipe: Recipe,
+    remote: rpc.RRef[WorkerOptimizer] | None,
+    number: int,
+    params: Sequence[rpc.RRef[Tensor]],
+    options: Options,
+) -> Joined:
+    """Called by a trainer: `WorkerOptimizer.add_group`, of a new optimizer if there is none yet."""
+    optimizer = WorkerOptimizer(recipe) if remote is None else remote.local_value()
+    defaults, options = optimizer.add_group(number, [param.local_value() for param in params], options)
+    return Joined(rpc.RRef(optimizer) if remote is None else remote, defaults, options)
+
+
+def step(remote: rpc.RRef[WorkerOptimizer], context_id: int, options: dict[int, Options]) -> None:
+    """Called by a trainer: `WorkerOptimizer.step`."""
+    remote.local_value().step(context_id, options)
+
+
+def state(remote: rpc.RRef[WorkerOptimizer]) -> dict[int, dict[int, dict[str, Any]]]:
+    """Called by a trainer: `WorkerOptimizer.state`."""
+    optimizer: WorkerOptimizer = remote.local_value()
+    return optimizer.state()
+
+
+def load(
+    remote: rpc.RRef[WorkerOptimizer], states: dict[int, dict[int, dict[str, Any]]], options: dict[int, Options]
+) -> None:
+    """Called by a trainer: `WorkerOptimizer.load`."""
+    remote.local_value().load(states, options)
+
+
+def _gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """The gradients of a context by parameter; none if this worker took no part in it.
+
+    The trainer has looked that the context is there, so a worker that does not know it was in no forward pass of it.
+    """
+    try:
+        dist_autograd._retrieve_context(context_id)
+    except RuntimeError:
+        return {}
+    gradients: dict[Tensor, Tensor] = dist_autograd.get_gradients(context_id)
+    return gradients
+
+
+def _options(group: BoundOptimizer) -> Options:
+    """A group's options; none for a class of the recipe's form that keeps them where nobody knows."""
+    try:
+        return group.options
+    except TypeError:
+        return {}
+
+
+def _same(some: Options, others: Options) -> bool:
+    """Whether no option differs. A tensor never counts as the same: it may have changed in place."""
+    return some == others if not any(isinstance(value, Tensor) for value in some.values()) else False
+
+
+def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in entry.items()}
