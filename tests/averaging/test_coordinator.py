@@ -378,17 +378,17 @@ def test_a_dead_sender_costs_no_repair() -> None:
 
 
 def test_a_repair_goes_on_from_the_one_before() -> None:
-    """Chunk 7 was given from 4 to 2 by a repair; then 3 is lost: 2 keeps it."""
+    """Chunk 6 was given from 4 to 2 by a repair, and 7 to 3; then 3 is lost: 2 keeps 6, as it may have begun it."""
     coordinator = running(1, 2, 3, 4)
     coordinator.put_out(key(4), "lost", 1.0)
     coordinator.put_out(key(3), "lost", 1.0)
     ballot = coordinator.ballot
     assert ballot is not None
     assert coordinator.begin is not None
-    before = Repair(coordinator.begin.round, Ballot(2, key(1)), (Source(6, key(3), b""), Source(7, key(2), b"")))
+    before = Repair(coordinator.begin.round, Ballot(2, key(1)), (Source(6, key(2), b""), Source(7, key(3), b"")))
     survey_answer(coordinator, 1, have_of(ballot, repair=before))
     sources = {s.chunk: s for s in the(survey_answer(coordinator, 2), Repair).sources}
-    assert sources[7] == Source(7, key(2), b"")
+    assert sources[6] == Source(6, key(2), b"")  # and not 1, who would be given it anew
     assert set(sources) == {4, 5, 6, 7}
     assert all(source.owner in keys(1, 2) for source in sources.values())
 
