@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shoal.dht.dht import DHT as DHT
     from shoal.dht.records import ValueWithExpiration as ValueWithExpiration
     from shoal.dht.records import get_dht_time as get_dht_time
+    from shoal.flat.contiguous import ContiguousParams as ContiguousParams
     from shoal.functional.qhm_optimizer import QHM as QHM
     from shoal.functional.registry import functional_optim_map as functional_optim_map
     from shoal.functional.registry import register_functional_optimizer as register_functional_optimizer
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AveragingError": "shoal.averaging.errors",
+    "ContiguousParams": "shoal.flat.contiguous",
     "DHT": "shoal.dht.dht",
     "DecentralizedAverager": "shoal.averaging.averager",
     "DownloadReport": "shoal.optim.reports",

@@ -38,7 +38,7 @@ class FlatBuffer:
                 apart (give each once; ``module.parameters()`` does), and as :meth:`Layout.of`. Nothing is changed then.
         """
         tensors = list(tensors)
-        _refuse_shared_memory(tensors)
+        refuse_shared_memory(tensors)
         buffer = cls(Layout.of(tensors))
         buffer.copy_from(tensors)
         for tensor, view in zip(tensors, buffer.views(), strict=True):
@@ -96,8 +96,11 @@ class FlatBuffer:
         return data[span.start * itemsize : span.stop * itemsize]
 
 
-def _refuse_shared_memory(tensors: Sequence[Tensor]) -> None:
-    """Compares the memory between first and last element, so interleaved tensors count as sharing too."""
+def refuse_shared_memory(tensors: Sequence[Tensor]) -> None:
+    """Raises ValueError if two tensors share memory, or are the same object; empty and meta tensors have none to share.
+
+    Compares the memory between first and last element, so interleaved tensors count as sharing too.
+    """
     ranges = []
     for index, tensor in enumerate(tensors):
         if tensor.numel() and tensor.layout is torch.strided and tensor.device.type != "meta":

@@ -1,0 +1,234 @@
+"""`ContiguousParams`: a model's parameters and gradients in flat memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.flat import optimizer_state, replacement, step_hook
+from shoal.flat.buffer import FlatBuffer, refuse_shared_memory
+from shoal.flat.flat_parameter import FlatParameter, Member
+from shoal.flat.given import Given
+from shoal.flat.gradients import GradientViews, grad_of
+from shoal.flat.layout import Layout
+
+_address_of = Tensor.data_ptr
+
+
+class ContiguousParams:
+    """Moves parameters into flat buffers, so that an optimizer has one long tensor to step instead of many short ones.
+
+        parameters = ContiguousParams(model.parameters())
+        optimizer = torch.optim.Adam(parameters.contiguous())
+        for x, y in data:
+            loss = loss_of(model(x), y)
+            loss.backward()
+            clip_grad_norm_(parameters.contiguous(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            parameters.assert_buffer_is_valid()
+
+    The parameters stay the objects that they are, with their values, gradients, shapes, strides (if dense:
+    channels_last is kept), hooks and `requires_grad`. Their `.data` become views of one buffer per group, dtype and
+    device, and their gradients, as long as they have any, views of a second. Training is that of the per-parameter
+    optimizer: a parameter without a gradient is skipped, and has a step count of its own.
+
+    Where the user asks for neither, the optimizer gets torch's fused kernel: as exact as the others, but rounded
+    differently by a few units in the last place. `foreach=False` gives the per-parameter numbers to the bit.
+
+    Args:
+        parameters: as for a torch optimizer: parameters, `(name, parameter)` pairs, or groups of either with options;
+            or an `nn.Module`, for all that it has. One that is given twice in a group counts once. Names are for
+            messages.
+
+    Raises:
+        TypeError: for something that is not a tensor where a parameter should be.
+        ValueError: if there are none; if one is in two groups, is no leaf, is on the meta device, or is sparse or of a
+            tensor subclass such as DTensor; or if two share memory. Nothing is changed then.
+    """
+
+    def __init__(self, parameters: nn.Module | Iterable[Any]) -> None:
+        self._given = given = Given.of(parameters)
+        self._parameters = given.parameters
+        for index, parameter in enumerate(given.parameters):
+            _check(given.label(index), parameter)
+        refuse_shared_memory(given.parameters)
+        groups = [[given.parameters[index] for index in group] for group in given.groups]
+        data = [FlatBuffer(Layout.of(group)) for group in groups]
+        gradients = [FlatBuffer(buffer.layout) for buffer in data]
+        self._views = [view for group, buffer in zip(groups, data, strict=True) for view in _views(buffer, group)]
+        # A second set, for these stay where they are when somebody moves the tensors that are `.grad`.
+        self._gradient_memory, gradient_views = (
+            [view for group, buffer in zip(groups, gradients, strict=True) for view in _views(buffer, group)]
+            for _ in range(2)
+        )
+        self._gradient_addresses = list(map(_address_of, gradient_views))
+        with torch.no_grad():
+            for view, parameter in zip(self._views, given.parameters, strict=True):
+                view.copy_(parameter)
+        self._home = GradientViews(given.parameters, gradient_views)
+        self._point_at_memory()
+        self._addresses = list(map(_address_of, given.parameters))
+        self._flats = [
+            _flat_parameters(list(group), values, grads, self._home)
+            for group, values, grads in zip(given.groups, data, gradients, strict=True)
+        ]
+        step_hook.install()
+        replacement.install()
+
+    def contiguous(self) -> list[Any]:
+        """What an optimizer is given: one flat parameter per dtype and device, or groups of them with their options.
+
+        It is for `clip_grad_norm_` too. Where an optimizer had to split a run of parameters, because some of them had
+        no gradient in its step, its parts are here from then on.
+        """
+        return self._given.like_given([[leaf for flat in flats for leaf in flat.leaves()] for flats in self._flats])
+
+    def original(self) -> list[Any]:
+        """The parameters, each once, in the order in which they were given; in groups if groups were given."""
+        return self._given.like_given([[self._parameters[index] for index in group] for group in self._given.groups])
+
+    def buffer_is_valid(self) -> bool:
+        """Whether parameters and gradients are all in flat memory, and modules still have the parameters.
+
+        A gradient that is None is valid. It costs 0.2 µs per parameter, so it may be asked in every step.
+        """
+        home = self._home
+        if (
+            home.replaced
+            or list(map(_address_of, self._parameters)) != self._addresses
+            or list(map(_address_of, home.views)) != self._gradient_addresses
+        ):
+            return False
+        return all(map(is_, map(grad_of, self._parameters), home.views)) or next(home.strays(), None) is None
+
+    def assert_buffer_is_valid(self) -> None:
+        """As :meth:`buffer_is_valid`, for users who want to know.
+
+        Raises:
+            ValueError: that names the first parameter that is not as it should be, says what happened to it, and the
+                way out: :meth:`make_params_contiguous`, or a new `ContiguousParams` and a new optimizer.
+        """
+        if self.buffer_is_valid():
+            return
+        for index in range(len(self._parameters)):
+            if (problem := self._beyond_repair(index)) is not None:
+                raise ValueError(problem)
+        index, what = self._moved()
+        raise ValueError(
+            f"the {what} of {self._given.label(index)} has left the flat memory (`.data = …` or `.grad = …`; only in-"
+            "place operations keep it there). make_params_contiguous() copies it back"
+        )
+
+    def make_params_contiguous(self) -> None:
+        """Moves parameters and gradients that have left flat memory back into it, with the values that they have now.
+
+        Optimizers go on with it as if nothing had happened.
+
+        Raises:
+            ValueError: if one has another dtype, device or shape than before, or was replaced by another parameter.
+                Then a new `ContiguousParams` and a new optimizer are needed. Nothing is changed.
+        """
+        for index in range(len(self._parameters)):
+            if (problem := self._beyond_repair(index)) is not None:
+                raise ValueError(problem)
+        for parameter, view, address in zip(self._parameters, self._views, self._addresses, strict=True):
+            if parameter.data_ptr() != address:
+                view.copy_(parameter.detach())
+        for view, memory in zip(self._home.views, self._gradient_memory, strict=True):
+            if view.data_ptr() != memory.data_ptr():
+                memory.copy_(view)
+                view.data = memory
+        self._point_at_memory()
+
+    def original_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict that `optimizer` would have if it had been made with :meth:`original`.
+
+        It shares no memory with the optimizer. Any optimizer of the same class and the same parameters loads it.
+
+        Raises:
+            ValueError: for LBFGS, and for state that is neither one number nor one number per element.
+        """
+        return optimizer_state.original_state_dict(optimizer)
+
+    def load_original_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Loads the state dict of an optimizer that was made with :meth:`original`, or without Shoal.
+
+        Raises:
+            ValueError: if it has other groups or shapes, and as :meth:`original_state_dict`. Nothing is loaded then.
+        """
+        optimizer_state.load_original_state_dict(optimizer, state_dict)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a ContiguousParams is neither copied nor pickled: copy or save the model, and make a new one for the copy"
+        )
+
+    def _point_at_memory(self) -> None:
+        for view, parameter in zip(self._views, self._parameters, strict=True):
+            parameter.data = view
+        if strays := list(self._home.strays()):
+            self._home.bring_home(strays)
+
+    def _beyond_repair(self, index: int) -> str | None:
+        """Why a parameter cannot be moved back, if so."""
+        parameter, view = self._parameters[index], self._views[index]
+        label = self._given.label(index)
+        new = "Make a new ContiguousParams and a new optimizer"
+        if (name := self._home.replaced.get(index)) is not None:
+            return f"{label} was replaced: a module has another parameter as its {name!r} now. {new}"
+        for tensor, what in ((parameter, "is"), (self._home.views[index], "has a gradient that is")):
+            if (tensor.dtype, tensor.device, tensor.shape) != (view.dtype, view.device, view.shape):
+                return (
+                    f"{label} {what} now of {tensor.dtype} and shape {tuple(tensor.shape)} on {tensor.device}, but its "
+                    f"flat memory of {view.dtype} and shape {tuple(view.shape)} on {view.device}: was the model moved "
+                    f"or converted? {new} after that"
+                )
+        return None
+
+    def _moved(self) -> tuple[int, str]:
+        """The first parameter that has left flat memory, and what of it has."""
+        for index, (parameter, address) in enumerate(zip(self._parameters, self._addresses, strict=True)):
+            if parameter.data_ptr() != address:
+                return index, "memory"
+        for index, (view, address) in enumerate(zip(self._home.views, self._gradient_addresses, strict=True)):
+            if view.data_ptr() != address:
+                return index, "gradient"
+        return next(self._home.strays()), "gradient"
+
+
+def _check(label: str, parameter: Tensor) -> None:
+    if not parameter.is_leaf:
+        raise ValueError(f"{label} is not a leaf: optimizers train leaves only")
+    if type(parameter.detach()) is not Tensor:
+        raise ValueError(f"{label} is a {type(parameter.detach()).__name__}: flat memory holds plain tensors only")
+    if parameter.is_meta:
+        raise ValueError(f"{label} is on the meta device: give it memory first (`module.to_empty`, `load_state_dict`)")
+
+
+def _views(buffer: FlatBuffer, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of a buffer, with the strides of those that it is made for if they are dense."""
+    flat = buffer.flat
+    return [
+        # empty_like keeps the strides of dense tensors, and gives others contiguous ones.
+        flat[entry.buffer][entry.span.slice].as_strided(entry.shape, torch.empty_like(tensor, device="meta").stride())
+        for entry, tensor in zip(buffer.layout.entries, like, strict=True)
+    ]
+
+
+def _flat_parameters(
+    indices: Sequence[int], data: FlatBuffer, gradients: FlatBuffer, home: GradientViews
+) -> list[FlatParameter]:
+    """One flat parameter per buffer of a group."""
+    members: list[list[Member]] = [[] for _ in data.flat]
+    for index, entry in zip(indices, data.layout.entries, strict=True):
+        members[entry.buffer].append(Member(index, home.parameters[index], home.views[index], entry.span))
+    return [
+        FlatParameter(values, grads, of_buffer, home)
+        for values, grads, of_buffer in zip(data.flat, gradients.flat, members, strict=True)
+    ]

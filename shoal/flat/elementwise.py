@@ -1,0 +1,71 @@
+"""Which optimizers may be given flat memory.
+
+An optimizer is *element-wise* if what it does to one element depends on that element's value, gradient and state alone.
+Only then does it not matter that a run of parameters is one tensor. Others need whole tensors: a norm per layer (LARS,
+LAMB), rows and columns (Adafactor, Muon, Shampoo, SOAP), the places of a sparse gradient (SparseAdam).
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Final
+
+from torch import optim
+
+# LBFGS is not element-wise: it makes one vector of all its parameters, and that vector is the same with flat memory.
+_FINE: Final = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta,
+    optim.RMSprop, optim.Rprop, optim.ASGD, optim.LBFGS,
+)  # fmt: skip
+_FINE_BY_NAME: Final = {"lion", "qhm", "qhadam", "adabelief", "madgrad", "adan", "yogi", "signsgd"}
+
+# By name, in lower case and without underscores: they come from many packages, and most are subclasses of `Optimizer`.
+_WHOLE_TENSORS: Final = {
+    "adafactor": "it factors the second moment of a matrix into rows and columns",
+    "came": "it factors the second moment of a matrix into rows and columns",
+    "sm3": "it keeps one accumulator per row and column",
+    "muon": "it orthogonalises the update of a matrix",
+    "shampoo": "it preconditions the dimensions of each tensor",
+    "distributedshampoo": "it preconditions the dimensions of each tensor",
+    "soap": "it preconditions the dimensions of each tensor",
+    "galoreadamw": "it projects the gradient of a matrix",
+    "adammini": "it keeps one second moment per block of a tensor",
+    "sparseadam": "it updates the places of a sparse gradient, and flat gradients are dense",
+    "lars": "it scales by the norm of each layer",
+    "lamb": "it scales by the norm of each layer",
+    "fusedlamb": "it scales by the norm of each layer",
+    "novograd": "it scales by the norm of each layer",
+    "fusednovograd": "it scales by the norm of each layer",
+    "adamp": "it projects by the norm of each layer",
+    "sgdp": "it projects by the norm of each layer",
+}
+
+PER_TENSOR: Final = frozenset({"step", "eta", "mu", "mu_product"})
+"""The state of torch's optimizers that is one number per tensor. A parameter without dimensions has all its state of
+that shape, so there the name decides."""
+
+
+@cache
+def check_class(optimizer_class: type[optim.Optimizer]) -> None:
+    """Says whether a class of optimizers may step flat parameters; remembers those that may.
+
+    It warns, once, of a class that is neither a subclass of one of torch's element-wise optimizers nor known by its
+    name: `warnings.filterwarnings` is the way to say that yours is fine.
+
+    Raises:
+        ValueError: if it is known to need whole tensors.
+    """
+    names = [base.__name__.lower().replace("_", "") for base in optimizer_class.__mro__]
+    for name in names:
+        if name in _WHOLE_TENSORS:
+            raise ValueError(
+                f"{optimizer_class.__name__} needs whole tensors: {_WHOLE_TENSORS[name]}, and contiguous() has none. "
+                "Give it original(), which trains the same parameters"
+            )
+    if not issubclass(optimizer_class, _FINE) and not _FINE_BY_NAME.intersection(names):
+        warnings.warn(
+            f"{optimizer_class.__name__} is not known to be element-wise. If it looks at a tensor as a whole (a norm "
+            "per layer, rows and columns), it does something else on contiguous(): then give it original()",
+            stacklevel=2,
+        )

@@ -1,0 +1,74 @@
+"""What a user gives in place of parameters: a module, parameters, named parameters, or groups of them with options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Parameters as they were given, each once.
+
+    Attributes:
+        parameters: all of them, group after group.
+        names: one per parameter, empty where none was given.
+        groups: per group the numbers of its parameters.
+        options: per group its options; None if no groups were given, and then there is one.
+    """
+
+    parameters: Sequence[Tensor]
+    names: Sequence[str]
+    groups: Sequence[range]
+    options: Sequence[dict[str, Any]] | None
+
+    @staticmethod
+    def of(given: nn.Module | Iterable[Any]) -> Given:
+        """Reads what a user gave.
+
+        Raises:
+            TypeError: for something that is not a tensor where a parameter should be.
+            ValueError: if there are no parameters, or if one is in two groups.
+        """
+        if isinstance(given, Tensor):
+            raise TypeError("give an iterable of parameters: a single tensor would be taken apart into its rows")
+        items = list(given.named_parameters() if isinstance(given, nn.Module) else given)
+        if not items:
+            raise ValueError("there are no parameters; was an iterator used up before?")
+        options = None
+        groups: list[Any] = [items]
+        if isinstance(items[0], Mapping):
+            options = [{name: value for name, value in group.items() if name != "params"} for group in items]
+            groups = [[group["params"]] if isinstance(group["params"], Tensor) else group["params"] for group in items]
+        parameters: list[Tensor] = []
+        names: list[str] = []
+        ranges = []
+        group_of: dict[int, int] = {}
+        for number, group in enumerate(groups):
+            start = len(parameters)
+            for item in group:
+                name, parameter = item if isinstance(item, tuple) else ("", item)
+                if not isinstance(parameter, Tensor):
+                    raise TypeError(f"parameter {len(parameters)} is a {type(parameter).__name__}, not a tensor")
+                if (first := group_of.get(id(parameter))) is None:
+                    group_of[id(parameter)] = number
+                    parameters.append(parameter)
+                    names.append(name)
+                elif first != number:
+                    raise ValueError(f"parameter {name or len(parameters)} of group {number} is in group {first} too")
+            ranges.append(range(start, len(parameters)))
+        return Given(parameters, names, ranges, options)
+
+    def like_given(self, lists: Sequence[list[Any]]) -> list[Any]:
+        """One list per group, in the form in which the parameters were given: a list, or groups with their options."""
+        if self.options is None:
+            return list(lists[0])
+        return [{"params": items} | options for items, options in zip(lists, self.options, strict=True)]
+
+    def label(self, index: int) -> str:
+        """How a message calls a parameter."""
+        name = f"{self.names[index]!r}, " if self.names[index] else ""
+        return f"parameter {index} ({name}shape {tuple(self.parameters[index].shape)})"
