@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from shoal.p2p.errors import P2PError, PeerLost, PeerUnreachable, Refused
+from shoal.p2p.errors import P2PError, PeerLost, PeerUnreachable, Refused, Unavailable
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Buffer, Transport
@@ -196,8 +196,8 @@ class Node:
     ) -> Body:
         """Send a request and return its reply, connecting first if need be.
 
-        Raises Refused with the other side's reason, PeerUnreachable, PeerLost, TimeoutError after `timeout` seconds,
-        and P2PError if the reply is not an `expect`.
+        Raises Refused with the other side's reason (Unavailable if it did not judge the message), PeerUnreachable,
+        PeerLost, TimeoutError after `timeout` seconds, and P2PError if the reply is not an `expect`.
         """
         body = (await self.call_for_buffers(peer, service, message, timeout=timeout, buffers=buffers)).body
         if not isinstance(body, expect):
@@ -256,8 +256,9 @@ class Node:
         self._services[service.name] = (service, handler)
 
     def stop_serving(self, service: Service) -> None:
-        """Refuse the messages of `service` from now on."""
-        self._services.pop(service.name, None)
+        """Refuse the messages of `service` from now on; another one that is served under its name is left alone."""
+        if self._services.get(service.name, (None,))[0] is service:
+            del self._services[service.name]
 
     def _on_message(self, peer: PeerID, header: memoryview, buffers: Sequence[memoryview]) -> None:
         if self.closed:
@@ -277,17 +278,17 @@ class Node:
             return
         try:
             if envelope.service not in self._services:
-                raise Refused(f"unknown service {envelope.service!r}")
+                raise Unavailable(f"unknown service {envelope.service!r}")
             service, handler = self._services[envelope.service]
             message = service.decoder.decode(envelope.body)
             answer = handler(peer, message, buffers)
         except Refused as error:
-            self._refuse(peer, envelope.service, envelope.call, str(error))
+            self._decline(peer, envelope, error)
         except _UNDECODABLE as error:
             self._refuse(peer, envelope.service, envelope.call, f"not a message of {envelope.service!r}: {error}")
         except Exception:  # a defect of ours: it must end neither the connection nor the loop
             log.exception("handling a message of %r to %r failed", peer, envelope.service)
-            self._refuse(peer, envelope.service, envelope.call, "internal error")
+            self._decline(peer, envelope, Unavailable("internal error"))
         else:
             if isinstance(answer, Awaitable):
                 self._handle_later(peer, envelope, answer)
@@ -300,13 +301,12 @@ class Node:
                 async with asyncio.timeout(envelope.timeout or MAX_TIMEOUT):
                     result = await answer
             except Refused as error:
-                self._refuse(peer, envelope.service, envelope.call, str(error))
+                self._decline(peer, envelope, error)
             except (TimeoutError, P2PError) as error:
-                reason = f"could not be handled: {error or 'deadline passed'}"
-                self._refuse(peer, envelope.service, envelope.call, reason)
+                self._decline(peer, envelope, Unavailable(f"could not be handled: {error or 'deadline passed'}"))
             except Exception:
                 log.exception("handling a message of %r to %r failed", peer, envelope.service)
-                self._refuse(peer, envelope.service, envelope.call, "internal error")
+                self._decline(peer, envelope, Unavailable("internal error"))
             else:
                 if envelope.kind == _REQUEST:
                     self._answer(peer, envelope, result)
@@ -318,7 +318,7 @@ class Node:
         if self._handling.get(peer, 0) >= MAX_CALLS_PER_PEER:
             if isinstance(answer, Coroutine):
                 answer.close()
-            self._refuse(peer, envelope.service, envelope.call, f"more than {MAX_CALLS_PER_PEER} requests at a time")
+            self._decline(peer, envelope, Unavailable(f"more than {MAX_CALLS_PER_PEER} requests at a time"))
             return
         self._handling[peer] = self._handling.get(peer, 0) + 1
         self.spawn(handle())
@@ -332,23 +332,26 @@ class Node:
             self._post([peer], _REPLY, request.service, request.call, 0.0, reply.body, reply.buffers)
         except Exception:  # a defect of ours: too large, or not encodable
             log.exception("the reply to a request of %r to %r can't be sent", peer, request.service)
-            self._refuse(peer, request.service, request.call, "internal error")
+            self._decline(peer, request, Unavailable("internal error"))
 
-    def _refuse(self, peer: PeerID, service: str, call: int, reason: str) -> None:
+    def _decline(self, peer: PeerID, request: Envelope, error: Refused) -> None:
+        self._refuse(peer, request.service, request.call, str(error), judged=not isinstance(error, Unavailable))
+
+    def _refuse(self, peer: PeerID, service: str, call: int, reason: str, *, judged: bool = True) -> None:
         log.info("refused a message of %r to %r: %s", peer, service, reason)
-        self._post([peer], _FAILURE, service, call, 0.0, Failure(reason[:MAX_REASON]))
+        self._post([peer], _FAILURE, service, call, 0.0, Failure(reason[:MAX_REASON], judged))
 
     def _on_answer(self, peer: PeerID, envelope: Envelope, buffers: Sequence[memoryview]) -> None:
         call = self._calls.get(envelope.call)
         if envelope.kind == _FAILURE:
             try:
-                reason = _failures.decode(envelope.body).reason
+                failure = _failures.decode(envelope.body)
             except _UNDECODABLE as error:
-                reason = f"an undecodable refusal: {error}"
+                failure = Failure(f"an undecodable refusal: {error}", judged=False)
             if call is None or call.peer != peer:
-                log.warning("%r refused a message to %r: %s", peer, envelope.service, reason)
+                log.warning("%r refused a message to %r: %s", peer, envelope.service, failure.reason)
             elif not call.future.done():
-                call.future.set_exception(Refused(reason))
+                call.future.set_exception((Refused if failure.judged else Unavailable)(failure.reason))
         elif call is not None and call.peer == peer and not call.future.done():
             try:
                 call.future.set_result(Reply(call.service.decoder.decode(envelope.body), buffers))
@@ -398,9 +401,10 @@ class Node:
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """Why a message was refused."""
+    """Why a message was refused; `judged` if that is because of what it says."""
 
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+    judged: bool
 
 
 _failures = msgspec.msgpack.Decoder(Failure)

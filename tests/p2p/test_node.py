@@ -368,6 +368,16 @@ def test_a_service_is_served_once():
         Service("x" * 129, Ask)
 
 
+def test_one_whose_name_was_taken_does_not_stop_the_other_on_its_way_out():
+    async def main():
+        async with nodes(1) as (node,):
+            node.serve(ECHO, lambda peer, ask, buffers: Told(ask.number))
+            node.stop_serving(Service("echo", Ask | Told))
+            assert await node.call(node.peer_id, ECHO, Ask(1), Told, timeout=1) == Told(1)
+
+    asyncio.run(main())
+
+
 def test_a_message_over_the_bounds_is_an_error_of_the_sender(kind):
     async def main():
         async with nodes(2, kind) as (one, other):
