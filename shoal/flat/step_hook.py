@@ -23,8 +23,9 @@ from shoal.flat.optimizer_state import use_parts
 @cache
 def install() -> None:
     """Registers the hooks, once in the process."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    # A compiled step is compiled without them. (Here, since the import behind it is slow; optimizers cause it as well.)
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
+    register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
 
 
 def flat_parameters(optimizer: Optimizer) -> list[FlatParameter]:
