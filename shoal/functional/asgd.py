@@ -22,6 +22,7 @@ class ASGD(FunctionalOptimizer):
     """
 
     element_wise: ClassVar[bool] = True
+    foreach_on_cpu: ClassVar[bool] = False
 
     lr: float | Tensor = 1e-2
     lambd: float = 1e-4

@@ -52,7 +52,7 @@ class FunctionalOptimizer(ABC):
 
     The numbers are torch.optim's: the same kernels run. ``foreach`` and ``fused`` choose one as in torch; where both
     are None Shoal takes the fastest, which is the fused one where torch has it for the device and dtype, else foreach
-    on accelerators and the for-loop on CPUs. With the same kernel on the same shapes the result is equal to the bit.
+    or the for-loop by what was measured. With the same kernel on the same shapes the result is equal to the bit.
     On flat memory the tails of vector registers fall elsewhere than on separate tensors, and the fused CPU kernels
     round differently there: see `shoal.functional` for the tolerance.
 
@@ -66,6 +66,10 @@ class FunctionalOptimizer(ABC):
     element_wise: ClassVar[bool]
     sparse_gradients: ClassVar[bool] = False
     """Whether gradients may be ``torch.sparse_coo``: where torch's own class takes them."""
+    foreach_on_cpu: ClassVar[bool] = True
+    """Whether foreach is ever faster than the for-loop there."""
+    trial_options: ClassVar[dict[str, Any]] = {}
+    """Options with which a fused kernel is tried."""
 
     lr: float | Tensor
     foreach: bool | None
@@ -98,13 +102,13 @@ class FunctionalOptimizer(ABC):
         """What the state holds with these options: name to entry, with the names of torch.optim's state."""
         return self._layout()
 
-    def kernel(self, param: Tensor) -> Kernel:
-        """The kernel that updates tensors of this one's dtype and device.
+    def kernel(self, params: Sequence[Tensor]) -> Kernel:
+        """The kernel that updates these tensors of one dtype and device, at least one.
 
         Raises:
-            RuntimeError: with ``fused=True`` where torch has no fused kernel for it.
+            RuntimeError: with ``fused=True`` where torch has no fused kernel for them.
         """
-        return choose_kernel(self, param.device, param.dtype)
+        return choose_kernel(self, params)
 
     @torch.no_grad()
     def init(self, params: Sequence[Tensor]) -> State:
@@ -143,21 +147,27 @@ class FunctionalOptimizer(ABC):
             ValueError: for lists of unlike lengths, or a state without a name that these options need.
             RuntimeError: for sparse gradients where they are not supported, and whatever the kernel raises.
         """
-        state = self._checked(params, grads, state)
-        rows = [row for row, grad in enumerate(grads) if grad is not None]
-        for chosen in by_place([params[row] for row in rows]):
-            some = [rows[index] for index in chosen]
-            if len(some) == len(params):  # the usual case: all of one place, all with a gradient
-                part = state
-            else:
-                part = {name: [tensors[row] for row in some] for name, tensors in state.items()}
-            ready = [grad for row in some if (grad := grads[row]) is not None]
-            self._step_place([params[row] for row in some], ready, part, grad_scale, found_inf)
+        self._check_lists(params, grads, state)
+        places = {(param.dtype, param.device) for param in params}
+        ready = [grad for grad in grads if grad is not None]
+        if len(places) == 1 and len(ready) == len(params):  # the usual case
+            self._step_place(list(params), ready, state, grad_scale, found_inf)
+            return
+        for place in places:
+            rows = [
+                row
+                for row, param in enumerate(params)
+                if grads[row] is not None and (param.dtype, param.device) == place
+            ]
+            if rows:
+                some = [grad for row in rows if (grad := grads[row]) is not None]
+                part = {name: [tensors[row] for row in rows] for name, tensors in state.items()}
+                self._step_place([params[row] for row in rows], some, part, grad_scale, found_inf)
 
     def _step_place(
         self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        kernel = self.kernel(params[0])
+        kernel = self.kernel(params)
         if any(grad.layout is not torch.strided for grad in grads):
             if not self.sparse_gradients:
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients: pass grad.to_dense()")
@@ -205,7 +215,7 @@ class FunctionalOptimizer(ABC):
             if params[0].is_complex():  # as two real numbers, each with its own state
                 value = complex(value, value)
             return [torch.full_like(param, value) for param in params]
-        fused = self.kernel(params[0]) is Kernel.FUSED
+        fused = self.kernel(params) is Kernel.FUSED
         beside = fused or self.capturable or entry.on_device
         wide = torch.get_default_dtype() == torch.float64 and not fused
         # Views of one tensor, so that the counters of all parameters can be advanced by one operation.
@@ -217,7 +227,7 @@ class FunctionalOptimizer(ABC):
         )
         return list(together.unbind())
 
-    def _checked(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: State) -> State:
+    def _check_lists(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: State) -> None:
         if len(params) != len(grads):
             raise ValueError(f"one gradient, or None, per parameter: got {len(params)} and {len(grads)}")
         for name in self.state_layout:
@@ -229,7 +239,6 @@ class FunctionalOptimizer(ABC):
         for name, tensors in state.items():
             if len(tensors) != len(params):
                 raise ValueError(f"one tensor of state {name!r} per parameter: got {len(tensors)} for {len(params)}")
-        return state
 
     def _check(self, **at_least_zero: float | Tensor) -> None:
         """What every class validates, and options of this class that may not be negative."""

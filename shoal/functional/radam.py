@@ -20,6 +20,7 @@ class RAdam(FunctionalOptimizer):
     """
 
     element_wise: ClassVar[bool] = True
+    foreach_on_cpu: ClassVar[bool] = False
 
     lr: float | Tensor = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class SGD(FunctionalOptimizer):
 
     element_wise: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
+    trial_options: ClassVar[dict[str, Any]] = {"momentum": 0.9}
 
     lr: float | Tensor = 1e-3
     momentum: float = 0
@@ -101,7 +102,7 @@ class SGD(FunctionalOptimizer):
                 dampening=0.0 if is_first else self.dampening,
                 nesterov=self.nesterov,
                 maximize=self.maximize,
-                # The buffers are zeros then. True leaves the last elements of 16-bit ones as they are (torch 2.13).
+                # The buffers are zeros then. With True some elements of 16-bit ones stay unwritten (torch 2.13).
                 is_first_step=False,
                 grad_scale=scale,
                 found_inf=found_inf,

@@ -60,8 +60,8 @@ def assert_same(reference: torch.optim.Optimizer, params: list[Tensor], ours: li
 @given(data=st.data(), seed=st.integers(0, 2**31), dtype=st.sampled_from(DTYPES), missing=st.sampled_from([0, 0.3]))
 def test_the_same_kernel_gives_the_same_bits(optimizer: Any, kernel: str, data, seed, dtype, missing) -> None:
     options = {**data.draw(OPTIONS[optimizer]), **KERNELS[kernel]}
-    if kernel == "fused" and dtype is torch.bfloat16 and options.get("momentum"):
-        dtype = torch.float32  # torch's own never writes the buffer of a tensor's last elements in its first step
+    if kernel == "fused" and optimizer is torch.optim.SGD and dtype is torch.bfloat16:
+        dtype = torch.float32  # torch's own is wrong there, see test_kernels
     torch.manual_seed(seed)
     params = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in data.draw(shapes)]
     reference = optimizer(params, **options)
