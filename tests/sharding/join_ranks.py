@@ -1,0 +1,70 @@
+"""Run scenarios of `join_scenarios` on real ranks: python -m tests.sharding.join_ranks RANK RANKS FOLDER CALLS."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+Call = tuple[str, dict[str, Any]]
+"""A scenario's name and arguments."""
+
+
+def run_ranks(ranks: int, calls: list[Call], folder: Path, timeout: float = 100.0) -> list[list[Any]]:
+    """Start `ranks` processes that make all calls, one after the other. Returns the answers by call and rank."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.sharding.join_ranks", str(rank), str(ranks), str(folder), json.dumps(calls)],
+            cwd=ROOT,
+            env=environment,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        codes = [process.wait(timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0] * ranks, f"exit codes of the ranks: {codes}"
+    answers = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return [[answer[number] for answer in answers] for number in range(len(calls))]
+
+
+def main() -> None:
+    """One rank."""
+    import torch
+    import torch.distributed as dist
+
+    from tests.sharding import join_scenarios
+
+    torch.set_num_threads(1)
+    rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    answers: list[Any] = []
+    for number, (name, arguments) in enumerate(json.loads(sys.argv[4])):
+        # A group of its own for each, so that what hangs or fails leaves the next alone.
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store-{number}",
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=20),
+        )
+        try:
+            answers.append(getattr(join_scenarios, name)(**arguments))
+        except Exception:  # noqa: BLE001 - told to the test, which shows it
+            answers.append({"failed": traceback.format_exc()})
+        dist.destroy_process_group()
+    (folder / f"{rank}.json").write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,396 @@
+"""What each rank of a process group does with `shoal.Join`, and what it then says of itself (as JSON).
+
+A scenario is a function of this module that is called on every rank, in a process group of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeRO
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal import Join, Joinable, JoinHook
+from shoal.sharding.join import CountingJoinHook, raise_if_joined
+
+RATE = 0.1
+
+
+class CounterJoinHook(JoinHook):
+    """As in PyTorch's tutorial on Join."""
+
+    def __init__(self, counter: Counter, sync_max_count: bool) -> None:
+        self.counter = counter
+        self.sync_max_count = sync_max_count
+
+    def main_hook(self) -> None:
+        dist.all_reduce(torch.zeros(1))
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.counter.was_last = is_last_joiner
+        if self.sync_max_count:
+            candidate = torch.tensor([dist.get_rank() if is_last_joiner else -1])
+            dist.all_reduce(candidate, op=dist.ReduceOp.MAX)
+            if candidate == dist.get_rank():
+                self.counter.max_count = self.counter.count.clone()
+            dist.broadcast(self.counter.max_count, src=int(candidate))
+
+
+class Counter(Joinable):
+    """As in PyTorch's tutorial on Join: counts the inputs of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.max_count = torch.zeros(1), torch.zeros(1)
+        self.was_last: bool | None = None
+
+    def __call__(self) -> None:
+        Join.notify_join_context(self)
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        self.count += ones
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return CounterJoinHook(self, kwargs.get("sync_max_count", False))
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+
+def count(inputs: Sequence[int], joinables: int = 1, throw: bool = False, torchs: bool = False) -> Any:
+    """The tutorial's loop, with as many inputs as the list says for this rank."""
+    counters = [Counter() for _ in range(joinables)]
+    done, error = 0, ""
+    join: type[Any] = TorchJoin if torchs else Join
+    try:
+        with join(counters, throw_on_early_termination=throw, sync_max_count=True):
+            for _ in range(inputs[dist.get_rank()]):
+                for counter in counters:
+                    counter()
+                done += 1
+    except RuntimeError as problem:
+        error = str(problem)
+    counter = counters[-1]
+    return {
+        "count": int(counter.count),
+        "max": int(counter.max_count),
+        "last": counter.was_last,
+        "done": done,
+        "error": error,
+    }
+
+
+# --- models ----------------------------------------------------------------------------------------
+
+
+def build() -> nn.Module:
+    """The same numbers on every rank; double precision, so that sums in another order are as good as equal."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def batch_of(rank: int, iteration: int) -> Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(100 * rank + iteration), dtype=torch.float64)
+
+
+def values(module: nn.Module) -> list[float]:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).tolist()
+
+
+def alone(
+    inputs: Sequence[int], optimizer: Callable[..., torch.optim.Optimizer], divide_by_live: bool, every: int = 1
+) -> list[float]:
+    """The same training in one process: the mean gradient of the ranks that have inputs, step by step.
+
+    Every rank accumulates ``every`` batches per step; what remains at the end of the longest is dropped.
+    """
+    model = build()
+    optimizer_ = optimizer(model.parameters())
+    for iteration in range(max(inputs)):
+        if (iteration + 1) % every:
+            continue
+        live = [rank for rank, number in enumerate(inputs) if number > iteration]
+        optimizer_.zero_grad()
+        for rank in live:
+            for past in range(iteration + 1 - every, iteration + 1):
+                divisor = len(live) if divide_by_live else len(inputs)
+                (model(batch_of(rank, past)).square().sum() / divisor).backward()
+        optimizer_.step()
+    return values(model)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=RATE / 10, momentum=0.9)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=RATE)
+
+
+def torch_zero(parameters: Any) -> torch.optim.Optimizer:
+    return TorchZeRO(parameters, torch.optim.Adam, lr=RATE)
+
+
+def train(
+    inputs: Sequence[int],
+    divide_by_live: bool = False,
+    zero_first: bool = False,
+    closure: bool = False,
+    every: int = 1,
+    throw: bool = False,
+) -> Any:
+    """torch's DistributedDataParallel and ZeroRedundancyOptimizer, each rank with its number of batches."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(build())
+    optimizer: Any = torch_zero(model.parameters())
+    joinables = [optimizer, model] if zero_first else [model, optimizer]
+    done, error = 0, ""
+    try:
+        with Join(
+            joinables, throw_on_early_termination=throw, divide_by_initial_world_size=not divide_by_live
+        ):
+            for iteration in range(inputs[rank]):
+
+                def evaluate(batch: Tensor = batch_of(rank, iteration)) -> Tensor:
+                    loss: Tensor = model(batch).square().sum()
+                    loss.backward()
+                    return loss
+
+                last = (iteration + 1) % every == 0
+                if closure:
+                    optimizer.zero_grad()
+                    optimizer.step(evaluate)
+                else:
+                    with nullcontext() if last else model.no_sync():
+                        evaluate()
+                    if last:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                done += 1
+    except RuntimeError as problem:
+        error = str(problem)
+    return {
+        "values": values(model.module),
+        "expected": alone(inputs, adam, divide_by_live, every),
+        "done": done,
+        "error": error,
+    }
+
+
+def replicated(inputs: Sequence[int], divide_by_live: bool = False) -> Any:
+    """DistributedDataParallel with an optimizer on every rank, which a joined rank does not step."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(build())
+    optimizer = momentum(model.parameters())
+    with Join([model], divide_by_initial_world_size=not divide_by_live):
+        for iteration in range(inputs[rank]):
+            optimizer.zero_grad()
+            model(batch_of(rank, iteration)).square().sum().backward()
+            optimizer.step()
+        left = values(model.module)
+    return {"values": values(model.module), "left": left, "expected": alone(inputs, momentum, divide_by_live)}
+
+
+def two_optimizers(inputs: Sequence[int]) -> Any:
+    """One model, a sharded optimizer for each half; the second is stepped in every other iteration only."""
+    rank = dist.get_rank()
+    module = build()
+    model = DistributedDataParallel(module)
+    often, seldom = torch_zero(list(module.parameters())[:2]), torch_zero(list(module.parameters())[2:])
+    with Join([model, often, seldom]):
+        for iteration in range(inputs[rank]):
+            model.zero_grad()
+            model(batch_of(rank, iteration)).square().sum().backward()
+            often.step()
+            if iteration % 2:
+                seldom.step()
+
+    reference = build()
+    halves = adam(list(reference.parameters())[:2]), adam(list(reference.parameters())[2:])
+    for iteration in range(max(inputs)):
+        reference.zero_grad()
+        for other, number in enumerate(inputs):
+            if number > iteration:
+                (reference(batch_of(other, iteration)).square().sum() / len(inputs)).backward()
+        halves[0].step()
+        if iteration % 2:
+            halves[1].step()
+    return {"values": values(module), "expected": values(reference)}
+
+
+def only_optimizers(inputs: Sequence[int], throw: bool = False) -> Any:
+    """A sharded optimizer alone: nobody sends heartbeats."""
+    rank = dist.get_rank()
+    module = build()
+    optimizer = torch_zero(module.parameters())
+    done, error = 0, ""
+    try:
+        with Join([optimizer], throw_on_early_termination=throw):  # type: ignore[list-item]
+            for _ in range(inputs[rank]):
+                for parameter in module.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+                done += 1
+    except RuntimeError as problem:
+        error = str(problem)
+    return {"values": values(module), "done": done, "error": error}
+
+
+def afterwards(inputs: Sequence[int]) -> Any:
+    """What is left of a Join when it is over: gradients of each rank's number, and the messages of a rank alone."""
+    model = DistributedDataParallel(build())
+    before = model._join_config
+    with Join([model], divide_by_initial_world_size=False):
+        for iteration in range(inputs[dist.get_rank()]):
+            model(batch_of(0, iteration)).square().sum().backward()
+    model.zero_grad()
+    model(batch_of(dist.get_rank(), 0)).square().sum().backward()
+    gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    own = build()
+    own.load_state_dict(model.module.state_dict())
+    for rank in range(len(inputs)):
+        (own(batch_of(rank, 0)).square().sum() / len(inputs)).backward()
+    expected = [parameter.grad.flatten() for parameter in own.parameters() if parameter.grad is not None]
+    with messages() as sent, torch.no_grad():
+        model(batch_of(0, 0))
+    return {
+        "restored": model._join_config == before,
+        "error": float((torch.cat(gradients) - torch.cat(expected)).abs().max()),
+        "messages": sum(sent.values()),
+    }
+
+
+def raises(inputs: Sequence[int]) -> Any:
+    """An exception of the user's in the block: it comes out, and the hooks do not run."""
+    counter = Counter()
+    before = counter._join_config
+    try:
+        with Join([counter], sync_max_count=True):
+            for _ in range(inputs[dist.get_rank()]):
+                counter()
+            raise KeyError("mine")
+    except KeyError as problem:
+        return {"error": problem.args[0], "last": counter.was_last, "restored": counter._join_config == before}
+
+
+def not_enabled(inputs: Sequence[int]) -> Any:
+    """Even inputs, and Join switched off."""
+    counter = Counter()
+    with messages() as sent, Join([counter], enable=False):
+        for _ in range(inputs[0]):
+            counter()
+    return {"count": int(counter.count), "messages": sum(sent.values())}
+
+
+# --- what counts live ranks by itself --------------------------------------------------------------
+
+
+@contextmanager
+def messages() -> Iterator[dict[str, int]]:
+    """Counts what goes through `torch.distributed`, by function."""
+    names = [
+        name
+        for name in dir(dist)
+        if name.startswith(("all_", "reduce", "broadcast", "gather", "scatter", "isend", "irecv", "send", "recv", "barr"))
+    ]
+    originals = {name: getattr(dist, name) for name in names}
+    sent: dict[str, int] = {}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent[name] = sent.get(name, 0) + 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counting(name))
+    try:
+        yield sent
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+class Total(Joinable):
+    """Adds the numbers of all ranks up; how many ranks there were is in the same message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.counts = 0.0, list[int]()
+
+    def __call__(self, number: float) -> None:
+        Join.notify_join_context(self)
+        total, live = self.reduce(number, 1)
+        raise_if_joined(self, live, dist.get_world_size())
+        self.add(total, live)
+
+    def reduce(self, number: float, live: int) -> tuple[float, int]:
+        message = torch.tensor([number, live])
+        dist.all_reduce(message)
+        return float(message[0]), int(message[1])
+
+    def add(self, total: float, live: int) -> None:
+        self.total += total
+        self.counts.append(live)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return TotalJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+
+class TotalJoinHook(CountingJoinHook):
+    """Shadows `Total`."""
+
+    def __init__(self, total: Total) -> None:
+        self.total = total
+
+    def shadow(self) -> int:
+        total, live = self.total.reduce(0.0, 0)
+        if live and not self.total._join_config.throw_on_early_termination:
+            self.total.add(total, live)
+        return live
+
+
+def add_up(inputs: Sequence[int], joinables: int = 1, throw: bool = False, counter: bool = False) -> Any:
+    """Joinables that need no messages; with ``counter`` beside one that does."""
+    rank = dist.get_rank()
+    totals = [Total() for _ in range(joinables)]
+    others = [Counter()] if counter else []
+    done, error = 0, ""
+    with messages() as sent:
+        try:
+            with Join([*others, *totals], throw_on_early_termination=throw):
+                for iteration in range(inputs[rank]):
+                    for other in others:
+                        other()
+                    for total in totals:
+                        total(10.0**iteration)
+                    done += 1
+        except RuntimeError as problem:
+            error = str(problem)
+    return {
+        "totals": [total.total for total in totals],
+        "counts": totals[-1].counts,
+        "messages": sum(sent.values()),
+        "done": done,
+        "error": error,
+    }
