@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shoal.optim.reports import EpochReport as EpochReport
     from shoal.p2p.identity import PeerID as PeerID
     from shoal.p2p.multiaddr import Multiaddr as Multiaddr
+    from shoal.remote.optimizer import DistributedOptimizer as DistributedOptimizer
     from shoal.sharding.join import Join as Join
     from shoal.sharding.join import Joinable as Joinable
     from shoal.sharding.join import JoinHook as JoinHook
@@ -38,6 +39,7 @@ _HOMES = {
     "ContiguousParams": "shoal.flat.contiguous",
     "DHT": "shoal.dht.dht",
     "DecentralizedAverager": "shoal.averaging.averager",
+    "DistributedOptimizer": "shoal.remote.optimizer",
     "DownloadReport": "shoal.optim.reports",
     "EpochReport": "shoal.optim.reports",
     "Join": "shoal.sharding.join",
@@ -54,7 +56,7 @@ _HOMES = {
     "get_dht_time": "shoal.dht.records",
     "register_functional_optimizer": "shoal.functional.registry",
 }
-_ROOMS = ("averaging", "compression", "dht", "flat", "functional", "optim", "p2p", "sharding", "simulation")
+_ROOMS = ("averaging", "compression", "dht", "flat", "functional", "optim", "p2p", "remote", "sharding", "simulation")
 __all__ = ["__version__", "compression", *_HOMES]
 
 

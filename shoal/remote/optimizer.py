@@ -220,7 +220,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _checked(params: Any) -> list[rpc.RRef[Tensor]]:
-    rrefs = [params] if isinstance(params, rpc.PyRRef) else list(params)
+    rrefs: list[Any] = [params] if isinstance(params, rpc.PyRRef) else list(params)
     if not rrefs:
         raise ValueError("a parameter group without parameters")
     for place, rref in enumerate(rrefs):
