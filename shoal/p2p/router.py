@@ -26,6 +26,7 @@ import zmq
 from shoal.p2p import flood
 from shoal.p2p.connection import Connection
 from shoal.p2p.context import ZAP_DOMAIN
+from shoal.p2p.forks import Sockets
 from shoal.p2p.identity import Identity
 from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_HEADER_BYTES
 
@@ -46,7 +47,9 @@ _READABLE = int(zmq.POLLIN)
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+_EVENTS = (
+    zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+)
 _monitors = count()
 
 P = ParamSpec("P")
@@ -82,6 +85,7 @@ class Router:
         self._on_frames, self._on_ended, self._on_idle = on_frames, on_ended, on_idle
         self._by_routing_id: dict[bytes, Connection] = {}
         self._by_fd: dict[int, Connection] = {}
+        self._sockets = Sockets()  # for forked children
         self.dialled: dict[str, Connection] = {}
         self._early: dict[int, list[zmq.Frame]] = {}  # first messages of connections that were not announced yet
         self._gone: set[int] = set()  # descriptors of connections whose end was announced before their beginning
@@ -294,7 +298,9 @@ class Router:
             except zmq.Again:
                 return
             number, value = _EVENT.unpack(event)
-            if number == zmq.EVENT_ACCEPTED:
+            if number == zmq.EVENT_LISTENING:
+                self._sockets.add(value)
+            elif number == zmq.EVENT_ACCEPTED:
                 self._accepted(value)
             elif number == zmq.EVENT_DISCONNECTED:
                 self._disconnected(value)
@@ -310,6 +316,7 @@ class Router:
         if connection.fd < 0:
             connection.fd = fd
             self._by_fd[fd] = connection
+            self._sockets.add(fd)
 
     def _accepted(self, fd: int) -> None:
         frames = self._early.pop(fd, None)
@@ -317,6 +324,7 @@ class Router:
             self._gone.remove(fd)
             return
         connection = self._by_fd[fd] = Connection(self, fd=fd)
+        self._sockets.add(fd)
         if len(self._by_fd) > MAX_CONNECTIONS:
             log.warning("refused a connection: there are %d already", MAX_CONNECTIONS)
             self._loop.call_soon(self.cut, connection, "too many connections")
@@ -327,6 +335,7 @@ class Router:
             self._schedule()
 
     def _disconnected(self, fd: int) -> None:
+        self._sockets.discard(fd)
         connection = self._by_fd.pop(fd, None)
         if connection is not None:
             self._over.add(fd)

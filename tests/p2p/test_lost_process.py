@@ -20,12 +20,12 @@ from tests.p2p.recorder import LOOPBACK, Recorder, zeromq
 MESSAGES = 100
 CHILD = textwrap.dedent(
     f"""
-    import asyncio, sys
+    import asyncio, os, sys
     from shoal.p2p.identity import Identity
     from shoal.p2p.multiaddr import Multiaddr
     from shoal.p2p.zeromq import ZeroMQTransport
 
-    async def main(heartbeat, address=None):
+    async def main(heartbeat, forks, address=None):
         transport = ZeroMQTransport(Identity(), float(heartbeat))
         asked = asyncio.get_running_loop().create_future()
         transport.start(lambda peer, header, buffers: asked.set_result(peer), lambda peer, reason: None)
@@ -35,6 +35,9 @@ CHILD = textwrap.dedent(
         else:
             peer = Multiaddr.parse(address).peer_id
             await transport.dial(Multiaddr.parse(address))
+        if forks == "forks" and os.fork() == 0:
+            os.read(0, 1)  # until the test is over
+            os._exit(0)
         for number in range({MESSAGES}):
             transport.send([peer], b"%d" % number, [bytes(100_000)])
         await asyncio.sleep(60)
@@ -47,29 +50,32 @@ ALL = [b"%d" % number for number in range(MESSAGES)]
 
 @contextmanager
 def child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen([sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         yield process
     finally:
         process.kill()
         process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 @pytest.fixture(params=["it dialled", "it listens"])
 def meet(request):
     """Runs a scenario with an end of this process and a child, which sends all its messages once connected."""
 
-    def run(scenario, heartbeat: float = 2.0):
+    def run(scenario, heartbeat: float = 2.0, forks: str = "alone"):
         async def main():
             async with zeromq(None, heartbeat_seconds=heartbeat) as (end,):
                 if request.param == "it dialled":
                     address = await end.transport.listen(LOOPBACK)
-                    with child(str(heartbeat), str(address)) as process:
+                    with child(str(heartbeat), forks, str(address)) as process:
                         await scenario(end, process)
                 else:
-                    with child(str(heartbeat)) as process:
+                    with child(str(heartbeat), forks) as process:
                         assert process.stdout is not None
                         line = await asyncio.to_thread(process.stdout.readline)
                         address = Multiaddr.parse(line.strip())
@@ -82,7 +88,10 @@ def meet(request):
     return run
 
 
-def test_a_killed_process_is_lost_within_a_second_and_after_its_messages(meet):
+@pytest.mark.parametrize("forks", ["alone", "forks"])
+def test_a_killed_process_is_lost_within_a_second_and_after_its_messages(meet, forks):
+    """Also if it has a child, such as a DataLoader's worker, that was forked while it was connected and lives on."""
+
     async def scenario(end: Recorder, process):
         await end.until_messages(MESSAGES)
         os.kill(process.pid, signal.SIGKILL)
@@ -92,7 +101,24 @@ def test_a_killed_process_is_lost_within_a_second_and_after_its_messages(meet):
         assert end.headers == ALL
         assert not end.transport.is_connected(end.messages[0][0])
 
-    meet(scenario)
+    meet(scenario, forks=forks)
+
+
+def test_the_port_of_a_killed_process_is_free_although_its_child_lives():
+    async def main():
+        async with zeromq(None, None) as (dialler, successor):
+            with child("2.0", "forks") as process:
+                assert process.stdout is not None
+                address = Multiaddr.parse((await asyncio.to_thread(process.stdout.readline)).strip())
+                await dialler.transport.dial(address)
+                dialler.transport.send([address.peer_id], b"begin")
+                await dialler.until_messages(MESSAGES)
+                process.kill()
+                process.wait()
+                await dialler.until_lost(address.peer_id)
+                await successor.transport.listen(LOOPBACK.with_port(address.port))
+
+    asyncio.run(main())
 
 
 def test_what_a_dead_process_had_sent_is_handled_before_its_loss(meet):
