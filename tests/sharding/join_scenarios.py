@@ -138,7 +138,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=RATE)
 
 
-def torch_zero(parameters: Any) -> torch.optim.Optimizer:
+def torch_zero(parameters: Any) -> TorchZeRO:
     return TorchZeRO(parameters, torch.optim.Adam, lr=RATE)
 
 
@@ -153,17 +153,15 @@ def train(
     """torch's DistributedDataParallel and ZeroRedundancyOptimizer, each rank with its number of batches."""
     rank = dist.get_rank()
     model = DistributedDataParallel(build())
-    optimizer: Any = torch_zero(model.parameters())
+    optimizer = torch_zero(model.parameters())
     joinables = [optimizer, model] if zero_first else [model, optimizer]
     done, error = 0, ""
     try:
-        with Join(
-            joinables, throw_on_early_termination=throw, divide_by_initial_world_size=not divide_by_live
-        ):
+        with Join(joinables, throw_on_early_termination=throw, divide_by_initial_world_size=not divide_by_live):
             for iteration in range(inputs[rank]):
 
-                def evaluate(batch: Tensor = batch_of(rank, iteration)) -> Tensor:
-                    loss: Tensor = model(batch).square().sum()
+                def evaluate(iteration: int = iteration) -> Tensor:
+                    loss: Tensor = model(batch_of(rank, iteration)).square().sum()
                     loss.backward()
                     return loss
 
@@ -236,7 +234,7 @@ def only_optimizers(inputs: Sequence[int], throw: bool = False) -> Any:
     optimizer = torch_zero(module.parameters())
     done, error = 0, ""
     try:
-        with Join([optimizer], throw_on_early_termination=throw):  # type: ignore[list-item]
+        with Join([optimizer], throw_on_early_termination=throw):
             for _ in range(inputs[rank]):
                 for parameter in module.parameters():
                     parameter.grad = torch.ones_like(parameter)
@@ -302,7 +300,9 @@ def messages() -> Iterator[dict[str, int]]:
     names = [
         name
         for name in dir(dist)
-        if name.startswith(("all_", "reduce", "broadcast", "gather", "scatter", "isend", "irecv", "send", "recv", "barr"))
+        if name.startswith(
+            ("all_", "reduce", "broadcast", "gather", "scatter", "isend", "irecv", "send", "recv", "barr")
+        )
     ]
     originals = {name: getattr(dist, name) for name in names}
     sent: dict[str, int] = {}

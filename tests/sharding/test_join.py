@@ -1,0 +1,228 @@
+"""Unequal inputs over 2 to 4 real ranks: nobody hangs, and what comes out is what one process would have computed.
+
+All cases of a number of ranks run in one start of these (see `join_ranks`), each in a process group of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal import Join
+from shoal.sharding.join import announcement, read_announcement
+from tests.sharding.join_ranks import Call, run_ranks
+
+PATTERNS = {
+    2: [[0, 3], [3, 1], [2, 2], [0, 0]],
+    3: [[3, 0, 2], [4, 2, 3]],
+    4: [[1, 2, 3, 4], [2, 5, 0, 1], [0, 4, 4, 0]],
+}
+"""Inputs per rank: none on one or all, all different, even; the last to join is the first rank, or two."""
+
+STEPS: list[dict[str, Any]] = [{}, {"divide_by_live": True}, {"every": 2}, {"zero_first": True}, {"closure": True}]
+"""Ways to train with a model and a sharded optimizer."""
+
+OTHERS: list[Call] = [
+    ("count", {"inputs": [5, 6]}),
+    ("count", {"inputs": [5, 6], "torchs": True}),
+    ("count", {"inputs": [4, 6], "joinables": 3}),
+    ("count", {"inputs": [4, 3], "joinables": 2, "throw": True}),
+    ("train", {"inputs": [5, 3], "throw": True}),
+    ("train", {"inputs": [3, 5], "every": 3}),
+    ("two_optimizers", {"inputs": [3, 6]}),
+    ("only_optimizers", {"inputs": [3, 5]}),
+    ("only_optimizers", {"inputs": [3, 5], "throw": True}),
+    ("afterwards", {"inputs": [1, 2]}),
+    ("raises", {"inputs": [2, 2]}),
+    ("not_enabled", {"inputs": [3, 3]}),
+    ("add_up", {"inputs": [2, 4], "joinables": 2}),
+    ("add_up", {"inputs": [2, 4], "counter": True}),
+    ("add_up", {"inputs": [2, 4], "throw": True}),
+]
+
+
+def calls_of(ranks: int) -> list[Call]:
+    calls: list[Call] = []
+    for inputs in PATTERNS[ranks]:
+        calls += [("count", {"inputs": inputs}), ("replicated", {"inputs": inputs}), ("add_up", {"inputs": inputs})]
+        for steps in STEPS if ranks == 3 else STEPS[:1]:
+            whole = [number - number % steps.get("every", 1) for number in inputs]
+            calls.append(("train", {"inputs": whole, **steps}))
+    return calls + (OTHERS if ranks == 2 else [])
+
+
+every_pattern = pytest.mark.parametrize("inputs", [inputs for ranks in PATTERNS for inputs in PATTERNS[ranks]], ids=str)
+EXHAUSTED, DETECTED = "Rank {} exhausted all inputs.", "Detected at least one rank that exhausted inputs. Throwing"
+
+Ask = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
+    """The answers of all ranks to one call."""
+
+    @cache
+    def answers(ranks: int) -> list[list[Any]]:
+        return run_ranks(ranks, calls_of(ranks), tmp_path_factory.mktemp(f"{ranks}-ranks"))
+
+    def ask(scenario: str, **arguments: Any) -> list[Any]:
+        ranks = len(arguments["inputs"])
+        said = answers(ranks)[calls_of(ranks).index((scenario, arguments))]
+        for answer in said:
+            assert "failed" not in answer, answer["failed"]
+        return said
+
+    return ask
+
+
+def live_counts(inputs: list[int]) -> list[int]:
+    """How many ranks are live in each iteration."""
+    return [sum(number > iteration for number in inputs) for iteration in range(max(inputs))]
+
+
+def test_the_tutorials_numbers(ask: Ask) -> None:
+    said = ask("count", inputs=[5, 6])
+    assert [(answer["count"], answer["max"]) for answer in said] == [(10, 11), (11, 11)]
+
+
+def test_what_is_written_for_ours_works_in_torchs(ask: Ask) -> None:
+    assert ask("count", inputs=[5, 6], torchs=True) == ask("count", inputs=[5, 6])
+
+
+@every_pattern
+def test_hooks_run_once_per_iteration_and_know_the_last(ask: Ask, inputs: list[int]) -> None:
+    live = live_counts(inputs)
+    for number, answer in zip(inputs, ask("count", inputs=inputs), strict=True):
+        assert answer["count"] == sum(live[:number])
+        assert answer["max"] == sum(inputs)
+        assert answer["last"] == (number == max(inputs))
+
+
+def test_several_joinables_need_one_heartbeat(ask: Ask) -> None:
+    said = ask("count", inputs=[4, 6], joinables=3)
+    assert [(answer["count"], answer["max"]) for answer in said] == [(8, 10), (10, 10)]
+
+
+@every_pattern
+def test_all_end_with_the_parameters_of_a_last_joiner(ask: Ask, inputs: list[int]) -> None:
+    said = ask("replicated", inputs=inputs)
+    last = max(rank for rank, number in enumerate(inputs) if number == max(inputs))
+    assert [answer["values"] for answer in said] == [said[last]["left"]] * len(inputs)
+    assert said[last]["left"] == pytest.approx(said[0]["expected"], rel=1e-12)
+
+
+@every_pattern
+def test_a_sharded_optimizer_does_what_one_process_would(ask: Ask, inputs: list[int]) -> None:
+    """torch's, which in torch's Join steps the shards of joined ranks with old gradients."""
+    expect_as_alone(ask("train", inputs=inputs))
+
+
+@pytest.mark.parametrize("steps", STEPS[1:], ids=str)
+@pytest.mark.parametrize("inputs", PATTERNS[3], ids=str)
+def test_a_sharded_optimizer_stepped_otherwise(ask: Ask, inputs: list[int], steps: dict[str, Any]) -> None:
+    """The mean of the live ranks, accumulation under no_sync, the optimizer first in the list, steps with a closure."""
+    every = steps.get("every", 1)
+    expect_as_alone(ask("train", inputs=[number - number % every for number in inputs], **steps))
+
+
+def expect_as_alone(said: list[Any]) -> None:
+    assert all(answer["error"] == "" for answer in said)
+    assert all(answer["values"] == said[0]["values"] for answer in said)
+    assert said[0]["values"] == pytest.approx(said[0]["expected"], rel=1e-12)
+
+
+def test_running_out_in_the_middle_of_an_accumulation_does_not_hang(ask: Ask) -> None:
+    said = ask("train", inputs=[3, 5], every=3)
+    assert [answer["done"] for answer in said] == [3, 5]
+    assert said[0]["values"] == said[1]["values"]
+
+
+def test_of_two_optimizers_the_one_that_steps_is_shadowed(ask: Ask) -> None:
+    said = ask("two_optimizers", inputs=[3, 6])
+    assert said[0]["values"] == said[1]["values"] == pytest.approx(said[0]["expected"], rel=1e-12)
+
+
+def test_an_optimizer_alone(ask: Ask) -> None:
+    said = ask("only_optimizers", inputs=[3, 5])
+    assert said[0]["values"] == said[1]["values"]
+    assert [answer["done"] for answer in said] == [3, 5]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "arguments", "first"),
+    [
+        ("count", {"inputs": [4, 3], "joinables": 2, "throw": True}, 1),
+        ("train", {"inputs": [5, 3], "throw": True}, 1),
+        ("only_optimizers", {"inputs": [3, 5], "throw": True}, 0),
+        ("add_up", {"inputs": [2, 4], "throw": True}, 0),
+    ],
+)
+def test_early_termination_raises_on_every_rank_in_the_same_iteration(
+    ask: Ask, scenario: str, arguments: dict[str, Any], first: int
+) -> None:
+    said = ask(scenario, **arguments)
+    assert [answer["done"] for answer in said] == [min(arguments["inputs"])] * 2
+    assert said[first]["error"] == EXHAUSTED.format(first)
+    assert said[1 - first]["error"].startswith(DETECTED)
+    assert said[0].get("values") == said[1].get("values")
+
+
+def test_afterwards_all_is_as_before(ask: Ask) -> None:
+    for answer in ask("afterwards", inputs=[1, 2]):
+        assert answer["restored"]
+        assert answer["error"] < 1e-12
+        assert answer["messages"] == 0
+
+
+def test_an_exception_in_the_block_comes_out_and_runs_no_hook(ask: Ask) -> None:
+    assert ask("raises", inputs=[2, 2]) == [{"error": "mine", "last": None, "restored": True}] * 2
+
+
+def test_switched_off_it_sends_nothing(ask: Ask) -> None:
+    assert ask("not_enabled", inputs=[3, 3]) == [{"count": 6, "messages": 3}] * 2
+
+
+@every_pattern
+def test_what_counts_live_ranks_itself_costs_one_message_at_the_exit(ask: Ask, inputs: list[int]) -> None:
+    live = live_counts(inputs)
+    for answer in ask("add_up", inputs=inputs):
+        assert answer["totals"] == [sum(count * 10**iteration for iteration, count in enumerate(live))]
+        assert answer["counts"] == live
+        assert answer["messages"] == max(inputs) + 1
+
+
+def test_two_that_count(ask: Ask) -> None:
+    for answer in ask("add_up", inputs=[2, 4], joinables=2):
+        assert answer["totals"] == [1122, 1122]
+        assert answer["messages"] == 2 * 4 + 1
+
+
+def test_what_counts_beside_what_does_not(ask: Ask) -> None:
+    for answer in ask("add_up", inputs=[2, 4], counter=True):
+        assert answer["totals"] == [1122]
+        assert answer["messages"] == 3 * 4 + 1
+
+
+@given(st.integers(1, 2000), st.integers(0, 3), st.data())
+def test_announcements_of_any_number_of_live_ranks_are_told_apart(ranks: int, order: int, data: st.DataObject) -> None:
+    live = data.draw(st.integers(1, ranks))
+    assert read_announcement(live * announcement(order, ranks), ranks) == (order, live)
+
+
+def test_nothing_to_join() -> None:
+    with pytest.raises(ValueError, match="no joinables"):
+        Join([])
+
+
+def test_different_process_groups() -> None:
+    class Grouped:
+        def __init__(self, group: object) -> None:
+            self.join_process_group = group
+
+    with pytest.raises(ValueError, match="different process groups"):
+        Join([Grouped("one"), Grouped("other")])  # type: ignore[list-item]
