@@ -18,11 +18,11 @@ member of the one decision is asked for the other, in a partition, can there be 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from shoal.averaging.answers import flaw, repaired
 from shoal.averaging.book import root_of
 from shoal.averaging.member import Member
 from shoal.averaging.messages import (
@@ -36,7 +36,6 @@ from shoal.averaging.messages import (
     Join,
     Progress,
     Repair,
-    Source,
     Survey,
 )
 from shoal.averaging.plan import can_divide, chunk_elements, chunk_table, divide
@@ -113,6 +112,8 @@ class Coordinator:
     out: dict[bytes, str] = field(default_factory=dict)  # members put out of the round, and why
     done: dict[bytes, bytes] = field(default_factory=dict)
     have: dict[bytes, Have] = field(default_factory=dict)
+    disputed: dict[bytes, bytes] = field(default_factory=dict)  # what members were done with when that differed
+    settled: bytes = b""  # the digest of the result, once every member has every chunk in some version
     commit: Commit | None = None
     deadline: float | None = None  # of the phase
     took_over: bool = False
@@ -250,8 +251,6 @@ class Coordinator:
             return []
         assert self.begin is not None
         self.out[key] = reason
-        if not self.live():
-            return self.abort("no member is left")
         told = [Send((key,), Abort(self.begin.round, reason[:256]))]
         return told + self.start_survey(now)
 
@@ -259,6 +258,8 @@ class Coordinator:
         """Ask the live members what they hold, under a new ballot."""
         assert self.begin is not None
         assert self.ballot is not None
+        if not self.live():
+            return self.abort("no member is left")
         self.phase = Phase.SURVEYING
         self.deadline = self.deadline or now + self.rules.round_timeout
         self.ballot = Ballot(self.ballot.number + 1, self.me)
@@ -282,67 +283,40 @@ class Coordinator:
         if self.phase is not Phase.SURVEYING or ballot != self.ballot or key not in self.live():
             return []
         assert self.begin is not None
-        if have.commit is not None and have.commit.round == self.begin.round:
+        if have.commit is not None and (have.commit.tip, have.commit.round) == (self.tip, self.begin.round):
             return self._commit(have.commit)
+        member = next(member for member in self.begin.members if member.key == key)
+        wrong = flaw(self.begin, ballot, member, have, self.disputed.get(key))
+        if wrong is not None:
+            return self.put_out(key, wrong, now)
         self.have[key] = have
         if len(self.have) < len(self.live()):
             return []
         # An earlier coordinator may have put out a member whom we still reach; reducers stopped serving it then.
-        unknown = [other for answer in self.have.values() for other in answer.out if other not in self.out]
+        live = self.live()
+        unknown = [other for answer in self.have.values() for other in answer.out if other in live]
         if unknown:
             self.out.update((other, "put out by an earlier coordinator") for other in unknown)
             return self.start_survey(now)
         self.phase = Phase.RUNNING
-        return [Send(tuple(self.live()), Repair(self.begin.round, self.ballot, self._sources()))]
-
-    def _sources(self) -> tuple[Source, ...]:
-        """Where the chunks come from that BEGIN's reducers do not bring any more."""
-        assert self.begin is not None
-        live, begin = self.live(), self.begin
-        reducers = (
-            [member.key for member in begin.members if member.key in live and member.reduces]
-            or [member.key for member in begin.members if member.key in live and member.addresses]
-            or live
-        )
-        owners = [m.key for i, m in enumerate(begin.members) for _ in range(begin.starts[i], begin.starts[i + 1])]
-        followed = max((h.repair for h in self.have.values() if h.repair), key=lambda r: r.ballot, default=None)
-        for source in followed.sources if followed is not None else ():
-            owners[source.chunk] = source.owner
-        fetched = {source.chunk for source in followed.sources if source.digest} if followed is not None else set()
-        voters = self._voters()
-        sources = []
-        for chunk, owner in enumerate(owners):
-            holders: dict[bytes, list[bytes]] = {}
-            for key in live:
-                if digest := _digest(self.have[key], chunk):
-                    holders.setdefault(digest, []).append(key)
-            votes = Counter(digest for key in voters if (digest := _digest(self.have[key], chunk)))
-            # Of two versions of a chunk (its reducer lied) the one that more members hold is the result.
-            digest = max(votes, key=lambda digest: (votes[digest], digest), default=b"")
-            if digest and (owner not in live or len(holders) > 1 or chunk in fetched):
-                sources.append(Source(chunk, holders[digest][chunk % len(holders[digest])], digest))
-            elif owner not in live:
-                sources.append(Source(chunk, reducers[chunk % len(reducers)], b""))
-            elif owner != _original(begin, chunk):
-                sources.append(Source(chunk, owner, b""))
-        return tuple(sources)
-
-    def _voters(self) -> list[bytes]:
-        """Whose chunks are the result: those who were complete under the highest ballot; everybody if nobody was."""
-        ballots = {key: have.done for key, have in self.have.items() if have.done is not None and have.digests}
-        highest = max(ballots.values(), default=None)
-        return [key for key, ballot in ballots.items() if ballot == highest] or self.live()
+        self.disputed = {}
+        sources, self.settled = repaired(self.begin, live, self.have)
+        return [Send(tuple(live), Repair(self.begin.round, self.ballot, sources))]
 
     def finished(self, key: bytes, done: Done, view: Collection[Member], now: float) -> list[Send]:
         """A member has all chunks. `view` are the members that will be expected next."""
         if self.phase is not Phase.RUNNING or done.ballot != self.ballot or key not in self.live():
             return []
         assert self.begin is not None
+        if done.root and self.settled and done.root != self.settled:
+            # Without this, one that never follows a repair would have the others repair for ever.
+            return self.put_out(key, "it is done with another result than the repair makes", now)
         self.done[key] = done.root
         if len(self.done) < len(self.live()):
             return []
         roots = {root for root in self.done.values() if root}
         if len(roots) > 1:
+            self.disputed = self.done
             return self.start_survey(now)
         root = roots.pop() if roots else root_of(())  # only auxiliary members have nothing to average
         samples = sum(self.begin.weights)
@@ -362,13 +336,3 @@ class Coordinator:
         self.phase = Phase.ABORTED
         to = tuple(dict.fromkeys([*self.live(), *self.late]))
         return [Send(to, Abort(self.begin.round, reason[:256]))] if self.begin is not None else []
-
-
-def _original(begin: Begin, chunk: int) -> bytes:
-    """The reducer that BEGIN named for `chunk`."""
-    return next(m.key for i, m in enumerate(begin.members) if begin.starts[i] <= chunk < begin.starts[i + 1])
-
-
-def _digest(have: Have, chunk: int) -> bytes:
-    """The digest of `chunk` in a member's answer; b"" if it lacks it (an auxiliary lists none)."""
-    return have.digests[chunk] if chunk < len(have.digests) else b""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from shoal.averaging.book import root_of
 from shoal.averaging.coordinator import REMINDER_SECONDS, Coordinator, Phase, Rules, Send
@@ -296,11 +297,11 @@ def test_digests_that_differ_are_never_committed() -> None:
 
 def test_the_version_that_more_members_hold_is_the_result() -> None:
     coordinator = running(1, 2, 3)
-    for number, root in ((1, ROOT), (2, digest("x")), (3, ROOT)):
+    lied = [digest("x"), *ALL[1:]]
+    for number, root in ((1, ROOT), (2, root_of(lied)), (3, ROOT)):
         done(coordinator, number, root)
     ballot = coordinator.ballot
     assert ballot is not None
-    lied = [digest("x"), *ALL[1:]]
     complete = Ballot(1, key(1))
     for number, digests in ((1, ALL), (2, lied), (3, ALL)):
         actions = survey_answer(coordinator, number, have_of(ballot, digests, done=complete))
@@ -415,6 +416,94 @@ def test_when_nobody_is_left_it_ends() -> None:
     assert coordinator.put_out(key(2), "lost", 1.0) == []
 
 
+# -- answers that can't be true
+
+DAMAGED: list[tuple[str, dict[str, Any]]] = [
+    ("it follows a repair of another round", {"repair": Repair(b"r" * 16, Ballot(1, key(1)), ())}),
+    ("of chunks that do not exist", {"repair": Repair(b"", Ballot(1, key(1)), (Source(8, key(2), b""),))}),
+    ("it followed attempt 2,", {"repair": Repair(b"", Ballot(2, key(1)), ())}),
+    ("it followed attempt 2,", {"done": Ballot(2, key(1))}),
+    (f"it followed attempt {1 << 50},", {"done": Ballot(1 << 50, key(9))}),
+    ("it followed attempt 0,", {"done": Ballot(0, key(1))}),
+    ("it listed 7 chunks of 8", {"digests": ALL[:7]}),
+    ("it listed 9 chunks of 8", {"digests": [*ALL, digest("i")]}),
+    ("it has a commit of another round", {"commit": Commit(TIP, b"r" * 16, digest("z"), 4.0, keys(1), GROUP)}),
+]
+
+
+@pytest.mark.parametrize(("reason", "damage"), DAMAGED)
+def test_who_answers_what_cannot_be_is_put_out_and_decides_nothing(reason: str, damage: dict[str, Any]) -> None:
+    coordinator = running(1, 2, 3, 4)
+    coordinator.put_out(key(4), "lost", 1.0)
+    ballot, begin = coordinator.ballot, coordinator.begin
+    assert ballot is not None
+    assert begin is not None
+    if "repair" in damage and not damage["repair"].round:
+        damage = {"repair": replace_struct(damage["repair"], round=begin.round)}
+    survey_answer(coordinator, 1, have_of(ballot, ALL, done=Ballot(1, key(1))))
+    survey_answer(coordinator, 2, have_of(ballot, ALL, done=Ballot(1, key(1))))
+    answer = replace_struct(have_of(ballot, [digest("E")] * 8), **damage)
+    actions = survey_answer(coordinator, 3, answer)
+    assert told(actions, Abort) == {key(3)}
+    assert reason in the(actions, Abort).reason
+    assert told(actions, Survey) == set(keys(1, 2))
+    ballot = coordinator.ballot
+    assert ballot is not None
+    survey_answer(coordinator, 1, have_of(ballot, ALL, done=Ballot(1, key(1))))
+    repair = the(survey_answer(coordinator, 2, have_of(ballot, ALL, done=Ballot(1, key(1)))), Repair)
+    assert {source.digest for source in repair.sources} <= set(ALL)
+
+
+def test_who_was_done_with_something_else_than_it_holds_is_put_out() -> None:
+    coordinator = running(1, 2, 3)
+    for number, root in ((1, ROOT), (2, ROOT), (3, digest("x"))):
+        actions = done(coordinator, number, root)
+    ballot = the(actions, Survey).ballot
+    complete = Ballot(1, key(1))
+    actions = survey_answer(coordinator, 3, have_of(ballot, ALL, done=complete))
+    assert told(actions, Abort) == {key(3)}
+    for number in (1, 2):
+        assert coordinator.ballot is not None
+        actions = survey_answer(coordinator, number, have_of(coordinator.ballot, ALL, done=complete))
+    assert all(source.owner in keys(1, 2) for source in the(actions, Repair).sources)
+    done(coordinator, 1)
+    assert the(done(coordinator, 2), Commit).root == ROOT
+
+
+def test_who_does_not_follow_a_repair_is_put_out() -> None:
+    """It holds what it says, but never fetches what the repair names: else they would repair without end."""
+    coordinator = running(1, 2, 3)
+    lied = [digest("x"), *ALL[1:]]
+    for number, root in ((1, ROOT), (2, ROOT), (3, root_of(lied))):
+        done(coordinator, number, root)
+    for number, digests in ((1, ALL), (2, ALL), (3, lied)):
+        assert coordinator.ballot is not None
+        actions = survey_answer(coordinator, number, have_of(coordinator.ballot, digests, done=Ballot(1, key(1))))
+    assert len(the(actions, Repair).sources) == 1
+    actions = done(coordinator, 3, root_of(lied))
+    assert told(actions, Abort) == {key(3)}
+    assert told(actions, Survey) == set(keys(1, 2))
+
+
+def test_strangers_that_an_answer_names_as_out_change_nothing() -> None:
+    coordinator = running(1, 2, 3)
+    coordinator.put_out(key(3), "lost", 1.0)
+    ballot = coordinator.ballot
+    assert ballot is not None
+    survey_answer(coordinator, 1)
+    assert the(survey_answer(coordinator, 2, have_of(ballot, out=keys(3, 7))), Repair)
+    assert set(coordinator.out) == {key(3)}
+
+
+def test_a_round_ends_when_all_are_said_to_be_out() -> None:
+    coordinator = running(1, 2)
+    coordinator.put_out(key(2), "lost", 1.0)
+    ballot = coordinator.ballot
+    assert ballot is not None
+    survey_answer(coordinator, 1, have_of(ballot, out=keys(1, 2)))
+    assert coordinator.phase is Phase.ABORTED
+
+
 # -- a successor and its predecessor
 
 BEGIN = begin_of(GROUP, coordinator=4)
@@ -449,13 +538,6 @@ def test_a_commit_that_the_dead_one_sent_to_a_single_member_is_the_decision() ->
     assert coordinator.phase is Phase.COMMITTED
 
 
-def test_a_commit_of_another_round_is_no_answer() -> None:
-    coordinator, survey = successor()
-    commit = Commit(TIP, begin_of(GROUP, attempt=9).round, digest("z"), 4.0, keys(1), GROUP)
-    assert survey_answer(coordinator, 2, Have(survey.ballot, (), None, (), None, commit)) == []
-    assert coordinator.phase is Phase.SURVEYING
-
-
 def test_what_one_was_complete_with_under_the_highest_ballot_is_the_decision() -> None:
     """The dead one may have committed it and told nobody who lives."""
     coordinator, survey = successor(attempt=3)
@@ -467,10 +549,12 @@ def test_what_one_was_complete_with_under_the_highest_ballot_is_the_decision() -
 
 
 def test_an_auxiliary_that_was_complete_has_no_say_in_the_result() -> None:
-    coordinator, survey = successor()
-    survey_answer(coordinator, 1, have_of(survey.ballot, ALL))
-    survey_answer(coordinator, 2, have_of(survey.ballot, (), done=Ballot(1, key(4))))
-    sources = the(survey_answer(coordinator, 3, have_of(survey.ballot, ALL)), Repair).sources
+    begin = begin_of([member(1), member(2, Role.AUXILIARY), member(3), member(4)], coordinator=4)
+    coordinator = Coordinator.successor(key(1), begin, 1, keys(4), RULES)
+    ballot = the(coordinator.start_survey(1.0), Survey).ballot
+    survey_answer(coordinator, 1, have_of(ballot, ALL))
+    survey_answer(coordinator, 2, have_of(ballot, (), done=Ballot(1, key(4))))
+    sources = the(survey_answer(coordinator, 3, have_of(ballot, ALL)), Repair).sources
     assert {source.chunk: source.digest for source in sources} == {6: digest("g"), 7: digest("h")}
 
 
