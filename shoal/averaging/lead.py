@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from shoal.averaging.book import RuleBroken
 from shoal.averaging.coordinator import Coordinator, Phase, Send
+from shoal.averaging.gathered import decode_gathered
 from shoal.averaging.member import Member
 from shoal.averaging.messages import (
     Begin,
     Broken,
     Count,
     Done,
+    Elsewhere,
     Follows,
     Have,
     Hello,
@@ -57,6 +60,7 @@ class Lead:
         self._connected, self._heard = connected, heard
         self._survey_timeout = survey_timeout
         self._timer: asyncio.TimerHandle | None = None
+        self._stopped = False
         self._complaints: dict[bytes, dict[bytes, str]] = {}  # of whom each member complains, and why
         self._unrepaired: dict[PeerID, int] = {}
         self.last_join_at: float | None = None
@@ -88,9 +92,14 @@ class Lead:
         return answer
 
     def join(self, peer: PeerID, join: Join, gathered: bytes) -> None:
+        """A member's input is ready. Raises Refused for what the other members could not use."""
+        try:
+            decode_gathered(gathered)
+            actions = self.coordinator.join(peer.key, join, gathered, self._now())
+        except (ValueError, RuleBroken) as error:
+            raise Refused(str(error)) from error
         self.last_join_at = self._now()
-        self.coordinator.expected.setdefault(peer.key, join.sender)
-        self._act(self.coordinator.join(peer.key, join, gathered, self._now()))
+        self._act(actions)
 
     def done(self, peer: PeerID, done: Done) -> None:
         self._act(self.coordinator.finished(peer.key, done, self._connected(), self._now()))
@@ -103,7 +112,7 @@ class Lead:
         at_fault = broken.fault or broken.peer == peer.key or not self._node.is_connected(PeerID(broken.peer))
         if at_fault:
             self._act(self.coordinator.put_out(broken.peer, broken.reason, self._now()))
-        else:
+        elif broken.peer in self.coordinator.live() and broken.peer not in self._complaints.get(peer.key, {}):
             self._complaints.setdefault(peer.key, {})[broken.peer] = broken.reason
             asyncio.get_running_loop().call_later(NOTICE_SECONDS, self._judge, peer.key, broken.peer, False)
 
@@ -111,7 +120,7 @@ class Lead:
         """Two members that we both reach can't reach each other: out goes the one that complains of several, else the
         one complained of. Both are asked first: one may have a commit, or follow another coordinator by now."""
         reasons, live = self._complaints[complainer], self.coordinator.live()
-        if self.over or complainer not in live or other not in live:
+        if self._stopped or self.over or complainer not in live or other not in live:
             return
         if not asked:
             self._act(self.coordinator.start_survey(self._now()))
@@ -133,14 +142,16 @@ class Lead:
         self._act(self.coordinator.start_survey(self._now()))
 
     def stop(self) -> None:
-        """Nothing more is to be done here."""
-        if self._timer is not None:
-            self._timer.cancel()
+        """Nothing more is to be done here, whatever comes."""
+        self._stopped = True
+        self._cancel_timer()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
     def _act(self, actions: Iterable[Send]) -> None:
+        if self._stopped:
+            return
         for action in actions:
             peers = [PeerID(key) for key in action.to]
             if isinstance(action.message, Begin):
@@ -157,11 +168,15 @@ class Lead:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        self.stop()
+        self._cancel_timer()
         wake_at = self.coordinator.wake_at()
-        if wake_at is not None:
+        if wake_at is not None and not self._stopped:  # what was sent may have come to ourselves, and ended the tip
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(max(wake_at, loop.time()), lambda: self._act(self.coordinator.tick(self._now())))
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _gathered(self, begin: Begin) -> bytes:
         return msgspec.msgpack.encode({m.key: self.coordinator.gathered.get(m.key, b"") for m in begin.members})
@@ -175,12 +190,16 @@ class Lead:
             if self.coordinator.ballot == survey.ballot:
                 self._act(self.coordinator.put_out(peer.key, f"no answer to a survey: {error}", self._now()))
             return
+        if self._stopped:
+            return
         match reply.body:
             case Have(ballot=ballot) if ballot > survey.ballot:
                 reachable = self._node.is_connected(PeerID(ballot.coordinator))
                 self._act(self.coordinator.outbid(ballot, reachable, self._now()))
             case Have():
                 self._act(self.coordinator.surveyed(peer.key, survey.ballot, reply.body, self._now()))
+            case Elsewhere():
+                self._act(self.coordinator.abort("a member is in the round of another coordinator"))
             case Hello(tip=tip) if tip.outranks(self.coordinator.tip):
                 # The round was committed without us, and its members have gone on since.
                 self._act(self.coordinator.abort("others are past this round"))

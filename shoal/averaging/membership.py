@@ -46,12 +46,12 @@ class Membership:
 
     def told(self, key: bytes, behind: bool) -> bool:
         """A member said at which state it is; returns whether that makes it a candidate, or ends its being one."""
-        news = behind != (key in self.behind)
+        known = key in self.behind
         if behind and key in self.members:
             self.behind[key] = None
         else:
             self.behind.pop(key, None)
-        return news
+        return known != (key in self.behind)
 
     def lose(self, key: bytes) -> bool:
         """The connection to that member ended or can't be made; returns whether it was a member."""

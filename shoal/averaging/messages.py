@@ -28,7 +28,7 @@ from typing import Annotated
 import msgspec
 
 from shoal.averaging.member import MAX_MEMBERS, Member
-from shoal.averaging.tip import Amount, Ballot, Digest, Tip
+from shoal.averaging.tip import Amount, Ballot, Digest, Tip, Weight
 
 MAX_CHUNKS = 1 << 14
 MAX_CHUNK_ELEMENTS = 1 << 20
@@ -75,17 +75,17 @@ class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True):
     """Samples accumulated since the tip, and how many the sender makes per second."""
 
     tip: Tip
-    samples: Amount
-    rate: Amount
+    samples: Weight
+    rate: Weight
 
 
 class Count(msgspec.Struct, tag=3, array_like=True, frozen=True):
     """What all members together have accumulated since the tip, as far as the coordinator knows."""
 
     tip: Tip
-    samples: float
-    rate: float
-    peers: int
+    samples: Amount
+    rate: Amount
+    peers: Annotated[int, msgspec.Meta(ge=0, le=MAX_MEMBERS)]
     called: bool
 
 
@@ -106,7 +106,7 @@ class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
     tip: Tip
     sender: Member
     terms: Terms
-    weight: Amount
+    weight: Weight
     machine: ShortText
     state: MaybeDigest
     attempt: Annotated[int, msgspec.Meta(ge=0, lt=1 << 52)]
@@ -133,7 +133,7 @@ class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True):
     tip: Tip
     ballot: Ballot
     members: Members
-    weights: Annotated[tuple[Amount, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+    weights: Annotated[tuple[Weight, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     machines: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     states: Annotated[tuple[MaybeDigest, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     chunk_elements: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_ELEMENTS)]

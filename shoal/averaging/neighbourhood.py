@@ -52,7 +52,7 @@ class Neighbourhood:
         self.membership = membership
         self._node, self._service, self._directory = node, service, directory
         self.terms = terms
-        self.strangers: dict[bytes, str] = {}  # peers of the run with other terms, and what differs
+        self.strangers: dict[bytes, tuple[str, Tip]] = {}  # peers of the run with other terms: what differs, their tip
         self._tip, self._changed, self._heard = tip, changed, heard
         self._meeting: set[bytes] = set()
         self._spread: asyncio.TimerHandle | None = None
@@ -89,13 +89,20 @@ class Neighbourhood:
         return Hello(self.membership.me, self.terms, self._tip(), self.membership.snapshot())
 
     def mismatch(self) -> str | None:
-        """What differs from the other peers of the run, if this peer is the one that differs: if those with other terms
-        are more than those with its own (of as many, the smallest key decides, so that exactly one side gives way)."""
-        strangers = [key for key in self.strangers if self._node.is_connected(PeerID(key))]
-        alike = [member.key for member in self.connected()]
-        if not strangers or (len(strangers), min(alike)) < (len(alike), min(strangers)):
+        """What differs from the other peers of the run, if this peer is the one that differs.
+
+        The side that has more samples behind it stays. Before there are any, the side with more peers does, and of
+        sides of one size that with the smallest key, so that exactly one gives way."""
+        strangers = {k: known for k, known in self.strangers.items() if self._node.is_connected(PeerID(k))}
+        if not strangers:
             return None
-        return self.strangers[strangers[0]]
+        tip = self._tip()
+        outranked = any(theirs.outranks(tip) for _, theirs in strangers.values())
+        if not outranked:
+            alike = [member.key for member in self.connected()]
+            if tip.epoch or (len(strangers), min(alike)) < (len(alike), min(strangers)):
+                return None
+        return next(difference for difference, _ in strangers.values())
 
     def on_hello(self, peer: PeerID, hello: Hello) -> Hello:
         """A member speaks. Raises Refused if it gives itself out as another."""
@@ -106,7 +113,7 @@ class Neighbourhood:
             if peer.key not in self.strangers:
                 log.warning("%r is in the run with other terms: %s", peer, difference)
             if len(self.strangers) < MAX_MEMBERS:
-                self.strangers[peer.key] = difference
+                self.strangers[peer.key] = (difference, hello.tip)
             self.lose(peer.key)
             self._changed()
             return self.hello()

@@ -13,6 +13,7 @@ from shoal.averaging.book import RuleBroken, root_of
 from shoal.averaging.contribution import Attempt, Outcome
 from shoal.averaging.errors import AveragingError, Behind
 from shoal.averaging.member import Member
+from shoal.averaging.membership import Membership
 from shoal.averaging.messages import (
     Abort,
     Begin,
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_EARLY = 512  # chunks by a plan (a BEGIN or a Repair) that has not come yet
+MAX_EARLY = 64  # chunks of one member by a plan (a BEGIN or a Repair) that has not come yet
+MAX_EARLY_BYTES = 1 << 28  # of all members together
 FETCHES = 8  # chunks fetched at a time
 
 
@@ -52,6 +54,7 @@ class RoundDriver:
         service: over which the run's messages go.
         me: this peer as a member.
         participant: its promises.
+        membership: who is known.
         chunk_timeout: seconds of silence after which a member that holds up a round is complained of.
         changed: called when `attempt` has got an outcome or an error.
     """
@@ -62,16 +65,18 @@ class RoundDriver:
         service: Service,
         me: Member,
         participant: Participant,
+        membership: Membership,
         chunk_timeout: float,
         changed: Callable[[], None],
     ) -> None:
         self._node, self._service, self._me = node, service, me
-        self._participant = participant
+        self._participant, self._membership = participant, membership
         self._chunk_timeout = chunk_timeout
         self._changed = changed
         self.attempt: Attempt | None = None
         self._last: Exchange | None = None  # of the last commit: serves those that missed it
         self._early: list[tuple[PeerID, Part | Result, Sequence[memoryview]]] = []
+        self._fetching: set[asyncio.Task[None]] = set()  # for repairs of the round that this peer is in
 
     def on_begin(self, peer: PeerID, begin: Begin, buffers: Sequence[memoryview]) -> None:
         """The coordinator begins a round with this peer in it. Raises Refused if this peer must not follow."""
@@ -171,8 +176,12 @@ class RoundDriver:
 
     def _keep_early(self, peer: PeerID, message: Part | Result, buffers: Sequence[memoryview]) -> None:
         """The chunk has overtaken the plan by which it was sent, which came to the sender from another peer."""
-        if len(self._early) >= MAX_EARLY:
-            raise Refused(f"more than {MAX_EARLY} chunks by a plan that this peer does not have")
+        begin = self._participant.begin
+        if peer.key not in self._membership.members and (begin is None or all(m.peer != peer for m in begin.members)):
+            raise Refused("a chunk from a peer that is no member")
+        nbytes = sum(buffer.nbytes for _, _, held in [*self._early, (peer, message, buffers)] for buffer in held)
+        if sum(sender == peer for sender, _, _ in self._early) >= MAX_EARLY or nbytes > MAX_EARLY_BYTES:
+            raise Refused("too many chunks by a plan that this peer does not have")
         self._early.append((peer, message, buffers))
 
     def _check_done(self) -> None:
@@ -186,7 +195,7 @@ class RoundDriver:
             done = Done(participant.begin.round, ballot, attempt.exchange.book.root())
             self._node.notify([PeerID(ballot.coordinator)], self._service, done)
 
-    def on_survey(self, peer: PeerID, survey: Survey, buffers: Sequence[memoryview]) -> Have:
+    def on_survey(self, peer: PeerID, survey: Survey, buffers: Sequence[memoryview]) -> Have | Elsewhere:
         """A coordinator puts members out and asks what the others hold. Raises Refused if it must not be followed."""
         commit = self._participant.commit
         if commit is not None and commit.round == survey.round:
@@ -195,6 +204,9 @@ class RoundDriver:
             if self._participant.begin is None and survey.begin is not None and survey.begin.round == survey.round:
                 self.enter(peer, survey.begin, buffers, relayed=True)
             begin, ballot = self._participant.begin, self._participant.ballot
+            other = self._other_coordinator(peer)
+            if begin is not None and begin.round != survey.round and other is not None:
+                return Elsewhere(other)  # its round can't commit without this peer, who is in another of the same tip
             if begin is not None and begin.round == survey.round and ballot is not None and ballot > survey.ballot:
                 return Have(ballot, (), None, (), None, None)
             self._participant.follow_survey(peer.key, survey)
@@ -220,7 +232,10 @@ class RoundDriver:
         except RuleBroken as error:
             raise Refused(str(error)) from error
         if sources:
-            self._node.spawn(self._fetch_for_repair(attempt, [(s.owner, s.chunk, s.digest) for s in sources]))
+            wanted = [(s.owner, s.chunk, s.digest) for s in sources]
+            task = self._node.spawn(self._fetch_for_repair(attempt, wanted))
+            self._fetching.add(task)
+            task.add_done_callback(self._fetching.discard)
         self._follow_plan(repair.round)
         return Follows(repair.ballot)
 
@@ -228,8 +243,6 @@ class RoundDriver:
         exchange = attempt.exchange
         assert exchange is not None
         failed = await self._fetch(exchange, wanted)
-        if attempt.exchange is not exchange:
-            return
         for holder, reason in failed.items():
             self.complain(holder, reason, fault=False)
         self._check_done()
@@ -337,13 +350,21 @@ class RoundDriver:
             self.leave()
         self.attempt = None
         self._early.clear()
+        self._stop_fetching()
 
     def leave(self) -> None:
         """Be in no round."""
         self._participant.leave()
+        self._stop_fetching()
         if self.attempt is not None:
             self.attempt.exchange = None
             self.attempt.joined = None
+
+    def _stop_fetching(self) -> None:
+        """The memory into which chunks are fetched is not this round's any more."""
+        for task in self._fetching:
+            task.cancel()
+        self._fetching.clear()
 
     def _fail(self, error: AveragingError) -> None:
         self.leave()

@@ -54,7 +54,7 @@ from shoal.averaging.neighbourhood import Neighbourhood
 from shoal.averaging.participant import Participant
 from shoal.averaging.round import RoundDriver
 from shoal.averaging.tip import Tip
-from shoal.p2p.errors import P2PError, Refused
+from shoal.p2p.errors import P2PError, Refused, Unavailable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Answer, Node, Service
 
@@ -110,7 +110,9 @@ class Swarm:
         self.called = False  # whether the coordinator has called the round of this tip
         self.behind: Tip | None = None  # a state that outranks ours, of which a member told
         self._changed = asyncio.Event()
-        self._round = RoundDriver(node, self.service, me, self.participant, chunk_timeout, self._changed.set)
+        self._round = RoundDriver(
+            node, self.service, me, self.participant, self.membership, chunk_timeout, self._changed.set
+        )
         self._liveness = Liveness(node, self.service, chunk_timeout, self._waited_for, self._lost)
         self._chunk_timeout = chunk_timeout
         self._on_commit_callback = on_commit
@@ -182,7 +184,10 @@ class Swarm:
             case Elsewhere():
                 await self.neighbourhood.meet(answer.body.coordinator)
             case Hello():
-                self.neighbourhood.told(coordinator.peer, answer.body.tip)
+                if answer.body.tip == report.tip:
+                    await self.neighbourhood.meet_peer(coordinator.peer)  # it has lost this peer
+                else:
+                    self.neighbourhood.told(coordinator.peer, answer.body.tip)
                 if answer.body.tip.outranks(self.tip):
                     raise Behind(f"the swarm is at epoch {answer.body.tip.epoch}, this peer at {self.tip.epoch}")
         return Count(report.tip, report.samples, report.rate, 1, False)
@@ -262,10 +267,12 @@ class Swarm:
             answer = await self.node.call_for_buffers(
                 coordinator.peer, self.service, join, timeout=JOIN_TIMEOUT, buffers=buffers
             )
-        except Refused as error:
-            attempt.error = Rejected(f"the run refuses this peer: {error}")
-        except (P2PError, TimeoutError):
-            self._lost(coordinator.key)
+        except (P2PError, TimeoutError) as error:
+            if isinstance(error, Refused) and not isinstance(error, Unavailable):
+                attempt.error = Rejected(f"the run refuses this peer: {error}")
+            else:
+                log.debug("%r could not join %r: %s", self.node.peer_id, coordinator.peer, error)
+                self._lost(coordinator.key)
         else:
             if isinstance(answer.body, Joined):
                 return
@@ -386,6 +393,8 @@ class Swarm:
     # -- as coordinator
 
     async def _on_progress(self, peer: PeerID, report: Progress) -> Answer:
+        if peer.key not in self.membership.members:
+            return self.neighbourhood.hello()
         standing = await self._standing(peer, report.tip)
         if standing is not None:
             return standing
@@ -396,9 +405,8 @@ class Swarm:
             raise Refused("JOIN in the name of another peer")
         if len(gathered) > MAX_GATHER_BYTES:
             raise Refused(f"gather is {len(gathered)} bytes long; at most {MAX_GATHER_BYTES} are allowed")
-        difference = join.terms.difference(self.neighbourhood.terms)
-        if difference is not None:
-            raise Refused(difference)
+        if join.terms.difference(self.neighbourhood.terms) is not None:
+            return self.neighbourhood.hello()  # which of the two gives way, Hello tells
         self.node.learn(peer, join.sender.multiaddrs())
         self.neighbourhood.spoke(peer, join.sender)
         standing = await self._standing(peer, join.tip)

@@ -11,7 +11,8 @@ from blake3 import blake3
 
 DIGEST_BYTES = 32
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-Amount = Annotated[float, msgspec.Meta(ge=0, le=1e300)]  # finite, as is a sum of as many as there can be
+Weight = Annotated[float, msgspec.Meta(ge=0, le=1e15)]  # of one member in one round
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e300)]  # more than all weights of a run can add up to
 
 
 class Tip(msgspec.Struct, frozen=True, array_like=True):

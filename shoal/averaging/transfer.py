@@ -103,7 +103,10 @@ class _Fetch:
         self.manifest = manifest
         self.id = manifest.id
         self.plan = DownloadPlan(manifest.chunk_digests, donors)
-        self.buffers = [torch.empty(b.numel, dtype=getattr(torch, b.dtype)) for b in manifest.buffers]
+        try:
+            self.buffers = [torch.empty(b.numel, dtype=getattr(torch, b.dtype)) for b in manifest.buffers]
+        except RuntimeError as error:  # what torch raises when there is no memory
+            raise DownloadFailed(f"there is no memory for {_title(manifest)}, {manifest.nbytes} bytes") from error
         self.scalars = bytearray(manifest.scalars_nbytes)
         self.nbytes = 0
         self._chunks = manifest.chunks

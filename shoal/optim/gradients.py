@@ -37,7 +37,7 @@ class GradientBuffers:
         self._mine = FlatBuffer(self.layout)
         self._averaged = FlatBuffer(self.layout)
         *self._mean, self._used = self._mine.views()
-        *self._average, self._used_by_any = self._averaged.views()
+        *_, self._used_by_any = self._averaged.views()
         # Where gradients are accumulated: beside the parameters; on the host that is what is sent.
         self._means = self._mean if on_host else FlatBuffer(Layout.of(self.parameters)).views()
 
@@ -90,11 +90,14 @@ class GradientBuffers:
 
     @contextlib.contextmanager
     def as_grad(self) -> Iterator[None]:
-        """Within, the parameters' `.grad` are the average; afterwards they are what they were."""
+        """Within, the parameters' `.grad` are a copy of the average, which hooks and kernels may change; the average
+        itself is still asked for by those who missed the round. Afterwards `.grad` are what they were."""
         before = [parameter.grad for parameter in self.parameters]
         used = self._used_by_any.tolist()
+        for mine, averaged in zip(self._mine.flat, self._averaged.flat, strict=True):
+            mine.copy_(averaged)
         try:
-            for parameter, average, weight in zip(self.parameters, self._average, used, strict=True):
+            for parameter, average, weight in zip(self.parameters, self._mean, used, strict=True):
                 parameter.grad = average.to(parameter.device) if weight > 0 else None
             yield
         finally:

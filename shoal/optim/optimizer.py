@@ -19,6 +19,7 @@ from shoal.averaging.messages import Terms
 from shoal.averaging.tip import Tip
 from shoal.compression import Codec, NoCompression
 from shoal.dht.dht import DHT
+from shoal.flat import Layout
 from shoal.optim import options
 from shoal.optim.gradients import GradientBuffers
 from shoal.optim.progress import ProgressTracker
@@ -152,7 +153,8 @@ class Optimizer(torch.optim.Optimizer):
         self._ready = True
 
         codec = grad_compression or NoCompression()
-        self._replica = Replica(wrapped, self.scheduler, list(extra_tensors), Tip.genesis(run_id))
+        extra_tensors = list(extra_tensors)
+        self._replica = Replica(wrapped, self.scheduler, extra_tensors, Tip.genesis(run_id))
         self._gradients = GradientBuffers(self._replica.trained, codec)
         self._state_changed = asyncio.Event()
         self._machine = options.machine()
@@ -164,6 +166,9 @@ class Optimizer(torch.optim.Optimizer):
             "grad_compression": codec.spec,
             "matchmaking_time": f"{matchmaking_time:g}",
             "averaging_timeout": f"{averaging_timeout:g}",
+            "allreduce_timeout": str(allreduce_timeout),
+            "next_chunk_timeout": str(next_chunk_timeout),
+            "extra_tensors": Layout.of(extra_tensors).schema_hash.hex(),
         }
         layout = self._gradients.layout
         self._run = Run(
@@ -356,7 +361,7 @@ class Optimizer(torch.optim.Optimizer):
         return bool(donors) and self._download(donors, timeout)
 
     def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:
-        state = self._run.download(donors, timeout)
+        state = self._run.download(donors, timeout, self._replica.max_nbytes)
         tip = state.manifest.tip
         if self._replica.tip.outranks(tip):
             log.info("the peers' state, of epoch %d, is behind this peer's, of epoch %d", tip.epoch, self.local_epoch)

@@ -16,6 +16,9 @@ from shoal.averaging.transfer import Downloaded
 from shoal.optim.gradients import GradientBuffers
 from shoal.optim.state import TrainingState
 
+MANIFEST_BYTES = 1 << 26
+"""For the options, counters and padding of a downloaded state."""
+
 
 class Replica:
     """Only the trainer's thread changes it; others may take snapshots meanwhile.
@@ -50,6 +53,13 @@ class Replica:
             raise ValueError("no parameter of the optimizer has requires_grad=True: there is nothing to train")
         self.tip = tip
         self.digest = self._state.digest()
+
+    @property
+    def max_nbytes(self) -> int:
+        """What a state of this model may take: an optimizer that keeps more than 15 tensors like each parameter, all in
+        float32 or all in the parameter's dtype, is not known."""
+        own = sum(max(4, p.element_size()) * p.numel() for p in [*self.trained, *self.frozen])
+        return 16 * own + sum(t.element_size() * t.numel() for t in self._state.extra_tensors) + MANIFEST_BYTES
 
     def step(self, gradients: GradientBuffers, tip: Tip) -> None:
         """Make the local optimizer's step with the averaged gradients, and the scheduler's; the state is `tip` then."""

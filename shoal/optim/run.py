@@ -12,6 +12,7 @@ from shoal.averaging.contribution import Contribution, Outcome
 from shoal.averaging.coordinator import Rules
 from shoal.averaging.directory import DHTDirectory
 from shoal.averaging.donor import Snapshot, StateDonor
+from shoal.averaging.errors import AveragingError
 from shoal.averaging.exchange import compute_serially
 from shoal.averaging.member import MAX_ADDRESSES, Member, Role
 from shoal.averaging.messages import Terms
@@ -98,9 +99,18 @@ class Run:
 
         return self._wait(connected())
 
-    def download(self, donors: Sequence[PeerID], timeout: float) -> Downloaded:
+    def download(self, donors: Sequence[PeerID], timeout: float, max_nbytes: int) -> Downloaded:
         """See `download_state`."""
-        return self._wait(download_state(self.dht.node, self._state_service, donors, timeout=timeout, rng=self._random))
+        return self._wait(
+            download_state(
+                self.dht.node,
+                self._state_service,
+                donors,
+                timeout=timeout,
+                rng=self._random,
+                max_nbytes=max_nbytes,
+            )
+        )
 
     def follow(self, tip: Tip, after: Tip | None = None) -> bool:
         """This peer's state is `tip` now; what it heard of better ones is forgotten, and will be heard again if they
@@ -143,6 +153,8 @@ class Run:
         future = self.dht.reactor.submit(coroutine)
         try:
             return future.result()
+        except CancelledError:
+            raise AveragingError("the DHT was shut down meanwhile") from None
         except BaseException:
             future.cancel()  # Ctrl-C: nobody waits for it any more
             raise

@@ -129,6 +129,8 @@ class TrainingState:
         scheduled: dict[str, Any] = {}
         if self.scheduler is not None and scalars.scheduler is not None:
             mine = self.scheduler.state_dict()
+            if unknown := set(scalars.scheduler) - set(mine):
+                raise ValueError(f"this peer's scheduler has no {', '.join(sorted(unknown))}")
             scheduled = mine | {key: restored(value, mine.get(key), key) for key, value in scalars.scheduler.items()}
         with torch.no_grad():
             for tensor, theirs in pairs:

@@ -26,5 +26,9 @@ class Refused(P2PError):
     """
 
 
+class Unavailable(Refused):
+    """The other peer did not judge the message: it does not serve this, has too much to do, or failed at it."""
+
+
 class MessageTooLarge(P2PError, ValueError):
     """A message to be sent exceeds the transport's bound; it was not sent."""

@@ -187,7 +187,7 @@ def test_a_field_beyond_its_bound_is_refused(message: msgspec.Struct) -> None:
 
 
 def test_the_bounds_themselves_are_allowed() -> None:
-    over_the_wire(msgspec.structs.replace(join_of(member(1)), weight=1e300, attempt=(1 << 52) - 1, patience=86400.0))
+    over_the_wire(msgspec.structs.replace(join_of(member(1)), weight=1e15, attempt=(1 << 52) - 1, patience=86400.0))
     over_the_wire(Part(ROUND, MAX_CHUNKS - 1, BALLOT))
     over_the_wire(Have(BALLOT, (ROOT,) * MAX_CHUNKS, None, TOO_MANY_KEYS[:MAX_MEMBERS], None, None))
     over_the_wire(Abort(ROUND, "x" * 256))
@@ -266,9 +266,9 @@ def test_a_damaged_message_decodes_or_is_refused(message: msgspec.Struct, data: 
         except UNDECODABLE:
             continue
         if isinstance(received, Join):
-            assert 0 <= received.weight <= 1e300
+            assert 0 <= received.weight <= 1e15
         if isinstance(received, Begin):
-            assert all(0 <= weight <= 1e300 for weight in received.weights)
+            assert all(0 <= weight <= 1e15 for weight in received.weights)
 
 
 # -- terms
