@@ -93,9 +93,9 @@ class FunctionalOptimizer(ABC):
         """As `_update` with the fused kernel, on dense tensors; scale and found_inf are on their device."""
         raise NotImplementedError(f"torch has no fused kernel of {type(self).__name__}")
 
-    def complete(self, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def complete(self, entry: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """One parameter's state out of a torch.optim state dict, with what this class keeps beyond torch's."""
-        return dict(entry)
+        return {name: value for name, value in entry.items() if value is not None}
 
     @cached_property
     def state_layout(self) -> dict[str, StateEntry]:

@@ -112,13 +112,15 @@ class BoundFunctional(BoundOptimizer):
         return replace(self.optimizer, **options)  # type: ignore[type-var]
 
     @torch.no_grad()
-    def _loaded(self, optimizer: FunctionalOptimizer, entries: Mapping[int, Mapping[str, Tensor]]) -> State:
+    def _loaded(self, optimizer: FunctionalOptimizer, entries: Mapping[int, Mapping[str, Tensor | None]]) -> State:
         for index in entries:
             if index not in range(len(self.params)):
                 raise ValueError(f"the state dict has state for parameter {index} of {len(self.params)}")
         state = optimizer.init(self.params)
         for index, given in entries.items():
             entry = optimizer.complete(given)
+            if not entry:  # as torch.optim saves a parameter that has made no step
+                continue
             if entry.keys() != state.keys():
                 raise ValueError(
                     f"the state of parameter {index} is {sorted(entry)}, but {type(optimizer).__name__} with these "

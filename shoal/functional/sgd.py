@@ -46,11 +46,12 @@ class SGD(FunctionalOptimizer):
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise ValueError("nesterov needs a momentum above 0 and no dampening")
 
-    def complete(self, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def complete(self, entry: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """A buffer out of a torch.optim state dict has had its first gradient."""
-        if "step" in self.state_layout and "momentum_buffer" in entry:
-            return {"step": torch.tensor(1.0), **entry}
-        return dict(entry)
+        complete = super().complete(entry)
+        if "step" in self.state_layout and "momentum_buffer" in complete:
+            complete.setdefault("step", torch.tensor(1.0))
+        return complete
 
     def _layout(self) -> dict[str, StateEntry]:
         if self.momentum == 0:

@@ -57,4 +57,3 @@ shapes = st.lists(
     max_size=4,
 )
 """Shapes of several tensors, zero-size and 0-dim ones and tails of vector registers among them."""
-
