@@ -144,7 +144,8 @@ class FunctionalOptimizer(ABC):
                 waits for the device.
 
         Raises:
-            ValueError: for lists of unlike lengths, or a state without a name that these options need.
+            ValueError: for lists of unlike lengths, tensors of unlike shapes, or a state without a name that these
+                options need.
             RuntimeError: for sparse gradients where they are not supported, and whatever the kernel raises.
         """
         self._check_lists(params, grads, state)
@@ -167,8 +168,9 @@ class FunctionalOptimizer(ABC):
     def _step_place(
         self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
+        _check_shapes("the gradient", [param.shape for param in params], grads)
         kernel = self.kernel(params)
-        if any(grad.layout is not torch.strided for grad in grads):
+        if {grad.layout for grad in grads} != {torch.strided}:
             if not self.sparse_gradients:
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients: pass grad.to_dense()")
             kernel = Kernel.LOOP
@@ -190,6 +192,9 @@ class FunctionalOptimizer(ABC):
     ) -> None:
         """Fused kernels read memory in order, whatever the strides: tensors that do not lie alike go as copies."""
         names = [name for name, entry in self.state_layout.items() if entry.like_parameter]
+        shapes = [param.shape for param in params]
+        for name in names:
+            _check_shapes(name, shapes, state[name])
         columns = [params, grads, *(state[name] for name in names)]
         if alike(columns):
             self._update_fused(params, grads, state, scale, found_inf)
@@ -254,6 +259,15 @@ class FunctionalOptimizer(ABC):
                 raise ValueError(f"{name} is at least 0, got {value}")
         if self.fused and self.foreach:
             raise ValueError("fused=True and foreach=True: choose one kernel")
+
+
+def _check_shapes(what: str, shapes: list[torch.Size], tensors: list[Tensor]) -> None:
+    """Fused kernels trust their arguments, and read and write beyond the end of a tensor that is too small."""
+    if [tensor.shape for tensor in tensors] == shapes:
+        return
+    for shape, tensor in zip(shapes, tensors, strict=True):
+        if tensor.shape != shape:
+            raise ValueError(f"{what} of a parameter of shape {list(shape)} has shape {list(tensor.shape)}")
 
 
 def check_fraction(name: str, value: float | Tensor) -> None:

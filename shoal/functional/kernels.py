@@ -92,7 +92,9 @@ def has_fused_kernel(optimizer_class: type[FunctionalOptimizer], device: torch.d
 def advance(steps: list[Tensor]) -> None:
     """Add 1 to all counters: with one operation if they are all the views of one tensor, as ``init()`` makes them."""
     together = steps[0]._base
-    if together is not None and together.numel() == len(steps) and all(step._base is together for step in steps):
+    if len(steps) == 1:
+        steps[0].add_(1)
+    elif together is not None and together.numel() == len(steps) and all(step._base is together for step in steps):
         together.add_(1)
     elif steps[0].is_cpu:
         # With a number in the place of the tensor, foreach would make one anew for every step.

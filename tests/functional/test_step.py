@@ -196,6 +196,18 @@ def test_lists_of_unlike_lengths() -> None:
         Adam().step(params, [None, None], Adam().init(params[:1]))
 
 
+@kernels
+def test_tensors_of_another_shape(kernel: dict[str, bool]) -> None:
+    """torch's fused kernels would read and write beyond their end."""
+    param, optimizer = torch.ones(100), Adam(**kernel)
+    with pytest.raises(ValueError, match=r"the gradient of a parameter of shape \[100\] has shape \[10\]"):
+        optimizer.step([param], [torch.ones(10)], optimizer.init([param]))
+    if kernel.get("fused"):
+        with pytest.raises(ValueError, match=r"exp_avg of a parameter of shape \[100\] has shape \[10\]"):
+            optimizer.step([param], [torch.ones(100)], optimizer.init([torch.ones(10)]))
+    assert torch.equal(param, torch.ones(100))
+
+
 def test_the_kernel_that_is_chosen() -> None:
     small, large = [torch.zeros(100)] * 20, [torch.zeros(100_000)]
     assert Adam().kernel(small) is Kernel.FUSED
