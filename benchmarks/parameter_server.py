@@ -80,10 +80,26 @@ def shoal(params: list[Tensor], grads: list[Tensor]) -> Step:
 def kernel(params: list[Tensor], grads: list[Tensor]) -> Step:
     """The fused kernel on flat memory, and nothing else."""
     param, grad = torch.cat(params), torch.cat(grads)
-    averages = [torch.zeros_like(param)], [torch.zeros_like(param)]
-    steps = [torch.ones(())]
-    options = {"beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
-    return lambda: torch._fused_adam_([param], [grad], *averages, [], steps, lr=LR, **options)
+    mean, square, count = torch.zeros_like(param), torch.zeros_like(param), torch.ones(())
+
+    def step() -> None:
+        torch._fused_adam_(
+            [param],
+            [grad],
+            [mean],
+            [square],
+            [],
+            [count],
+            lr=LR,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.0,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    return step
 
 
 SIDES: dict[str, Make] = {
