@@ -37,12 +37,16 @@ class GradientHook:
         self.index = index
 
     def __call__(self, parameter: Tensor) -> None:
-        """Moves the gradient home, unless it has a graph of its own (`create_graph=True`): then it is moved later."""
+        """Moves the gradient home.
+
+        Not if it has a graph of its own (`create_graph=True`): then it is moved later. Not if the parameter has another
+        dtype or device than its flat memory either: then whoever asks for the flat gradient hears of it.
+        """
         home = self.home()
         if home is None:
             return
-        grad = parameter.grad
-        if grad is not home.views[self.index] and grad is not None and not grad.requires_grad:
+        grad, view = parameter.grad, home.views[self.index]
+        if grad is not view and grad is not None and not grad.requires_grad and _fits(grad, view):
             home.bring_home([self.index])
         if (task := _graph_task()) != home.task:
             home.watch(task)
@@ -75,17 +79,17 @@ class GradientViews:
         """Copies gradients that are elsewhere into their views, and makes the views the parameters' `.grad`.
 
         Raises:
-            ValueError: if a gradient is of another shape or on another device than its parameter's flat memory.
+            ValueError: if a gradient is of another shape or dtype or on another device than its flat memory.
         """
         views, grads = [], []
         for index in indices:
             view, grad = self.views[index], self.parameters[index].grad
             assert grad is not None
-            if grad.shape != view.shape or grad.device != view.device:
+            if not _fits(grad, view):
                 raise ValueError(
-                    f"parameter {index} has a gradient of shape {tuple(grad.shape)} on {grad.device}, but its flat "
-                    f"memory is of shape {tuple(view.shape)} on {view.device}: was the model moved? Move it first, "
-                    "and make a new ContiguousParams and optimizer after"
+                    f"parameter {index} has a gradient of {grad.dtype} and shape {tuple(grad.shape)} on {grad.device}, "
+                    f"but its flat memory is of {view.dtype} and shape {tuple(view.shape)} on {view.device}: was the "
+                    "model moved or converted? Make a new ContiguousParams and a new optimizer after that"
                 )
             views.append(view)
             grads.append(grad.detach().to_dense() if grad.layout is not torch.strided else grad.detach())
@@ -113,8 +117,15 @@ class GradientViews:
             _at_end_of_backward(partial(_at_end_of_backward, self._end_of_backward))
 
     def _end_of_backward(self) -> None:
-        if not all(map(is_, map(grad_of, self.parameters), self.views)) and (strays := list(self.strays())):
+        if all(map(is_, map(grad_of, self.parameters), self.views)):
+            return
+        strays = [index for index in self.strays() if _fits(self.parameters[index], self.views[index])]
+        if strays:
             self.bring_home(strays)
+
+
+def _fits(tensor: Tensor, view: Tensor) -> bool:
+    return tensor.dtype is view.dtype and tensor.shape == view.shape and tensor.device == view.device
 
 
 def home_of(parameter: Tensor) -> tuple[GradientViews, int] | None:

@@ -101,10 +101,16 @@ def _pick_kernel(optimizer: Optimizer, group: dict[str, Any]) -> None:
     if any(isinstance(value, Tensor) or (isinstance(value, tuple) and Tensor in map(type, value)) for value in options):
         return  # the fused kernels take plain numbers
     parameters = group["params"]
-    if not all(parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda") for parameter in parameters):
+    if not all(map(_has_fused_kernels, parameters)):
         return
     group["fused"] = True
     for parameter in parameters:
         step = optimizer.state.get(parameter, {}).get("step")  # loaded for another kernel
         if step is not None:
             optimizer.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32, device=parameter.device)
+
+
+def _has_fused_kernels(parameter: Tensor) -> bool:
+    if parameter.device.type == "cpu":  # with half precision, torch 2.13's SGD moves nothing (pytorch#191763)
+        return parameter.dtype in (torch.float32, torch.float64)
+    return parameter.device.type == "cuda" and parameter.is_floating_point()

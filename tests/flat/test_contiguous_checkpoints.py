@@ -1,0 +1,196 @@
+"""Checkpoints: of the flat optimizer, and translated to and from those of ordinary optimizers."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from shoal.flat import ContiguousParams
+from tests.flat.test_contiguous_missing_gradients import four_layers, some_layers
+from tests.flat.twins import Twins, small_model
+
+CASES = [
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (optim.Adam, {"amsgrad": True}),
+    (optim.AdamW, {"fused": True}),
+    (optim.NAdam, {}),
+    (optim.ASGD, {}),
+    (optim.Rprop, {}),
+    (optim.Adagrad, {}),
+]
+
+
+def saved(state_dict: dict) -> dict:
+    """Through a file, as a checkpoint goes."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def assert_same(ours: object, theirs: object) -> None:
+    if isinstance(theirs, Tensor):
+        assert isinstance(ours, Tensor)
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        assert torch.equal(ours, theirs)
+    elif isinstance(theirs, dict):
+        assert isinstance(ours, dict)
+        assert ours.keys() == theirs.keys()
+        for key in theirs:
+            assert_same(ours[key], theirs[key])
+    elif isinstance(theirs, list | tuple):
+        for item, other in zip(ours, theirs, strict=True):
+            assert_same(item, other)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize(("optimizer", "options"), CASES)
+def test_the_translated_state_dict_is_that_of_the_plain_optimizer(
+    optimizer: type[optim.Optimizer], options: dict[str, float]
+) -> None:
+    options = {"foreach": False} | options if "fused" not in options else options
+    twins = Twins(optimizer, make=four_layers, **options)
+    for seed, used in enumerate([(0, 1, 2, 3), (0, 3), (0, 1, 3)]):
+        twins.backward(seed, some_layers(*used))
+        twins.step()
+        twins.zero_grad()
+    ours = twins.parameters.original_state_dict(twins.flat_optimizer)
+    theirs = twins.plain_optimizer.state_dict()
+    if "fused" in options:
+        assert ours["param_groups"] == theirs["param_groups"]
+        assert all(torch.allclose(ours["state"][0][name], theirs["state"][0][name]) for name in ours["state"][0])
+    else:
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(("optimizer", "options"), CASES)
+def test_a_checkpoint_made_without_shoal_is_gone_on_with(
+    optimizer: type[optim.Optimizer], options: dict[str, float]
+) -> None:
+    options = {name: value for name, value in options.items() if name != "fused"} | {"foreach": False}
+    model = four_layers()
+    plain = optimizer(model.parameters(), **options)
+    for seed, used in enumerate([(0, 1, 2, 3), (0, 3), (0, 1, 3)]):
+        torch.manual_seed(seed)
+        some_layers(*used)(model, torch.randn(2, 5)).square().sum().backward()
+        plain.step()
+        plain.zero_grad()
+    twins = Twins(optimizer, make=four_layers, **options)
+    checkpoint, weights = saved(plain.state_dict()), saved(model.state_dict())
+    for each in (twins.plain, twins.flat):
+        each.load_state_dict(weights)
+    twins.plain_optimizer.load_state_dict(checkpoint)
+    twins.parameters.load_original_state_dict(twins.flat_optimizer, checkpoint)
+    assert_same(twins.parameters.original_state_dict(twins.flat_optimizer), plain.state_dict())
+    for seed, used in enumerate([(0, 1, 2, 3), (2,), (0, 1, 2, 3)]):
+        twins.backward(seed, some_layers(*used))
+        twins.step()
+        twins.assert_equal()
+        twins.zero_grad()
+
+
+def test_the_plain_optimizer_loads_the_translation() -> None:
+    twins = Twins(optim.Adam)
+    twins.train(3)
+    twins.plain.load_state_dict(twins.flat.state_dict())
+    twins.plain_optimizer = optim.Adam(twins.plain.parameters(), foreach=False)
+    twins.plain_optimizer.load_state_dict(saved(twins.parameters.original_state_dict(twins.flat_optimizer)))
+    assert twins.plain_optimizer.param_groups[0]["fused"] is None
+    twins.train(3, first=3)
+    assert twins.distance() < 1e-6
+
+
+def test_the_translation_has_memory_of_its_own() -> None:
+    twins = Twins(optim.Adam)
+    twins.train(1)
+    before = twins.parameters.original_state_dict(twins.flat_optimizer)
+    copied = saved(before)
+    twins.train(2, first=1)
+    assert_same(before, copied)
+    assert before["state"][0]["exp_avg"].untyped_storage().nbytes() == 35 * 4
+
+
+def test_mixed_dtypes_groups_and_numbers_without_dimensions() -> None:
+    def make() -> list[nn.Parameter]:
+        torch.manual_seed(0)
+        shapes = [((3,), torch.float32), ((), torch.float32), ((2, 2), torch.float64), ((4,), torch.float32), ((), torch.float64)]
+        return [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape, dtype in shapes]
+
+    plain, flat = make(), make()
+    parameters = ContiguousParams([{"params": flat[:3], "lr": 0.1}, {"params": flat[3:]}])
+    theirs = optim.Adam([{"params": plain[:3], "lr": 0.1}, {"params": plain[3:]}], foreach=False)
+    ours = optim.Adam(parameters.contiguous(), foreach=False)
+    for items, optimizer in ((plain, theirs), (flat, ours)):
+        for _ in range(2):
+            sum((item * item).sum() for item in items).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(parameters.original_state_dict(ours), theirs.state_dict())
+    fresh = optim.Adam(parameters.contiguous(), foreach=False)
+    parameters.load_original_state_dict(fresh, theirs.state_dict())
+    assert_same(parameters.original_state_dict(fresh), theirs.state_dict())
+    assert fresh.param_groups[0]["lr"] == 0.1
+
+
+def test_channels_last_state() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+
+    plain, flat = make(), make()
+    parameters = ContiguousParams(flat)
+    theirs, ours = (
+        optim.Adam(plain.parameters(), foreach=False),
+        optim.Adam(parameters.contiguous(), foreach=False),
+    )
+    x = torch.randn(2, 3, 6, 6)
+    for model, optimizer in ((plain, theirs), (flat, ours)):
+        model(x).square().sum().backward()
+        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+            parameter.grad.copy_(other.grad)
+        optimizer.step()
+    assert_same(parameters.original_state_dict(ours), theirs.state_dict())
+    parameters.load_original_state_dict(ours, theirs.state_dict())
+    assert_same(parameters.original_state_dict(ours), theirs.state_dict())
+
+
+def test_its_own_state_dict_round_trip() -> None:
+    twins = Twins(optim.Adam, foreach=False)
+    twins.train(3)
+    checkpoint, weights = saved(twins.flat_optimizer.state_dict()), saved(twins.flat.state_dict())
+    model = small_model()
+    parameters = ContiguousParams(model)
+    optimizer = optim.Adam(parameters.contiguous(), foreach=False)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(checkpoint)
+    twins.flat, twins.parameters, twins.flat_optimizer = model, parameters, optimizer
+    twins.train(3, first=3)
+    twins.assert_equal()
+
+
+def test_a_state_dict_of_other_parameters_is_refused() -> None:
+    twins = Twins(optim.Adam)
+    other = optim.Adam(nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match=r"groups of \[2\] parameters, but the optimizer has groups of \[4\]"):
+        twins.parameters.load_original_state_dict(twins.flat_optimizer, other.state_dict())
+
+
+def test_state_of_other_shapes_is_refused() -> None:
+    twins = Twins(optim.Adam)
+    twins.train(1)
+    checkpoint = twins.plain_optimizer.state_dict()
+    before = twins.parameters.original_state_dict(twins.flat_optimizer)
+    checkpoint["state"][2]["exp_avg"] = torch.zeros(4, 4)
+    with pytest.raises(ValueError, match="'exp_avg'"):
+        twins.parameters.load_original_state_dict(twins.flat_optimizer, checkpoint)
+    assert_same(twins.parameters.original_state_dict(twins.flat_optimizer), before)
+
+
+def test_lbfgs_is_not_translated() -> None:
+    twins = Twins(optim.LBFGS)
+    with pytest.raises(ValueError, match="LBFGS"):
+        twins.parameters.original_state_dict(twins.flat_optimizer)
