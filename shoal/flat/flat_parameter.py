@@ -17,6 +17,9 @@ from shoal.flat.gradients import GradientViews, grad_of
 from shoal.flat.span import Span
 
 
+_set_slot = vars(torch._C.TensorBase)["grad"].__set__
+
+
 class Presence(Enum):
     """Which parameters of a run have a gradient."""
 
@@ -111,6 +114,8 @@ class FlatParameter(nn.Parameter):
         """Looks once for a whole step of an optimizer that begins now: until :meth:`unsettle` or the next backward."""
         self._settled = self.presence()
         self.home.settled = True
+        # Guards of compiled steps look at torch's own slot, past the property.
+        _set_slot(self, None if self._settled is Presence.NONE else self._gradient)
         return self._settled
 
     def unsettle(self) -> None:
