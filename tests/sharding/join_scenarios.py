@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal import Join, Joinable, JoinHook
 from shoal.sharding.join import CountingJoinHook, raise_if_joined
+from shoal.sharding.zero import ZeroRedundancyOptimizer
 
 RATE = 0.1
 
@@ -109,7 +110,11 @@ def values(module: nn.Module) -> list[float]:
 
 
 def alone(
-    inputs: Sequence[int], optimizer: Callable[..., torch.optim.Optimizer], divide_by_live: bool, every: int = 1
+    inputs: Sequence[int],
+    optimizer: Callable[..., torch.optim.Optimizer],
+    divide_by_live: bool,
+    every: int = 1,
+    scheduled: bool = False,
 ) -> list[float]:
     """The same training in one process: the mean gradient of the ranks that have inputs, step by step.
 
@@ -126,8 +131,16 @@ def alone(
             for past in range(iteration + 1 - every, iteration + 1):
                 divisor = len(live) if divide_by_live else len(inputs)
                 (model(batch_of(rank, past)).square().sum() / divisor).backward()
+        if scheduled:
+            schedule(optimizer_, iteration)
         optimizer_.step()
     return values(model)
+
+
+def schedule(optimizer: torch.optim.Optimizer, iteration: int) -> None:
+    """A learning rate that is another one in each iteration."""
+    for group in optimizer.param_groups:
+        group["lr"] = RATE / (1 + iteration)
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
@@ -142,6 +155,10 @@ def torch_zero(parameters: Any) -> TorchZeRO:
     return TorchZeRO(parameters, torch.optim.Adam, lr=RATE)
 
 
+def shoal_zero(parameters: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=RATE)
+
+
 def train(
     inputs: Sequence[int],
     divide_by_live: bool = False,
@@ -149,15 +166,19 @@ def train(
     closure: bool = False,
     every: int = 1,
     throw: bool = False,
+    zero: str = "torch",
+    join: str = "shoal",
+    scheduled: bool = False,
 ) -> Any:
-    """torch's DistributedDataParallel and ZeroRedundancyOptimizer, each rank with its number of batches."""
+    """torch's DistributedDataParallel and a ZeroRedundancyOptimizer, each rank with its number of batches."""
     rank = dist.get_rank()
     model = DistributedDataParallel(build())
-    optimizer = torch_zero(model.parameters())
+    optimizer: Any = (torch_zero if zero == "torch" else shoal_zero)(model.parameters())
+    context: Any = TorchJoin if join == "torch" else Join
     joinables = [optimizer, model] if zero_first else [model, optimizer]
     done, error = 0, ""
     try:
-        with Join(joinables, throw_on_early_termination=throw, divide_by_initial_world_size=not divide_by_live):
+        with context(joinables, throw_on_early_termination=throw, divide_by_initial_world_size=not divide_by_live):
             for iteration in range(inputs[rank]):
 
                 def evaluate(iteration: int = iteration) -> Tensor:
@@ -165,6 +186,8 @@ def train(
                     loss.backward()
                     return loss
 
+                if scheduled:
+                    schedule(optimizer, iteration)
                 last = (iteration + 1) % every == 0
                 if closure:
                     optimizer.zero_grad()
@@ -180,7 +203,7 @@ def train(
         error = str(problem)
     return {
         "values": values(model.module),
-        "expected": alone(inputs, adam, divide_by_live, every),
+        "expected": alone(inputs, adam, divide_by_live, every, scheduled),
         "done": done,
         "error": error,
     }

@@ -24,7 +24,18 @@ PATTERNS = {
 }
 """Inputs per rank: none on one or all, all different, even; the last to join is the first rank, or two."""
 
-STEPS: list[dict[str, Any]] = [{}, {"divide_by_live": True}, {"every": 2}, {"zero_first": True}, {"closure": True}]
+STEPS: list[dict[str, Any]] = [
+    {"divide_by_live": True},
+    {"every": 2},
+    {"zero_first": True},
+    {"closure": True},
+    {"zero": "shoal", "divide_by_live": True},
+    {"zero": "shoal", "every": 2},
+    {"zero": "shoal", "zero_first": True},
+    {"zero": "shoal", "closure": True},
+    {"zero": "shoal", "scheduled": True},
+    {"zero": "shoal", "scheduled": True, "join": "torch"},
+]
 """Ways to train with a model and a sharded optimizer."""
 
 OTHERS: list[Call] = [
@@ -50,7 +61,8 @@ def calls_of(ranks: int) -> list[Call]:
     calls: list[Call] = []
     for inputs in PATTERNS[ranks]:
         calls += [("count", {"inputs": inputs}), ("replicated", {"inputs": inputs}), ("add_up", {"inputs": inputs})]
-        for steps in STEPS if ranks == 3 else STEPS[:1]:
+        calls += [("train", {"inputs": inputs, "zero": zero}) for zero in ("torch", "shoal")]
+        for steps in STEPS if ranks == 3 else []:
             whole = [number - number % steps.get("every", 1) for number in inputs]
             calls.append(("train", {"inputs": whole, **steps}))
     return calls + (OTHERS if ranks == 2 else [])
@@ -117,15 +129,18 @@ def test_all_end_with_the_parameters_of_a_last_joiner(ask: Ask, inputs: list[int
 
 
 @every_pattern
-def test_a_sharded_optimizer_does_what_one_process_would(ask: Ask, inputs: list[int]) -> None:
-    """torch's, which in torch's Join steps the shards of joined ranks with old gradients."""
-    expect_as_alone(ask("train", inputs=inputs))
+@pytest.mark.parametrize("zero", ["torch", "shoal"])
+def test_a_sharded_optimizer_does_what_one_process_would(ask: Ask, inputs: list[int], zero: str) -> None:
+    """Also torch's, which in torch's Join steps the shards of joined ranks with old gradients."""
+    expect_as_alone(ask("train", inputs=inputs, zero=zero))
 
 
-@pytest.mark.parametrize("steps", STEPS[1:], ids=str)
+@pytest.mark.parametrize("steps", STEPS, ids=str)
 @pytest.mark.parametrize("inputs", PATTERNS[3], ids=str)
 def test_a_sharded_optimizer_stepped_otherwise(ask: Ask, inputs: list[int], steps: dict[str, Any]) -> None:
-    """The mean of the live ranks, accumulation under no_sync, the optimizer first in the list, steps with a closure."""
+    """The mean of the live ranks, accumulation under no_sync, the optimizer first in the list, steps with a closure,
+    a learning rate that only live ranks change, and Shoal's optimizer in torch's Join.
+    """
     every = steps.get("every", 1)
     expect_as_alone(ask("train", inputs=[number - number % every for number in inputs], **steps))
 
