@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shoal.sharding.join import Join as Join
     from shoal.sharding.join import Joinable as Joinable
     from shoal.sharding.join import JoinHook as JoinHook
+    from shoal.sharding.zero import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ _HOMES = {
     "QHM": "shoal.functional.qhm_optimizer",
     "RoundReport": "shoal.averaging.averager",
     "ValueWithExpiration": "shoal.dht.records",
+    "ZeroRedundancyOptimizer": "shoal.sharding.zero",
     "functional_optim_map": "shoal.functional.registry",
     "get_dht_time": "shoal.dht.records",
     "register_functional_optimizer": "shoal.functional.registry",

@@ -5,12 +5,13 @@ What this room promises, to scripts that use torch's own (`ZeroRedundancyOptimiz
 * the same names, arguments and collectives of the public protocols, so that its objects work with torch's and torch's
   with them;
 * what all ranks hold is equal to the bit, on every rank, after every step and after the last;
-* it starts no thread, process or socket: everything goes through the process group that the caller made, within that
+* it starts no process and no socket: everything goes through the process group that the caller made, within that
   group's timeout. It imports torch, ``flat`` and ``functional``.
 """
 
 from __future__ import annotations
 
 from shoal.sharding.join import Join, Joinable, JoinHook
+from shoal.sharding.zero import ZeroRedundancyOptimizer
 
-__all__ = ["Join", "JoinHook", "Joinable"]
+__all__ = ["Join", "JoinHook", "Joinable", "ZeroRedundancyOptimizer"]

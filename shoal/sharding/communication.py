@@ -1,0 +1,268 @@
+"""What sharding says over a process group: tensors from their owner to all, and from all to their owner, added up.
+
+How depends on the backend. gloo moves CPU tensors fastest as point-to-point messages of about 1 MiB: its broadcast and
+reduce wait for one hop after the other, its reduce-scatter is an all-reduce inside, and only a message that fails says
+which rank is to blame. It needs no thread of the backend either, so it may run beside collectives of other code.
+Elsewhere (NCCL, tensors on other devices) the backend's own broadcast and reduce are taken.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.flat import Span
+from shoal.sharding.failures import RankLost
+from shoal.sharding.partition import PARCEL_BYTES, Parcel
+
+Finish = Callable[[], None]
+"""Waits for the end of what was started."""
+
+WINDOW: Final = 8
+"""Parcels under way at a time: it bounds the memory of receive buffers."""
+
+# Tags keep apart what two threads of a rank may send at the same time.
+GRADIENTS, PARAMETERS, STATES = 0x5A0, 0x5A1, 0x5A2
+
+
+def run_in_window(starts: Iterable[Callable[[], Finish]]) -> None:
+    """Starts one after the other, and finishes each before more than `WINDOW` are under way."""
+    pending: deque[Finish] = deque()
+    for start in starts:
+        if len(pending) == WINDOW:
+            pending.popleft()()
+        pending.append(start())
+    for finish in pending:
+        finish()
+
+
+class Communication:
+    """Messages among the ranks of one process group. Every rank calls the same methods in the same order.
+
+    Args:
+        group: the process group.
+        device: where tensors lie that have no place of their own (headers, states); the backend must reach it.
+
+    Attributes:
+        rank: of this process in the group.
+        ranks: the group's size.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
+        backends = dict(item.split(":") for item in dist.get_backend_config(group).split(","))
+        self.by_messages = backends.get("cpu") == "gloo"
+        reached = device.type in backends
+        self.device = device if reached or not backends else torch.device(next(iter(backends)))
+        self._spare: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+
+    def share(self, parcel: Parcel, tensors: Sequence[Tensor], tag: int = PARAMETERS) -> Finish:
+        """Brings a parcel from its owner to all other ranks.
+
+        Args:
+            parcel: slices of ``tensors``.
+            tensors: 1-D and contiguous; read on the owner, written on the others.
+            tag: of the messages.
+        """
+        first = tensors[parcel.slices[0].tensor]
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
+        if len(parcel.slices) == 1:
+            buffer, spare = first[parcel.slices[0].span.slice], None
+        else:
+            buffer, spare = self._buffer(parcel.numel, first)
+        if parcel.owner == self.rank and spare is not None:
+            torch.cat([tensors[part.tensor][part.span.slice] for part in parcel.slices], out=buffer)
+        if not self._direct(first):
+            source = dist.get_global_rank(self.group, parcel.owner)
+            works = [(None, dist.broadcast(_raw(buffer), source, self.group, async_op=True))]
+        elif parcel.owner == self.rank:
+            works = [(rank, self._send(buffer, rank, tag)) for rank in others]
+        else:
+            works = [(parcel.owner, self._receive(buffer, parcel.owner, tag))]
+
+        def finish() -> None:
+            _wait(works)
+            if spare is not None:
+                if parcel.owner != self.rank:
+                    _unpack(buffer, parcel, tensors)
+                self._recycle(spare)
+
+        return finish
+
+    def add_up(self, parcel: Parcel, tensors: Sequence[Tensor], total: Sequence[Tensor]) -> Finish:
+        """Adds a parcel of all ranks up on its owner, in the order of ranks after the owner's own.
+
+        Args:
+            parcel: slices of ``tensors``.
+            tensors: 1-D and contiguous; what this rank adds. Not read on the owner.
+            total: on the owner, where each slice's sum goes, one 1-D tensor per slice; it begins as what the owner adds.
+        """
+        first = tensors[parcel.slices[0].tensor] if parcel.owner != self.rank else total[0]
+        if not self._direct(first):
+            return self._reduce(parcel, tensors, total, first)
+        if parcel.owner != self.rank:
+            if len(parcel.slices) == 1:
+                works = [(parcel.owner, self._send(first[parcel.slices[0].span.slice], parcel.owner, GRADIENTS))]
+                return lambda: _wait(works)
+            buffer, spare = self._buffer(parcel.numel, first)
+            torch.cat([tensors[part.tensor][part.span.slice] for part in parcel.slices], out=buffer)
+            works = [(parcel.owner, self._send(buffer, parcel.owner, GRADIENTS))]
+
+            def sent() -> None:
+                _wait(works)
+                self._recycle(spare)
+
+            return sent
+
+        incoming = []
+        for rank in range(self.ranks):
+            if rank != self.rank:
+                buffer, spare = self._buffer(parcel.numel, first)
+                incoming.append((rank, self._receive(buffer, rank, GRADIENTS), buffer, spare))
+
+        def added() -> None:
+            for rank, work, buffer, spare in incoming:
+                _wait([(rank, work)])
+                at = 0
+                for part in total:
+                    part.add_(buffer[at : at + part.numel()])
+                    at += part.numel()
+                self._recycle(spare)
+
+        return added
+
+    def _reduce(self, parcel: Parcel, tensors: Sequence[Tensor], total: Sequence[Tensor], like: Tensor) -> Finish:
+        mine = parcel.owner == self.rank
+        parts = list(total) if mine else [tensors[part.tensor][part.span.slice] for part in parcel.slices]
+        # A copy: on the ranks that do not own it, some backends leave partial sums in the tensor.
+        buffer, spare = self._buffer(parcel.numel, like)
+        torch.cat(parts, out=buffer)
+        target = dist.get_global_rank(self.group, parcel.owner)
+        work = dist.reduce(buffer, target, group=self.group, async_op=True)
+
+        def finish() -> None:
+            _wait([(None, work)])
+            if mine:
+                at = 0
+                for part in total:
+                    part.copy_(buffer[at : at + part.numel()])
+                    at += part.numel()
+            self._recycle(spare)
+
+        return finish
+
+    def exchange(self, header: Tensor) -> Callable[[], list[Tensor]]:
+        """Starts to send a small 1-D CPU tensor, of equal size everywhere, to all ranks; then gives all, by rank."""
+        if not self.by_messages:
+            there = header.to(self.device)
+            received = [torch.empty_like(there) for _ in range(self.ranks)]
+            work = dist.all_gather(received, there, group=self.group, async_op=True)
+
+            def gathered() -> list[Tensor]:
+                _wait([(None, work)])
+                return [tensor.cpu() for tensor in received]
+
+            return gathered
+        headers = [header if rank == self.rank else torch.empty_like(header) for rank in range(self.ranks)]
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
+        works = [(rank, self._send(header, rank, GRADIENTS)) for rank in others]
+        works += [(rank, self._receive(headers[rank], rank, GRADIENTS)) for rank in others]
+
+        def exchanged() -> list[Tensor]:
+            _wait(works)
+            return headers
+
+        return exchanged
+
+    def send_all(self, tensor: Tensor, to: int) -> None:
+        """Sends a 1-D contiguous tensor of any size and device to one rank, chunk by chunk."""
+
+        def start(chunk: Tensor) -> Finish:
+            there = chunk if self._reaches(chunk) else chunk.to(self.device)
+            works = [(to, self._send(there, to, STATES))]
+            return lambda: _wait(works)
+
+        run_in_window(lambda chunk=chunk: start(chunk) for chunk in _chunks(tensor))  # type: ignore[misc]
+
+    def receive_all(self, tensor: Tensor, sender: int) -> None:
+        """Receives what :meth:`send_all` sends of a tensor of equal size and dtype."""
+
+        def start(chunk: Tensor) -> Finish:
+            there = chunk if self._reaches(chunk) else torch.empty_like(chunk, device=self.device)
+            works = [(sender, self._receive(there, sender, STATES))]
+
+            def finish() -> None:
+                _wait(works)
+                if there is not chunk:
+                    chunk.copy_(there)
+
+            return finish
+
+        run_in_window(lambda chunk=chunk: start(chunk) for chunk in _chunks(tensor))  # type: ignore[misc]
+
+    def _direct(self, tensor: Tensor) -> bool:
+        return self.by_messages and tensor.device.type == "cpu"
+
+    def _reaches(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self.device.type
+
+    def _send(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
+        try:
+            return _started(dist.isend(_raw(tensor), group=self.group, tag=tag, group_dst=to))
+        except RuntimeError as error:
+            raise RankLost(to, str(error)) from error
+
+    def _receive(self, tensor: Tensor, sender: int, tag: int) -> dist.Work:
+        try:
+            return _started(dist.irecv(_raw(tensor), group=self.group, tag=tag, group_src=sender))
+        except RuntimeError as error:
+            raise RankLost(sender, str(error)) from error
+
+    def _buffer(self, numel: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """A buffer, recycled if there is one, and the whole that :meth:`_recycle` takes back."""
+        spare = self._spare.setdefault((like.dtype, like.device), [])
+        whole = (
+            spare.pop() if spare else torch.empty(PARCEL_BYTES // like.itemsize, dtype=like.dtype, device=like.device)
+        )
+        return whole[:numel], whole
+
+    def _recycle(self, whole: Tensor) -> None:
+        self._spare[whole.dtype, whole.device].append(whole)
+
+
+def _wait(works: Sequence[tuple[int | None, dist.Work]]) -> None:
+    for rank, work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RankLost(rank, str(error)) from error
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("this process is not in the process group of its ZeroRedundancyOptimizer")
+    return work
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """The tensor's bytes: every backend moves these, whatever the dtype."""
+    return tensor.view(torch.uint8)
+
+
+def _unpack(buffer: Tensor, parcel: Parcel, tensors: Sequence[Tensor]) -> None:
+    at = 0
+    for part in parcel.slices:
+        tensors[part.tensor][part.span.slice].copy_(buffer[at : at + len(part.span)])
+        at += len(part.span)
+
+
+def _chunks(tensor: Tensor) -> list[Tensor]:
+    spans = Span(0, tensor.numel()).split(max(1, PARCEL_BYTES // tensor.itemsize))
+    return [tensor[span.slice] for span in spans]

@@ -1,0 +1,149 @@
+"""The parameters of all groups: where they lie, how they are divided, and how they come back to all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from shoal.flat import FlatBuffer, Span
+from shoal.sharding.communication import Communication, run_in_window
+from shoal.sharding.memory import flat, is_dense
+from shoal.sharding.partition import (
+    Bucket,
+    Parcel,
+    Share,
+    Size,
+    Slice,
+    buckets_of,
+    cut_evenly,
+    deal_greedily,
+    parcels_of,
+    whole_shares,
+)
+
+
+class Parameters:
+    """All parameters, in buckets, each divided over the ranks.
+
+    Args:
+        ranks: how many share.
+        cut: whether shares may begin and end inside a parameter.
+        flat_buffers: move each bucket into memory of its own, so that a rank's share of it is one stretch.
+
+    Attributes:
+        params: of all groups, in order; slices count through them.
+        buckets: in about the order in which backward finishes them.
+        loads: the bytes of parameters that each rank owns.
+    """
+
+    def __init__(self, ranks: int, *, cut: bool, flat_buffers: bool) -> None:
+        self.params: list[Tensor] = []
+        self.buckets: list[Bucket] = []
+        self.loads = [0] * ranks
+        self._cut = cut
+        self._sizes: list[Size] = []
+        self._flat_buffers: list[FlatBuffer] | None = [] if flat_buffers else None
+        self._parcels: list[list[Parcel]] = []
+
+    def add(self, groups: Sequence[Sequence[Tensor]], rank: int) -> list[list[Slice]]:
+        """Divides the parameters of new groups; what was there stays where it is.
+
+        Returns:
+            The slices of ``rank``, group by group, in the order of parameters.
+
+        Raises:
+            ValueError: if a parameter is not dense, or shares memory with another and is to be moved. Nothing is
+                changed then.
+        """
+        new = [param for group in groups for param in group]
+        for number, param in enumerate(new, len(self.params)):
+            if param.layout is not torch.strided:
+                raise ValueError(f"parameter {number} is {param.layout}: only strided parameters can be divided")
+            if self._flat_buffers is None and not is_dense(param):
+                raise ValueError(
+                    f"parameter {number}, of shape {tuple(param.shape)} and stride {param.stride()}, does not fill its "
+                    "memory: pass parameters_as_bucket_view=True to move parameters into memory of their own"
+                )
+        numbers = count(len(self.params))
+        numbered = [[next(numbers) for _ in group] for group in groups]
+        self._sizes += [Size(p.numel(), p.itemsize, (p.dtype, p.device, p.requires_grad)) for p in new]
+        self.params += new
+        buckets = self._divide(numbered)
+        self.buckets += buckets
+        for bucket in buckets:
+            self._lay_out(bucket)
+        owned = sorted((part for bucket in buckets for part in bucket.shares[rank]), key=lambda part: part.tensor)
+        return [[part for part in owned if part.tensor in set(group)] for group in numbered]
+
+    def _divide(self, groups: Sequence[Sequence[int]]) -> list[Bucket]:
+        numbers = [number for group in groups for number in group]
+        if self._cut:
+            return [
+                Bucket(params, cut_evenly(self._sizes, params, self.loads))
+                for params in buckets_of(self._sizes, numbers)
+            ]
+        owners: dict[int, int] = {}
+        for group in groups:
+            owners |= deal_greedily(self._sizes, group, self.loads)
+        buckets = []
+        for params in buckets_of(self._sizes, numbers):
+            # By owner, so that each share is one stretch of a flat buffer.
+            params = tuple(sorted(params, key=lambda number: owners[number]))
+            buckets.append(Bucket(params, whole_shares(self._sizes, params, owners, len(self.loads))))
+        return buckets
+
+    def _lay_out(self, bucket: Bucket) -> None:
+        itemsize = self._sizes[bucket.params[0]].itemsize
+        if self._flat_buffers is None:
+            self._parcels.append(parcels_of(bucket.shares, itemsize))
+            return
+        buffer = FlatBuffer.adopt([self.params[number] for number in bucket.params])
+        starts = dict(zip(bucket.params, (entry.span.start for entry in buffer.layout.entries), strict=True))
+        shares: list[Share] = []
+        for share in bucket.shares:
+            ends = [starts[part.tensor] + part.span.stop for part in share]
+            shares.append((Slice(0, Span(starts[share[0].tensor] + share[0].span.start, ends[-1])),) if share else ())
+        self._flat_buffers.append(buffer)
+        self._parcels.append(parcels_of(shares, itemsize))
+
+    def follow(self) -> None:
+        """Brings parameters that someone gave other memory (``param.data = …``) back into the flat buffers."""
+        if self._flat_buffers is None:
+            return
+        with torch.no_grad():
+            for bucket, buffer in zip(self.buckets, self._flat_buffers, strict=True):
+                for number, view in zip(bucket.params, buffer.views(), strict=True):
+                    param = self.params[number]
+                    if param.data_ptr() != view.data_ptr():
+                        view.copy_(param)
+                        param.data = view
+
+    def gather(self, communication: Communication, chosen: Sequence[int]) -> None:
+        """Brings the shares of some buckets from their owners to all ranks.
+
+        Args:
+            communication: of the process group.
+            chosen: the buckets' numbers, equal on all ranks.
+        """
+        tensors = [flat(param) for param in self.params] if self._flat_buffers is None else []
+        run_in_window(
+            partial(
+                communication.share,
+                parcel,
+                tensors if self._flat_buffers is None else self._flat_buffers[number].flat,
+            )
+            for number in chosen
+            for parcel in self._parcels[number]
+        )
+
+    def updated(self) -> list[int]:
+        """The buckets in which a step may have changed something: those with parameters that train or have a gradient."""
+        return [
+            number
+            for number, bucket in enumerate(self.buckets)
+            if any(self.params[n].requires_grad or self.params[n].grad is not None for n in bucket.params)
+        ]

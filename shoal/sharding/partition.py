@@ -1,0 +1,200 @@
+"""Who owns what: parameters cut into one share per rank. Pure: sizes in, shares out, the same on every rank.
+
+The elements of a parameter are counted in the order of its memory. Parameters are gathered into *buckets* of one dtype
+and device, and each bucket is cut into one share per rank: so every message of a bucket is spread over all ranks, and
+communication bucket by bucket keeps them all busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, zip_longest
+from typing import Final
+
+from shoal.flat import Span
+
+ALIGNMENT: Final = 64
+"""Bytes. A parameter is cut only at multiples of it: a cache line, and the widest vector registers."""
+
+BUCKET_BYTES: Final = 25 * 2**20
+"""A bucket is full when the next parameter would exceed this; a larger parameter is a bucket of its own."""
+
+PARCEL_BYTES: Final = 2**20
+"""The largest message."""
+
+DIRECT_BYTES: Final = 2**17
+"""From this size on a slice is a message of its own, straight from and into its memory; smaller ones are packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What partitioning needs to know of a parameter. Only parameters of equal ``place`` share a bucket."""
+
+    numel: int
+    itemsize: int
+    place: Hashable
+
+    @property
+    def nbytes(self) -> int:
+        """The parameter's size in bytes."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The elements ``span`` of tensor number ``tensor`` of some list, in the order of its memory."""
+
+    tensor: int
+    span: Span
+
+
+Share = tuple[Slice, ...]
+"""What one rank owns of a bucket, in the bucket's order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters that travel together: their numbers, and the share of each rank."""
+
+    params: tuple[int, ...]
+    shares: tuple[Share, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """One message about what ``owner`` owns: at most `PARCEL_BYTES`. Several slices are packed, one is sent in place."""
+
+    owner: int
+    slices: Share
+
+    @property
+    def numel(self) -> int:
+        """Elements of all slices together."""
+        return sum(len(part.span) for part in self.slices)
+
+
+def buckets_of(sizes: Sequence[Size], numbers: Sequence[int]) -> list[tuple[int, ...]]:
+    """Gathers parameters into buckets, last parameter first: about the order in which backward finishes them.
+
+    Args:
+        sizes: of all parameters.
+        numbers: the parameters to gather, as indices into ``sizes``.
+    """
+    buckets: list[list[int]] = []
+    filling: dict[Hashable, tuple[list[int], int]] = {}
+    for number in reversed(numbers):
+        size = sizes[number]
+        bucket, nbytes = filling.get(size.place, ([], 0))
+        if not bucket or nbytes + size.nbytes > BUCKET_BYTES:
+            bucket, nbytes = [], 0
+            buckets.append(bucket)
+        bucket.append(number)
+        filling[size.place] = bucket, nbytes + size.nbytes
+    return [tuple(bucket) for bucket in buckets]
+
+
+def cut_evenly(sizes: Sequence[Size], params: Sequence[int], loads: list[int]) -> tuple[Share, ...]:
+    """Cuts one bucket so that the loads of all ranks, together with what they had, differ by at most `ALIGNMENT`.
+
+    Args:
+        sizes: of all parameters.
+        params: those of the bucket, all of one itemsize.
+        loads: bytes that each rank owns so far; changed to include the bucket.
+    """
+    ranks, itemsize = len(loads), sizes[params[0]].itemsize
+    ends = list(accumulate(sizes[number].numel for number in params))
+    total = ends[-1]
+    load = sum(loads) + total * itemsize
+    cuts, before = [0], 0
+    for rank in range(1, ranks):
+        before += loads[rank - 1]
+        wanted = min(max(round((load * rank / ranks - before) / itemsize), cuts[-1]), total)
+        cuts.append(max(cuts[-1], _nearest_cut(ends, wanted, ALIGNMENT // itemsize)))
+    cuts.append(total)
+    shares = []
+    for rank in range(ranks):
+        share = Span(cuts[rank], cuts[rank + 1])
+        loads[rank] += len(share) * itemsize
+        shares.append(_slices(params, ends, share))
+    return tuple(shares)
+
+
+def deal_greedily(sizes: Sequence[Size], numbers: Sequence[int], loads: list[int]) -> dict[int, int]:
+    """Gives whole parameters to ranks: the largest first, each to the rank with the least so far.
+
+    Sorted greedy scheduling, as torch's `ZeroRedundancyOptimizer` does it within each parameter group.
+
+    Args:
+        sizes: of all parameters.
+        numbers: the parameters of one group.
+        loads: bytes that each rank owns so far; changed to include the group.
+
+    Returns:
+        The owner of each parameter, in the order in which they were given away.
+    """
+    owners = {}
+    for number in sorted(numbers, key=lambda number: sizes[number].nbytes, reverse=True):
+        owner = loads.index(min(loads))
+        owners[number] = owner
+        loads[owner] += sizes[number].nbytes
+    return owners
+
+
+def whole_shares(sizes: Sequence[Size], params: Sequence[int], owners: dict[int, int], ranks: int) -> tuple[Share, ...]:
+    """The shares of a bucket whose parameters are not cut."""
+    return tuple(
+        tuple(Slice(number, Span(0, sizes[number].numel)) for number in params if owners[number] == rank)
+        for rank in range(ranks)
+    )
+
+
+def parcels_of(shares: Sequence[Share], itemsize: int) -> list[Parcel]:
+    """Packs the shares of all ranks into messages, ordered so that the owners take turns."""
+    packed = [_pack(owner, share, itemsize) for owner, share in enumerate(shares)]
+    return [parcel for turn in zip_longest(*packed) for parcel in turn if parcel is not None]
+
+
+def _pack(owner: int, share: Share, itemsize: int) -> list[Parcel]:
+    parcels = []
+    small: list[Slice] = []
+    room = PARCEL_BYTES
+    for part in share:
+        nbytes = len(part.span) * itemsize
+        if nbytes >= DIRECT_BYTES:
+            pieces = part.span.split(PARCEL_BYTES // itemsize)
+            parcels.extend(Parcel(owner, (Slice(part.tensor, piece),)) for piece in pieces)
+            continue
+        if nbytes > room:
+            parcels.append(Parcel(owner, tuple(small)))
+            small, room = [], PARCEL_BYTES
+        if nbytes:
+            small.append(part)
+            room -= nbytes
+    if small:
+        parcels.append(Parcel(owner, tuple(small)))
+    return parcels
+
+
+def _nearest_cut(ends: Sequence[int], wanted: int, unit: int) -> int:
+    """The place nearest to ``wanted`` where a parameter ends or is at a multiple of ``unit`` elements."""
+    start = 0
+    for end in ends:
+        if wanted <= end:
+            offset = wanted - start
+            low = offset // unit * unit
+            high = min(low + unit, end - start)
+            return start + (low if offset - low <= high - offset else high)
+        start = end
+    return start
+
+
+def _slices(params: Sequence[int], ends: Sequence[int], share: Span) -> Share:
+    slices = []
+    start = 0
+    for number, end in zip(params, ends, strict=True):
+        part = Span(start, end).intersect(share)
+        if part:
+            slices.append(Slice(number, Span(part.start - start, part.stop - start)))
+        start = end
+    return tuple(slices)

@@ -1,0 +1,209 @@
+"""One rank's part of the optimizer: the user's class over the slices that this rank owns.
+
+A slice that is a whole parameter is given to the optimizer as that parameter; only where a share begins or ends inside
+a parameter is it a view. Everything that torch.optim does per tensor (counters, skipping what has no gradient) is thus
+done per parameter here as well, and cuts are where vector registers and cache lines begin: the numbers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.sharding.memory import flat, flat_like, shaped_like
+from shoal.sharding.partition import Slice
+
+MASTER = "master_weights"
+"""The name in the optimizer's state of the float32 parameter."""
+
+
+class Piece:
+    """One slice, and what the local optimizer steps for it.
+
+    Attributes:
+        part: which elements of which parameter.
+        param: that parameter.
+        local: what the optimizer sees: the parameter itself, a view of it, or a copy of its own.
+        is_copy: whether ``local`` has memory of its own (another device or dtype).
+    """
+
+    def __init__(self, part: Slice, param: Tensor, *, alias: bool, device: torch.device, dtype: torch.dtype) -> None:
+        self.part = part
+        self.param = param
+        self.whole = len(part.span) == param.numel()
+        self.is_copy = device != param.device or dtype != param.dtype
+        self.local = param
+        self._version = -1
+        if self.is_copy:
+            pinned = param.is_cuda and device.type == "cpu"
+            memory = torch.empty(len(part.span), dtype=dtype, device=device, pin_memory=pinned)
+            self.local = nn.Parameter(memory.view(param.shape) if self.whole else memory)
+            self._gradient = torch.empty_like(memory, pin_memory=pinned) if pinned else None
+        elif alias or not self.whole:
+            self.local = nn.Parameter(
+                self.home if not self.whole else param.detach(), requires_grad=param.requires_grad
+            )
+
+    @property
+    def home(self) -> Tensor:
+        """The slice in the parameter's memory of now, 1-D."""
+        return flat(self.param)[self.part.span.slice]
+
+    def follow(self) -> None:
+        """Makes ``local`` the parameter as it is now, should someone have given it other memory or values."""
+        if self.is_copy:
+            if self.param._version != self._version:
+                self._flat_local.copy_(self.home)
+                self._version = self.param._version
+        elif self.local is not self.param:
+            self.local.data = self.param.detach() if self.whole else self.home
+
+    def take_gradient(self, gradient: Tensor | None) -> None:
+        """Gives the local optimizer the gradient of this slice, 1-D; None to leave the slice alone."""
+        if gradient is None:
+            self.local.grad = None
+        elif self.is_copy:
+            if self._gradient is not None:
+                gradient = self._gradient.copy_(gradient, non_blocking=True)
+            gradient = gradient.to(self.local.device, self.local.dtype)
+            self.local.grad = gradient.view(self.local.shape)
+        else:
+            self.local.grad = shaped_like(gradient, self.local) if self.whole else gradient
+
+    def slice_gradient(self) -> Tensor | None:
+        """This slice of the parameter's own ``grad``, 1-D."""
+        if self.param.grad is None:
+            return None
+        return flat_like(self.param.grad, self.param)[self.part.span.slice]
+
+    def write_back(self) -> None:
+        """Brings a copy's values back into the parameter, if it was updated."""
+        if self.is_copy and self.local.grad is not None:
+            self.home.copy_(self._flat_local, non_blocking=True)
+            self._version = self.param._version
+
+    def keep(self) -> None:
+        """Takes the values of ``local`` for newer than the parameter's: they were loaded."""
+        self._version = self.param._version
+
+    @property
+    def _flat_local(self) -> Tensor:
+        return self.local.detach().view(-1)
+
+
+class Shard:
+    """The local optimizer of this rank.
+
+    Args:
+        optimizer_class: any subclass of ``torch.optim.Optimizer``.
+        defaults: its keyword arguments.
+        alias: give it aliases of whole parameters, so that their gradients can be set apart from the parameters' own.
+        offload: keep state and copies of the slices on the CPU.
+        master_weights: keep float32 copies of the slices of float16 and bfloat16 parameters.
+
+    Attributes:
+        optimizer: the local optimizer; None until the first :meth:`add`.
+        pieces: all slices, group by group.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        defaults: dict[str, Any],
+        *,
+        alias: bool,
+        offload: bool,
+        master_weights: bool,
+    ) -> None:
+        self._make = optimizer_class
+        self._defaults = defaults
+        self._alias = alias
+        self._offload = offload
+        self._master_weights = master_weights
+        self.pieces: list[list[Piece]] = []
+        self.optimizer: Optimizer
+
+    def add(
+        self, groups: Sequence[dict[str, Any]], slices: Sequence[Sequence[Slice]], params: Sequence[Tensor]
+    ) -> None:
+        """Adds parameter groups: the options of ``groups``, over this rank's ``slices`` of each (maybe none)."""
+        local_groups = []
+        for group, owned in zip(groups, slices, strict=True):
+            pieces = [self._piece(part, params[part.tensor]) for part in owned]
+            options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+            local_groups.append({**options, "params": [piece.local for piece in pieces]})
+            self.pieces.append(pieces)
+        if not hasattr(self, "optimizer"):
+            self.optimizer = self._make(local_groups, **self._defaults)
+        else:
+            for local_group in local_groups:
+                self.optimizer.add_param_group(local_group)
+
+    def _piece(self, part: Slice, param: Tensor) -> Piece:
+        device = torch.device("cpu") if self._offload else param.device
+        low = self._master_weights and param.dtype in (torch.float16, torch.bfloat16)
+        return Piece(part, param, alias=self._alias, device=device, dtype=torch.float32 if low else param.dtype)
+
+    @property
+    def all_pieces(self) -> list[Piece]:
+        """The slices of all groups."""
+        return [piece for pieces in self.pieces for piece in pieces]
+
+    def prepare(self, gradients: Mapping[Slice, Tensor | None] | None = None) -> None:
+        """Points the local optimizer at the parameters of now and their gradients.
+
+        Args:
+            gradients: one for each slice, or None for the parameters' own.
+        """
+        with torch.no_grad():
+            for piece in self.all_pieces:
+                piece.follow()
+                if gradients is not None:
+                    piece.take_gradient(gradients.get(piece.part))
+                elif piece.local is not piece.param:
+                    piece.take_gradient(piece.slice_gradient())
+        self._wait_for_copies()
+
+    def finish(self) -> None:
+        """After a step: brings copies back, and lets go of gradients that are not the parameters' own."""
+        with torch.no_grad():
+            for piece in self.all_pieces:
+                piece.write_back()
+                if piece.local is not piece.param:
+                    piece.local.grad = None
+        self._wait_for_copies()
+
+    def state_of(self, piece: Piece) -> dict[str, Any]:
+        """The optimizer's state of one slice, with the master weights as one more entry."""
+        state = dict(self.optimizer.state.get(piece.local, {}))
+        if state and piece.local.dtype != piece.param.dtype:
+            state[MASTER] = piece.local.detach()
+        return state
+
+    def load(self, states: Sequence[Sequence[dict[str, Any]]], groups: Sequence[dict[str, Any]]) -> None:
+        """Replaces the state of every slice, in the order of ``pieces``, and the options of every group."""
+        state: dict[int, dict[str, Any]] = {}
+        packed = []
+        number = 0
+        with torch.no_grad():
+            for pieces, values, group in zip(self.pieces, states, groups, strict=True):
+                numbers = list(range(number, number + len(pieces)))
+                number += len(pieces)
+                packed.append({**group, "params": numbers})
+                for index, piece, value in zip(numbers, pieces, values, strict=True):
+                    rest = {name: entry for name, entry in value.items() if name != MASTER}
+                    if rest:
+                        state[index] = rest
+                    piece.follow()
+                    if MASTER in value and piece.is_copy:
+                        piece.local.copy_(value[MASTER])
+                        piece.keep()
+        self.optimizer.load_state_dict({"state": state, "param_groups": packed})
+
+    def _wait_for_copies(self) -> None:
+        if self._offload and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()

@@ -1,0 +1,102 @@
+"""The format of state dicts: torch.optim's, whatever the number of ranks; and what each slice takes from one.
+
+A state dict has one entry per parameter, numbered through all groups, with tensors of the parameter's shape where the
+optimizer has one number per element. That is also what torch's own `ZeroRedundancyOptimizer` consolidates. So a state
+dict knows nothing of ranks and spans, and loads on any number of them, or into the plain optimizer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from shoal.sharding.memory import flat_like
+from shoal.sharding.shard import Piece
+from shoal.sharding.sharded_state import ShardedState
+
+StateDict = dict[str, Any]
+
+
+def pack_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The parameter groups as a state dict has them: options, and numbers in the place of parameters."""
+    packed = []
+    number = 0
+    for group in groups:
+        numbers = list(range(number, number + len(group["params"])))
+        number += len(numbers)
+        packed.append({**{name: value for name, value in group.items() if name != "params"}, "params": numbers})
+    return packed
+
+
+def is_per_element(value: Any, piece: Piece) -> bool:
+    """Whether ``value``, of the state of a cut parameter, has one number for each element of the slice."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.local.shape
+
+
+def read(
+    state_dict: StateDict, groups: Sequence[dict[str, Any]], pieces: Sequence[Sequence[Piece]], *, element_wise: bool
+) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
+    """What each slice takes from ``state_dict``, as copies, and the options of each group. Changes nothing.
+
+    Args:
+        state_dict: from Shoal's or torch's ``ZeroRedundancyOptimizer``, or the plain optimizer.
+        groups: the parameter groups to load into.
+        pieces: this rank's slices, group by group.
+        element_wise: all state is either like its parameter or one number: then shapes can be checked.
+
+    Raises:
+        ValueError: says where it does not fit.
+    """
+    saved = state_dict.get("param_groups"), state_dict.get("state")
+    if not isinstance(saved[0], list) or not isinstance(saved[1], dict):
+        raise ValueError("a state dict of an optimizer has a list 'param_groups' and a dictionary 'state'")
+    saved_groups, saved_state = saved
+    if len(saved_groups) != len(groups):
+        raise ValueError(f"the state dict has {len(saved_groups)} parameter groups, this optimizer has {len(groups)}")
+    for number, (ours, theirs) in enumerate(zip(groups, saved_groups, strict=True)):
+        if len(ours["params"]) != len(theirs["params"]):
+            raise ValueError(
+                f"parameter group {number} has {len(theirs['params'])} parameters in the state dict and "
+                f"{len(ours['params'])} in this optimizer"
+            )
+    keys = list(chain.from_iterable(group["params"] for group in saved_groups))
+    if unknown := set(saved_state) - set(keys):
+        raise ValueError(f"the state dict has state of {sorted(map(str, unknown))[:3]}, which are in no group")
+    params = list(chain.from_iterable(group["params"] for group in groups))
+    if element_wise:
+        for key, param in zip(keys, params, strict=True):
+            _check_shapes(key, param, saved_state.get(key) or {})
+    states = [[_slice_state(piece, saved_state.get(keys[piece.part.tensor])) for piece in own] for own in pieces]
+    options = [{name: value for name, value in group.items() if name != "params"} for group in saved_groups]
+    return states, options
+
+
+def _check_shapes(key: Any, param: Tensor, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.dim() > 0 and value.numel() != 1 and value.shape != param.shape:
+            raise ValueError(
+                f"{name!r} of parameter {key!r} has shape {tuple(value.shape)} in the state dict, but the parameter "
+                f"has {tuple(param.shape)}: it is of another model, or of other parameters in this order"
+            )
+
+
+def _slice_state(piece: Piece, state: dict[str, Any] | None) -> dict[str, Any]:
+    return {name: _slice_value(piece, value) for name, value in (state or {}).items()}
+
+
+def _slice_value(piece: Piece, value: Any) -> Any:
+    if isinstance(value, ShardedState):
+        elements = value.elements(piece.part.span)
+        return elements.view(piece.param.shape) if piece.whole else elements
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    value = value.detach()
+    if not piece.whole and value.dim() > 0 and value.shape == piece.param.shape:
+        return flat_like(value, piece.param)[piece.part.span.slice].clone()
+    if piece.is_copy and value.shape == piece.param.shape:
+        return flat_like(value, piece.param).clone().view(piece.local.shape)
+    return value.clone()

@@ -1,0 +1,311 @@
+"""`ZeroRedundancyOptimizer`: each rank keeps the optimizer's state of its share, and all get the parameters back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
+from torch.optim import Optimizer
+
+from shoal.sharding import consolidation
+from shoal.sharding.communication import Communication
+from shoal.sharding.element_wise import is_element_wise
+from shoal.sharding.failures import Failures
+from shoal.sharding.join import Join, JoinHook
+from shoal.sharding.join_zero import StepHook, lend
+from shoal.sharding.options import copy_options
+from shoal.sharding.parameters import Parameters
+from shoal.sharding.shard import Shard
+from shoal.sharding.sharded_state import ShardedState
+from shoal.sharding.state_dict import is_per_element, pack_groups, read
+
+Partition = Literal["auto", "elements", "parameters"]
+
+
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
+    """Any optimizer, with its state divided over the ranks of a process group (ZeRO, arXiv:1910.02054).
+
+    A drop-in for ``torch.distributed.optim.ZeroRedundancyOptimizer``. Each rank steps its share of the parameters, then
+    each share goes to all ranks. Gradients must be equal on all ranks when `step` is called, as
+    ``DistributedDataParallel`` leaves them. All ranks must give the same parameters in the same order, and call the
+    methods that communicate (`step`, `consolidate_state_dict`, `add_param_group`) together.
+
+    Parameters, groups, dtypes and devices may be mixed, parameters may be frozen, and may change in all this between
+    steps. After every step all ranks hold the same bits.
+
+    Args:
+        params: tensors or parameter groups, as for ``optimizer_class``.
+        optimizer_class: any subclass of ``torch.optim.Optimizer``, called with the parameter groups of this rank's
+            share (groups may be empty) and ``defaults``.
+        process_group: the ranks that share; None for all.
+        parameters_as_bucket_view: move the parameters into flat buffers, which travel without being packed.
+        overlap_with_ddp: step inside DDP's backward pass: see `hook_with_zero_step`. `step` then does nothing.
+        partition: what a share consists of. ``"elements"``: even parts, cut anywhere at multiples of 64 bytes; for
+            optimizers that update every element from its own gradient and state only. ``"parameters"``: whole
+            parameters, the largest first to the rank with the least so far. ``"auto"``: ``"elements"`` for those
+            classes of torch.optim that are element-wise, and for classes with an attribute ``element_wise = True``; not
+            for their subclasses, which may do anything.
+        offload: keep the optimizer's state and a copy of this rank's share on the CPU, and step there.
+        master_weights: let the optimizer step float32 copies of float16 and bfloat16 parameters, which belong to the
+            optimizer's state (under ``"master_weights"``).
+        defaults: further arguments of ``optimizer_class``.
+
+    Attributes:
+        optim: the local optimizer.
+        process_group, rank, world_size, global_rank: as torch's.
+
+    Raises:
+        TypeError: if ``params`` is not an iterable of tensors or of groups.
+        ValueError: if it is empty, a parameter is not strided, or ``partition`` does not fit.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        optimizer_class: Callable[..., Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        partition: Partition = "auto",
+        offload: bool = False,
+        master_weights: bool = False,
+        **defaults: Any,
+    ) -> None:
+        given = _checked(params)
+        self._built = False
+        Optimizer.__init__(self, given, defaults)
+        Joinable.__init__(self)
+        group = process_group if process_group is not None else dist.group.WORLD
+        if group is None:
+            raise ValueError("there is no process group: call torch.distributed.init_process_group() first")
+        self.process_group = group
+        self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError("this process is not in process_group: only its members make the optimizer")
+        self.world_size = dist.get_world_size(group)
+        self.global_rank = dist.get_global_rank(group, self.rank)
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self._overlap_with_ddp = overlap_with_ddp
+        self._all_params: list[Tensor] = [param for entry in self.param_groups for param in entry["params"]]
+        self._default_device = self._all_params[0].device
+        self._element_wise = is_element_wise(optimizer_class)
+        self._communication = Communication(group, self._default_device)
+        self._failures = Failures(group, self.rank)
+        self._parameters = Parameters(
+            self.world_size,
+            cut=_may_cut(partition, self._element_wise, self.world_size),
+            flat_buffers=parameters_as_bucket_view,
+        )
+        self._shard = Shard(
+            optimizer_class, defaults, alias=overlap_with_ddp, offload=offload, master_weights=master_weights
+        )
+        self._consolidated: dict[int, dict[str, Any]] | None = None
+        self._add_to_shard(self.param_groups)
+        self._built = True
+
+    @property
+    def optim(self) -> Optimizer:
+        """The local optimizer, over this rank's slices."""
+        return self._shard.optimizer
+
+    def _add_to_shard(self, groups: list[dict[str, Any]]) -> None:
+        slices = self._parameters.add([group["params"] for group in groups], self.rank)
+        self._shard.add(groups, slices, self._parameters.params)
+        copy_options(self.optim.param_groups, self.param_groups)
+        self.state = self.optim.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group, and divides it over the ranks as well; what was there stays where it is.
+
+        Every rank must call it.
+        """
+        super().add_param_group(param_group)
+        if self._built:
+            self._all_params.extend(self.param_groups[-1]["params"])
+            self._add_to_shard(self.param_groups[-1:])
+
+    # --- stepping ----------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Steps this rank's share, and brings all parameters to all ranks.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+            kwargs: passed to the step of the optimizer class.
+
+        Returns:
+            What the optimizer's own step returns, which is the loss if there is a closure. With ``overlap_with_ddp``
+            None, and nothing happens: the backward pass has stepped.
+
+        Raises:
+            RuntimeError: if a rank was lost, names it; within the timeout of the process group.
+        """
+        if self._overlap_with_ddp:
+            return None
+        Join.notify_join_context(self)
+        with self._failures.named("in step() of ZeroRedundancyOptimizer"):
+            if callable(closure):
+                kwargs["closure"] = self._evaluating(closure)
+            else:
+                self._prepare()
+                if closure is not None:  # whatever the optimizer class makes of it
+                    kwargs["closure"] = closure
+            loss = self.optim.step(**kwargs)
+            self._finish(self._parameters.updated())
+        return loss
+
+    def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure as the local optimizer may call it, as often as it likes."""
+
+        def evaluate() -> Any:
+            loss = closure()
+            self._prepare()
+            return loss
+
+        self._follow()
+        self._shard.prepare()  # in case the optimizer makes no use of its closure
+        return evaluate
+
+    def _follow(self) -> None:
+        self._consolidated = None
+        self._parameters.follow()
+        copy_options(self.param_groups, self.optim.param_groups)
+
+    def _prepare(self) -> None:
+        self._follow()
+        if self._join_config.enable:
+            lend(self._communication, self._parameters, self.param_groups, live=True)
+        self._shard.prepare()
+
+    def _finish(self, updated: list[int]) -> None:
+        self._shard.finish()
+        copy_options(self.optim.param_groups, self.param_groups)
+        with torch.no_grad():
+            self._parameters.gather(self._communication, updated)
+
+    def _shadow_step(self) -> None:
+        """The step of a rank that has joined, with what the live ranks lend it."""
+        with self._failures.named("in Join"):
+            lent = lend(self._communication, self._parameters, self.param_groups, live=False)
+            if lent is None:
+                raise RuntimeError(
+                    "a rank that has joined found no live rank: call Join's main hook on all that joined"
+                )
+            self._follow()
+            self._shard.prepare(lent.gradients)
+            self.optim.step()
+            self._finish(lent.updated)
+
+    # --- state dicts -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state: whole on the rank that it was consolidated on, else sharded.
+
+        After `consolidate_state_dict` and until the next step, the target has the state of all parameters, on the CPU,
+        in the format of torch.optim. Elsewhere each rank has the state of its slices, with tensors that
+        ``torch.distributed.checkpoint`` saves and loads as the whole ones, on any number of ranks; ``torch.save``
+        refuses them. It does not communicate.
+        """
+        state = self._sharded_state() if self._consolidated is None else self._consolidated
+        return {"state": dict(state), "param_groups": pack_groups(self.param_groups)}
+
+    def _sharded_state(self) -> dict[int, dict[str, Any]]:
+        state: dict[int, dict[str, Any]] = {}
+        for piece in self._shard.all_pieces:
+            entries = self._shard.state_of(piece)
+            if entries and not piece.whole:
+                entries = {
+                    name: ShardedState.of(piece.param.shape, [(piece.part.span, value)])
+                    if is_per_element(value, piece)
+                    else value
+                    for name, value in entries.items()
+                }
+            if entries:
+                state[piece.part.tensor] = entries
+        return dict(sorted(state.items()))
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Brings the state of all parameters to one rank, into memory of the CPU: every rank must call it.
+
+        Args:
+            to: the target, as a rank of the process group. Its `state_dict` is whole until the next step.
+
+        Raises:
+            ValueError: if there is no such rank.
+            TypeError: if the optimizer keeps objects in its state that are no data.
+            RuntimeError: if a rank was lost, names it.
+        """
+        if not 0 <= to < self.world_size:
+            raise ValueError(f"the process group has ranks 0 to {self.world_size - 1}, got to={to}")
+        copy_options(self.param_groups, self.optim.param_groups)
+        with self._failures.named("in consolidate_state_dict()"):
+            if self.rank == to:
+                self._consolidated = consolidation.collect(self._communication, self._shard, self._all_params)
+            else:
+                self._consolidated = None
+                consolidation.give(self._communication, self._shard, to)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes this rank's share of a state dict; the dictionary stays as it is and shares no memory with it.
+
+        Args:
+            state_dict: of Shoal's or torch's ``ZeroRedundancyOptimizer`` on any number of ranks, or of the plain
+                optimizer.
+
+        Raises:
+            ValueError: if it is of another model, says where; then nothing was changed.
+        """
+        states, options = read(state_dict, self.param_groups, self._shard.pieces, element_wise=self._element_wise)
+        self._consolidated = None
+        self._shard.load(states, options)
+        copy_options(self.optim.param_groups, self.param_groups)
+        self.state = self.optim.state
+
+    # --- Join --------------------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What a rank without inputs does while the others step: it steps its share with their gradients and options.
+
+        Its ``kwargs`` are those of `Join`; none is for this hook.
+        """
+        return StepHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the messages of `Join` lie: the device of the first parameter."""
+        return self._default_device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The process group."""
+        return self.process_group
+
+
+def _checked(params: Any) -> list[Any]:
+    if isinstance(params, Tensor):
+        raise TypeError("params is an iterable of tensors or parameter groups, got one tensor: put it in a list")
+    if not isinstance(params, Iterable):
+        raise TypeError(f"params is an iterable of tensors or parameter groups, got {type(params).__name__}")
+    given = list(params)
+    if not given:
+        raise ValueError("ZeroRedundancyOptimizer got no parameters")
+    groups = [entry for entry in given if isinstance(entry, dict)]
+    for group in groups:
+        if "params" not in group:
+            raise ValueError("a parameter group has a key 'params'")
+    if groups and len(groups) < len(given):
+        raise TypeError("params is an iterable of tensors or of parameter groups, not of both")
+    return given
+
+
+def _may_cut(partition: Partition, element_wise: bool, world_size: int) -> bool:
+    if partition == "auto":
+        return element_wise and world_size > 1
+    if partition not in ("elements", "parameters"):
+        raise ValueError(f"partition is 'auto', 'elements' or 'parameters', got {partition!r}")
+    return partition == "elements"
