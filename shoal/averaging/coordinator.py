@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from shoal.averaging.answers import flaw, repaired
-from shoal.averaging.book import root_of
-from shoal.averaging.member import Member
+from shoal.averaging.book import RuleBroken, root_of
+from shoal.averaging.member import MAX_MEMBERS, Member
 from shoal.averaging.messages import (
     Abort,
     Begin,
@@ -40,8 +40,10 @@ from shoal.averaging.messages import (
 )
 from shoal.averaging.plan import can_divide, chunk_elements, chunk_table, divide
 from shoal.averaging.tip import Ballot, Tip
+from shoal.p2p.transport import MAX_BUFFER_BYTES
 
 REMINDER_SECONDS = 0.5  # that a member has to say why it does not join
+MAX_GATHERED_BYTES = MAX_BUFFER_BYTES - 64 * MAX_MEMBERS  # of all members: with their keys they fit one buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +154,17 @@ class Coordinator:
         return Count(self.tip, samples, rate, len(self.counts), self.phase is not Phase.COUNTING), actions
 
     def join(self, key: bytes, join: Join, gathered: bytes, now: float) -> list[Send]:
-        """A member's input is ready. It may join again (after a lost answer); the last one counts."""
+        """A member's input is ready. It may join again (after a lost answer); the last one counts. Raises RuleBroken if
+        all together gather more than fits BEGIN."""
         if self.phase not in (Phase.COUNTING, Phase.GATHERING):
             self.late[key] = None
             return []
+        others = sum(len(data) for other, data in self.gathered.items() if other != key)
+        if others + len(gathered) > MAX_GATHERED_BYTES:
+            raise RuleBroken(
+                f"gather takes {len(gathered)} bytes, and that of the others {others}; at most {MAX_GATHERED_BYTES} "
+                f"are allowed in a round"
+            )
         self.joins[key] = join
         self.gathered[key] = gathered
         actions = self._gather(now + join.patience) if self.phase is Phase.COUNTING else []

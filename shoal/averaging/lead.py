@@ -95,6 +95,7 @@ class Lead:
         """A member's input is ready. Raises Refused for what the other members could not use."""
         try:
             decode_gathered(gathered)
+            self.coordinator.expected.setdefault(peer.key, join.sender)
             actions = self.coordinator.join(peer.key, join, gathered, self._now())
         except (ValueError, RuleBroken) as error:
             raise Refused(str(error)) from error

@@ -6,14 +6,28 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace as replace_struct
 
-from shoal.averaging.book import root_of
+from shoal.averaging.book import RuleBroken, root_of
 from shoal.averaging.coordinator import REMINDER_SECONDS, Coordinator, Phase, Rules, Send
-from shoal.averaging.member import Member, Role
-from shoal.averaging.messages import Abort, Begin, Call, Commit, Done, Have, Progress, Repair, Source, Survey
+from shoal.averaging.member import MAX_MEMBERS, Member, Role
+from shoal.averaging.messages import (
+    MAX_GATHER_BYTES,
+    Abort,
+    Begin,
+    Call,
+    Commit,
+    Done,
+    Have,
+    Progress,
+    Repair,
+    Source,
+    Survey,
+)
 from shoal.averaging.tip import Ballot
+from shoal.p2p.transport import MAX_BUFFER_BYTES
 from tests.averaging.rounds import (
     RULES,
     TIP,
@@ -198,6 +212,21 @@ def test_who_joins_after_begin_waits_and_hears_of_an_abort() -> None:
     assert coordinator.begin is not None
     assert coordinator.begin.members == members(1, 2)
     assert told(coordinator.abort("why not"), Abort) == set(keys(1, 2, 3))
+
+
+def test_what_all_gather_fits_the_begin() -> None:
+    """Each may gather 64 KiB, and there may be more than 64 of them."""
+    numbers = range(1, 81)
+    coordinator = gathering(*numbers)
+    most = bytes(MAX_GATHER_BYTES)
+    for number in range(1, 64):
+        coordinator.join(key(number), join_of(member(number)), most, 0.0)
+    coordinator.join(key(63), join_of(member(63)), most, 0.0)  # again: it counts once
+    with pytest.raises(RuleBroken, match="gather takes 65536 bytes"):
+        coordinator.join(key(64), join_of(member(64)), most, 0.0)
+    assert len(coordinator.joins) == 63
+    keys_of_all = {number.to_bytes(32, "big"): b"" for number in range(MAX_MEMBERS - 63)}
+    assert len(msgspec.msgpack.encode({**coordinator.gathered, **keys_of_all})) <= MAX_BUFFER_BYTES
 
 
 # -- counting samples

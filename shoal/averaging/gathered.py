@@ -1,0 +1,28 @@
+"""What members tell each other in a round (`gather`): plain data, as msgpack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from shoal.averaging.messages import MAX_GATHER_BYTES
+
+
+def encode_gathered(value: Any) -> bytes:
+    """`value` as bytes. Raises ValueError if it is not plain data, or takes more than 64 KiB."""
+    try:
+        data = msgspec.msgpack.encode(value)
+    except (TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"gather must be plain data that msgpack can write: {error}") from error
+    if len(data) > MAX_GATHER_BYTES:
+        raise ValueError(f"gather takes {len(data)} bytes; at most {MAX_GATHER_BYTES} are allowed")
+    return data
+
+
+def decode_gathered(data: bytes) -> Any:
+    """What `data`, which comes from another peer, says; None for b"". Raises ValueError if it is not plain data."""
+    try:
+        return msgspec.msgpack.decode(data) if data else None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"what it gathers is not plain data in msgpack: {error}") from error
