@@ -31,6 +31,8 @@ class Connection:
         failure: why its handshake failed.
         greeted: of a dialled connection: done when the other side has said hello, or in error.
         messages: how many came over it.
+        sent: bytes that were queued to it, at least.
+        acked: bytes that the other side had acknowledged when that was last looked at.
         gauge: watches for a message that never ends.
         timer: ends an accepted connection that does not say hello.
     """
@@ -47,5 +49,7 @@ class Connection:
     failure: str = ""
     greeted: asyncio.Future[None] | None = None
     messages: int = 0
+    sent: int = 0
+    acked: int = 0
     gauge: FloodGauge = field(default_factory=FloodGauge)
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)

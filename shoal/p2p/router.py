@@ -33,6 +33,7 @@ from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_HEADER_BYTES
 log = logging.getLogger(__name__)
 
 SEND_QUEUE = 1024  # messages per connection
+SEND_QUEUE_BYTES = 128 << 20  # per connection; more than a peer that keeps the rules can be owed
 RECEIVE_QUEUE = 128  # messages per connection; then TCP holds up the sender
 MAX_CONNECTIONS = 4096  # accepted ones
 HELLO_TIMEOUT = 10.0  # seconds from accepting a connection to its first message
@@ -206,6 +207,9 @@ class Router:
         """Queue a message; False if the queue is full. One to a connection that ended is dropped."""
         if connection.reason:
             return True
+        connection.sent += sum(len(frame) for frame in frames)
+        if connection.sent - connection.acked > SEND_QUEUE_BYTES and not self._has_room(connection):
+            return False
         try:
             self.socket.send(connection.routing_id, _MORE)
             for frame in frames[:-1]:
@@ -220,6 +224,17 @@ class Router:
             if int(self.socket.get(zmq.EVENTS)) & _READABLE:
                 self._schedule()
         return True
+
+    def _has_room(self, connection: Connection) -> bool:
+        """Whether less than SEND_QUEUE_BYTES wait for the other side, by what it has acknowledged until now.
+
+        What it acknowledged exceeds what it was sent by ZeroMQ's own bytes, so that much more may wait; whenever that
+        is noticed, the count begins anew.
+        """
+        connection.acked = flood.bytes_acknowledged(connection.fd)
+        connection.sent = max(connection.sent, connection.acked)
+        # A kernel that does not count says 0; a connection that was greeted has acknowledged something.
+        return not connection.acked or connection.sent - connection.acked <= SEND_QUEUE_BYTES
 
     def _schedule(self) -> None:
         if not self._scheduled:

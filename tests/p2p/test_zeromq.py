@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import shoal.p2p.flood
 import shoal.p2p.router
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.identity import Identity, PeerID
@@ -281,6 +282,43 @@ def test_a_peer_whose_queue_is_full_is_lost_and_the_others_are_not(monkeypatch):
             await slow.until_lost(sender.transport.peer_id)
             assert slow.headers == [b"%d" % number for number in range(len(slow.headers))]
             assert len(slow.headers) < sent
+
+    asyncio.run(main())
+
+
+def test_what_waits_for_a_peer_that_does_not_read_is_bounded_in_bytes(monkeypatch):
+    monkeypatch.setattr(shoal.p2p.router, "SEND_QUEUE_BYTES", 16 << 20)
+    monkeypatch.setattr(shoal.p2p.router, "RECEIVE_QUEUE", 8)
+
+    async def main():
+        async with zeromq(None, None) as (sender, reader):
+            await reader.transport.dial(await sender.transport.listen(LOOPBACK))
+            for sent in range(1, 33):  # more than the bound in all, and never at a time
+                sender.transport.send([reader.transport.peer_id], b"", [bytes(1 << 20)])
+                await reader.until_messages(sent)
+            asyncio.get_running_loop().remove_reader(reader.transport._dialler.socket.fileno())
+            ((connection,),) = sender.transport._peers.values()
+            waiting = 0
+            while not connection.reason:
+                sender.transport.send([reader.transport.peer_id], b"", [bytes(1 << 20)])
+                waiting += 1
+                assert waiting < 80  # also what the reader's ZeroMQ and TCP take
+                await asyncio.sleep(0.001)
+            assert await sender.until_lost(reader.transport.peer_id) == "its queue is full"
+
+    asyncio.run(main())
+
+
+def test_where_the_kernel_does_not_count_bytes_nobody_is_cut_off_for_them(monkeypatch):
+    monkeypatch.setattr(shoal.p2p.router, "SEND_QUEUE_BYTES", 1 << 20)
+    monkeypatch.setattr(shoal.p2p.flood, "bytes_acknowledged", lambda fd: 0)
+
+    async def main():
+        async with zeromq(None, None) as (sender, reader):
+            await reader.transport.dial(await sender.transport.listen(LOOPBACK))
+            for _ in range(8):
+                sender.transport.send([reader.transport.peer_id], b"", [bytes(1 << 20)])
+            await reader.until_messages(8)
 
     asyncio.run(main())
 
