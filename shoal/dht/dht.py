@@ -124,10 +124,17 @@ class DHT:
             self._reactor = Reactor.acquire()
             self._ready = self._reactor.submit(self._start(identity))
         if await_ready:
-            self.wait_until_ready(timeout)
+            try:
+                self.wait_until_ready(timeout)
+            except BaseException:
+                self.shutdown()
+                raise
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until this peer has joined the DHT; raises what `run_in_background` does."""
+        """Wait until this peer has joined the DHT; raises what `run_in_background` does.
+
+        TimeoutError ends the waiting only: it goes on to join, and can be waited for again.
+        """
         if self._ready is None:
             raise RuntimeError(_NOT_STARTED)
         try:
@@ -135,8 +142,11 @@ class DHT:
         except CancelledError:
             raise RuntimeError(_SHUT_DOWN) from None
         except BaseException:
-            self.shutdown()
+            if self._ready.done() and self._dht_node is None:
+                self.shutdown()
             raise
+        if self._dht_node is None:
+            raise RuntimeError(_SHUT_DOWN)
 
     async def _start(self, identity: Identity) -> None:
         self._starting = asyncio.current_task()
@@ -207,9 +217,9 @@ class DHT:
     def dht_node(self) -> DHTNode:
         """The node of the DHT; to be used on the reactor's thread only. Waits until it has joined."""
         self.wait_until_ready()
-        if self._dht_node is None:
+        if (dht_node := self._dht_node) is None:  # shut down at this moment
             raise RuntimeError(_SHUT_DOWN)
-        return self._dht_node
+        return dht_node
 
     @property
     def node(self) -> Node:

@@ -209,6 +209,23 @@ def test_a_start_that_takes_too_long_can_be_given_up() -> None:
     assert not dht.is_alive()
 
 
+def test_to_wait_in_vain_for_a_start_does_not_end_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Multiaddr.parse(f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}").with_peer(Identity().peer_id)
+        dht = DHT([address])
+        dht.run_in_background(await_ready=False)
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                dht.wait_until_ready(0.1)
+        dht.shutdown()
+        with pytest.raises(RuntimeError, match="was shut down"):
+            dht.wait_until_ready()
+    with DHT(start=True) as joined:
+        joined.shutdown()
+        with pytest.raises(RuntimeError, match="was shut down"):
+            joined.wait_until_ready()
+
+
 def test_an_address_in_use_is_an_error_that_names_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
