@@ -19,5 +19,14 @@ from __future__ import annotations
 from shoal.dht.dht import DHT
 from shoal.dht.node import DHTNode
 from shoal.dht.records import ValueWithExpiration, get_dht_time
+from shoal.dht.validation import RecordValidator, SchemaValidator, SignatureValidator
 
-__all__ = ["DHT", "DHTNode", "ValueWithExpiration", "get_dht_time"]
+__all__ = [
+    "DHT",
+    "DHTNode",
+    "RecordValidator",
+    "SchemaValidator",
+    "SignatureValidator",
+    "ValueWithExpiration",
+    "get_dht_time",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -27,6 +28,8 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
 from shoal.p2p.reactor import Reactor
 from shoal.p2p.zeromq import ZeroMQTransport
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _NOT_STARTED = "this DHT was not started: call run_in_background(), or pass start=True"
@@ -57,6 +60,8 @@ class DHT:
         record_validators: rules for records, beside that of owned keys, which always holds (`SignatureValidator`).
         num_replicas: nodes that keep each record; what that means for its safety is told in `DHTNode`.
         bootstrap_timeout: seconds that initial peers have to answer.
+        await_ready: with `start`, wait until it has joined.
+        shutdown_timeout: seconds that `shutdown` may take; what is not ended by then is left behind, with a warning.
 
     Raises:
         TypeError, ValueError: for an argument that makes no sense, before anything is started.
@@ -76,6 +81,8 @@ class DHT:
         record_validators: Iterable[RecordValidator] = (),
         num_replicas: int = 10,
         bootstrap_timeout: float = 10.0,
+        await_ready: bool = True,
+        shutdown_timeout: float = 3.0,
     ) -> None:
         self.initial_peers = _addresses("initial_peers", initial_peers or ())
         self.host_maddrs = _addresses("host_maddrs", host_maddrs)
@@ -97,6 +104,7 @@ class DHT:
         self.client_mode = client_mode
         self.num_replicas = num_replicas
         self.bootstrap_timeout = bootstrap_timeout
+        self.shutdown_timeout = shutdown_timeout
         self._validators = list(record_validators)
         self._lock = threading.Lock()
         self._reactor: Reactor | None = None
@@ -106,7 +114,7 @@ class DHT:
         self._peer_id: PeerID | None = None
         self._pending: set[Future[Any]] = set()
         if start:
-            self.run_in_background()
+            self.run_in_background(await_ready)
 
     # -- life
 
@@ -175,7 +183,9 @@ class DHT:
         if reactor is None:
             return
         try:
-            reactor.run(self._stop())
+            reactor.run(asyncio.wait_for(self._stop(), self.shutdown_timeout))
+        except TimeoutError:
+            log.warning("the DHT did not end within %g s: what is left of it is abandoned", self.shutdown_timeout)
         finally:
             reactor.release()
 

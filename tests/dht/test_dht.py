@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.dht.dht import DHT
-from shoal.dht.node import DHTNode
-from shoal.dht.records import ValueWithExpiration, get_dht_time
-from shoal.dht.validation import SchemaValidator, owner_marker
+from shoal.dht import DHT, DHTNode, RecordValidator, SchemaValidator, SignatureValidator, get_dht_time
+from shoal.dht.records import DHTRecord, ValueWithExpiration
+from shoal.dht.validation import owner_marker
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
@@ -122,6 +121,17 @@ def test_validators(swarm: list[DHT]) -> None:
         assert strict.get("text", latest=True) is None
 
 
+def test_a_validator_of_ones_own(swarm: list[DHT]) -> None:
+    class Short(RecordValidator):
+        def validate(self, record: DHTRecord) -> bool:
+            return len(record.value) < 10
+
+    rules = [Short(), SignatureValidator(Identity())]
+    with DHT(swarm[0].get_visible_maddrs(), start=True, record_validators=rules) as strict:
+        assert not strict.store("key", "much too long", get_dht_time() + 60)
+        assert strict.store("key", "short", get_dht_time() + 60)
+
+
 def test_run_coroutine(swarm: list[DHT]) -> None:
     async def sum_of(dht: DHT, dht_node: DHTNode) -> int:
         assert dht_node is dht.dht_node
@@ -183,6 +193,27 @@ def test_it_starts_when_told_to() -> None:
     with DHT() as started, DHT(start=True) as other:
         assert started.is_alive()
         assert other.is_alive()
+
+
+def test_it_starts_without_waiting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Multiaddr.parse(f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}").with_peer(Identity().peer_id)
+        dht = DHT([address], start=True, await_ready=False)
+        assert not dht.is_alive()
+        assert dht.peer_id
+        dht.shutdown()
+
+
+def test_an_end_that_takes_too_long_is_given_up(
+    swarm: list[DHT], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dht = DHT(start=True, shutdown_timeout=0.1)
+    dht_node = dht.dht_node
+    monkeypatch.setattr(dht_node, "close", lambda: asyncio.sleep(3600))
+    dht.shutdown()
+    assert "did not end within 0.1 s" in caplog.text
+    monkeypatch.undo()
+    swarm[0].run_coroutine(lambda _dht, _node: dht_node.node.close())
 
 
 def test_unreachable_initial_peers_are_named_in_bounded_time() -> None:
