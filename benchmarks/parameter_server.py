@@ -38,7 +38,7 @@ Step = Callable[[], Any]
 Make = Callable[[list[Tensor], list[Tensor]], Step]
 
 
-def torch_adam(**implementation: bool) -> Make:
+def torch_adam(**implementation: Any) -> Make:
     """A side that is a torch.optim optimizer."""
 
     def make(params: list[Tensor], grads: list[Tensor]) -> Step:

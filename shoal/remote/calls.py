@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,7 +65,6 @@ def call_all(what: str, calls: Mapping[str, Call]) -> dict[str, Any]:
 
 def _summary(error: Exception) -> str:
     """The error without the worker's name and traceback, which torch puts around an error of another process."""
-    lines = str(error).partition("\nTraceback (most recent call last)")[0].splitlines()
-    if lines and lines[0].startswith("On WorkerInfo("):
-        return "\n".join(lines[1:])
-    return f"{type(error).__name__}: {error}"
+    text = str(error).replace("\\n", "\n")  # an error like KeyError shows its message as a literal
+    remote = re.search(r"On WorkerInfo\(.*?\):\n(.*?)\nTraceback \(most recent call last\)", text, re.DOTALL)
+    return remote[1] if remote else f"{type(error).__name__}: {error}"

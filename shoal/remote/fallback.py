@@ -19,12 +19,26 @@ class BoundTorch(BoundOptimizer):
         optimizer_class: a `torch.optim.Optimizer`, or a class that has its constructor, ``step()``, ``param_groups``,
             ``state_dict()`` and ``load_state_dict()``.
         params: the tensors to update in place.
+        group: the options of the parameter group that differ from the arguments.
         args, kwargs: what the class takes after the parameters.
     """
 
-    def __init__(self, optimizer_class: type, params: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        optimizer_class: type,
+        params: Sequence[Tensor],
+        group: Mapping[str, Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
         self.params = list(params)
-        self._optimizer: torch.optim.Optimizer = optimizer_class(self.params, *args, **kwargs)
+        given: Any = [{"params": self.params, **group}] if group else self.params
+        self._optimizer: torch.optim.Optimizer = optimizer_class(given, *args, **kwargs)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The options that the arguments give."""
+        return dict(self._optimizer.defaults)
 
     def step(self, gradients: Sequence[Tensor | None]) -> None:
         """As :meth:`BoundOptimizer.step`; ``.grad`` of the parameters is afterwards what it was."""

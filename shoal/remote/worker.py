@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
-from shoal.functional import BoundOptimizer, bind
+from shoal.functional import BoundOptimizer, FunctionalOptimizer, bind
 from shoal.remote.fallback import BoundTorch
 from shoal.remote.locks import ParameterLocks
 
@@ -33,11 +33,20 @@ class Recipe:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def make(self, params: Sequence[Tensor]) -> BoundOptimizer:
-        """One optimizer for one parameter group."""
+    def make(self, params: Sequence[Tensor], options: Options) -> tuple[BoundOptimizer, Options]:
+        """The optimizer of one parameter group with options of its own, and the options that it would have without."""
         if self.functional is None:
-            return BoundTorch(self.optimizer_class, params, *self.args, **self.kwargs)
-        return bind(self.functional, params, *self.args, **self.kwargs)
+            fallback = BoundTorch(self.optimizer_class, params, options, self.args, self.kwargs)
+            return fallback, fallback.defaults
+        group = bind(self.functional, params, *self.args, **self.kwargs)
+        defaults = _options(group)
+        if options and issubclass(
+            self.functional, FunctionalOptimizer
+        ):  # it may be the options that a state depends on
+            return bind(self.functional, params, **{**defaults, **options}), defaults
+        if options:
+            group.options = options
+        return group, defaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +95,7 @@ class WorkerOptimizer:
             if id(param) in taken:
                 raise ValueError(f"parameter {index} of this worker was given before: give each parameter once")
             taken.add(id(param))
-        group = self._recipe.make(params)
-        defaults = _options(group)
-        if options:
-            group.options = options
+        group, defaults = self._recipe.make(params, options)
         # New objects, so that a step that has begun goes on with what it has.
         groups = {**self._groups, number: group}
         self._applied = {**self._applied, number: _options(group)}

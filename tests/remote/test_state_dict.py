@@ -1,0 +1,133 @@
+"""State dicts are torch.optim's, over the same parameters in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal import DistributedOptimizer
+from shoal.remote import RemoteOptimizerError
+from tests.remote.process import FIRST, SECOND, TRAINER
+from tests.remote.tables import Table, assert_equal, local_params, local_step, make_tables, params, step, values
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.05, "momentum": 0.9},
+    "Adam": {"lr": 0.05, "amsgrad": True},
+    "AdamW": {"lr": 0.05},
+    "RMSprop": {"lr": 0.01},
+    "Plain": {"lr": 0.05, "momentum": 0.9},
+}
+
+
+class Plain(torch.optim.SGD):
+    """A class that has no functional form."""
+
+
+def optimizer_class(name: str) -> Any:
+    return Plain if name == "Plain" else getattr(torch.optim, name)
+
+
+def grouped(given: list[Any]) -> list[dict[str, Any]]:
+    """Two groups whose parameters are not in the order of their owners."""
+    return [{"params": given[3:]}, {"params": given[:3], "lr": 0.02}]
+
+
+def copies(rrefs: list[Any]) -> list[Tensor]:
+    return [value.clone().requires_grad_() for value in values(rrefs)]
+
+
+def goes_to_torch(name: str) -> None:
+    tables = make_tables((FIRST, SECOND, TRAINER))
+    rrefs = params(tables)
+    optimizer = DistributedOptimizer(optimizer_class(name), grouped(rrefs), **OPTIONS[name])
+    for _ in range(2):
+        step(optimizer, tables)
+    state = optimizer.state_dict()
+    ours = copies(rrefs)
+    local = optimizer_class(name)(grouped(ours), **OPTIONS[name])
+    local_step(local, copies(rrefs))  # so that it has a state to compare the form with
+    assert state.keys() == local.state_dict().keys()
+    for group, other in zip(state["param_groups"], local.state_dict()["param_groups"], strict=True):
+        assert group["params"] == other["params"]
+        assert group["lr"] == other["lr"]
+    local.load_state_dict(state)
+    for _ in range(2):
+        step(optimizer, tables)
+        local_step(local, ours)
+    assert_equal(values(rrefs), ours)
+
+
+def comes_from_torch(name: str) -> None:
+    ours = local_params(3)
+    local = optimizer_class(name)(grouped(ours), **OPTIONS[name])
+    for _ in range(2):
+        local_step(local, ours)
+    local.param_groups[1]["lr"] = 0.03
+    tables = make_tables((FIRST, SECOND, TRAINER))
+    rrefs = params(tables)
+    optimizer = DistributedOptimizer(optimizer_class(name), grouped(rrefs), **OPTIONS[name])
+    for _ in range(2):
+        step(optimizer, tables)
+    fresh = DistributedOptimizer(optimizer_class(name), grouped(rrefs), **OPTIONS[name] | {"lr": 7.0})
+    fresh.load_state_dict(copy.deepcopy(local.state_dict()))
+    assert fresh.param_groups[1]["lr"] == 0.03
+    for _ in range(2):
+        step(fresh, tables)
+        local_step(local, ours)
+    assert_equal(values(rrefs), ours)
+    again = fresh.state_dict()
+    fresh.load_state_dict(again)
+    torch.testing.assert_close(fresh.state_dict()["state"], again["state"])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_its_state_goes_on_in_torch(trainer, name) -> None:
+    trainer(goes_to_torch, name)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_it_goes_on_from_a_state_of_torch(trainer, name) -> None:
+    trainer(comes_from_torch, name)
+
+
+def refuses_what_does_not_fit() -> None:
+    tables = make_tables()
+    rrefs = params(tables)
+    optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1, momentum=0.9)
+    step(optimizer, tables)
+    state = optimizer.state_dict()
+    smaller = DistributedOptimizer(torch.optim.SGD, rrefs[:5], lr=0.1).state_dict()
+    with pytest.raises(ValueError, match=r"\[5\].*\[6\]"):
+        optimizer.load_state_dict(smaller)
+    wrong = copy.deepcopy(state)
+    wrong["state"][1]["momentum_buffer"] = torch.zeros(2)
+    with pytest.raises(RemoteOptimizerError, match=r"second: ValueError.*shape"):
+        optimizer.load_state_dict(wrong)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state["state"])
+
+
+def test_a_state_that_does_not_fit_is_refused(trainer) -> None:
+    trainer(refuses_what_does_not_fit)
+
+
+def gives_copies() -> None:
+    tables = make_tables((TRAINER,))
+    table: Table = tables[0].local_value()
+    optimizer = DistributedOptimizer(torch.optim.SGD, params(tables), lr=0.1, momentum=0.9)
+    step(optimizer, tables)
+    before = table.params[0].detach().clone()
+    state = optimizer.state_dict()["state"][0]["momentum_buffer"]
+    kept = state.clone()
+    step(optimizer, tables)
+    assert torch.equal(state, kept), "a step changed a state dict"
+    state.zero_()
+    assert not torch.equal(optimizer.state_dict()["state"][0]["momentum_buffer"], state)
+    assert not torch.equal(table.params[0].detach(), before)
+
+
+def test_a_state_dict_is_a_copy_even_of_this_process(trainer) -> None:
+    trainer(gives_copies)
