@@ -68,3 +68,30 @@ def test_the_same_kernel_gives_the_same_bits(optimizer: Any, kernel: str, data, 
     functional: FunctionalOptimizer = functional_optim_map[optimizer](**options)  # type: ignore[assignment]
     ours, state = run_both(reference, functional, params, missing, steps=100)
     assert_same(reference, params, ours, state)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("capturable", [False, True], ids=["", "capturable"])
+@pytest.mark.parametrize(("optimizer", "kernel"), CASES)
+def test_the_same_kernel_gives_the_same_bits_on_cuda(optimizer: Any, kernel: str, capturable: bool) -> None:
+    options: dict[str, Any] = dict(KERNELS[kernel])
+    if capturable:
+        if optimizer in (torch.optim.SGD, torch.optim.Adagrad):
+            pytest.skip("torch has no such option there")
+        options["capturable"] = True
+    torch.manual_seed(0)
+    params = [torch.randn(shape, device="cuda", requires_grad=True) for shape in ((33,), (5, 7), (), (0,))]
+    functional: FunctionalOptimizer = functional_optim_map[optimizer](**options)  # type: ignore[assignment]
+    if kernel == "fused" and fused_kernel_is_missing(functional, params):
+        pytest.skip("this torch has no fused kernel of it on CUDA")
+    reference = optimizer(params, **options)
+    ours, state = run_both(reference, functional, params, missing=0.2, steps=20)
+    assert_same(reference, params, ours, state)
+
+
+def fused_kernel_is_missing(functional: FunctionalOptimizer, params: list[Tensor]) -> bool:
+    try:
+        functional.kernel(params)
+    except RuntimeError:
+        return True
+    return False
