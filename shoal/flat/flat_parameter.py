@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from shoal.flat.gradients import GradientViews, grad_of
 from shoal.flat.span import Span
 
-
 _set_slot = vars(torch._C.TensorBase)["grad"].__set__
 
 

@@ -24,8 +24,11 @@ from shoal.flat.optimizer_state import use_parts
 def install() -> None:
     """Registers the hooks, once in the process."""
     # A compiled step is compiled without them. (Here, since the import behind it is slow; optimizers cause it as well.)
-    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
-    register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
+    for register, hook in (
+        (register_optimizer_step_pre_hook, _before_step),
+        (register_optimizer_step_post_hook, _after_step),
+    ):
+        register(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
 
 
 def flat_parameters(optimizer: Optimizer) -> list[FlatParameter]:

@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from shoal.flat import ContiguousParams, FlatParameter
 from tests.flat.twins import Twins, small_model
 
 
-def trained() -> tuple[nn.Module, ContiguousParams, optim.Optimizer]:
+def trained() -> tuple[Any, ContiguousParams, optim.Optimizer]:
     model = small_model()
     parameters = ContiguousParams(model)
     optimizer = optim.Adam(parameters.contiguous())
@@ -32,7 +33,9 @@ def through_torch_save(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_torch_save, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, through_torch_save, lambda model: pickle.loads(pickle.dumps(model))]
+)
 def test_copies_of_a_model_are_ordinary_models(duplicate) -> None:
     model, parameters, _ = trained()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -46,7 +49,7 @@ def test_copies_of_a_model_are_ordinary_models(duplicate) -> None:
     assert not torch.equal(other[0].weight, model[0].weight)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     parameters.assert_buffer_is_valid()
-    assert not other[2].weight.data_ptr() == model[2].weight.data_ptr()
+    assert other[2].weight.data_ptr() != model[2].weight.data_ptr()
     with_flat_memory = ContiguousParams(other)
     with_flat_memory.assert_buffer_is_valid()
 

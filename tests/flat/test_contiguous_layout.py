@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn, optim
@@ -23,7 +25,7 @@ def test_one_buffer_per_dtype() -> None:
     assert all(map(torch.equal, mixed, values))
     assert all(ours is theirs for ours, theirs in zip(parameters.original(), mixed, strict=True))
     optimizer = optim.SGD(runs, lr=1.0)
-    sum(item.float().sum() for item in mixed).backward()
+    torch.stack([item.float().sum() for item in mixed]).sum().backward()
     optimizer.step()
     for item, value in zip(mixed, values, strict=True):
         assert torch.equal(item, value - 1)
@@ -43,7 +45,8 @@ def test_flat_parameters_are_parameters_of_the_same_memory() -> None:
 
 
 def test_channels_last_is_kept_and_other_strides_become_contiguous() -> None:
-    convolution = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+    convolution: Any = nn.Conv2d(3, 8, 3)
+    convolution.weight.data = convolution.weight.data.contiguous(memory_format=torch.channels_last)
     transposed = nn.Parameter(torch.randn(4, 6).t())
     strided = nn.Parameter(torch.randn(8, 8)[:, ::2])
     expanded = nn.Parameter(torch.randn(1, 3).expand(5, 3))
@@ -105,7 +108,7 @@ def test_padding_stays_zero() -> None:
     (run,) = parameters.contiguous()
     optimizer = optim.AdamW([run], weight_decay=0.1, lr=0.1)
     for _ in range(5):
-        sum((item * item).sum() for item in items).backward()
+        torch.stack([(item * item).sum() for item in items]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     used = torch.zeros(run.numel(), dtype=torch.bool)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grad_norm_
 
-from shoal.flat import ContiguousParams
+from shoal.flat import ContiguousParams, FlatParameter
 from tests.flat.twins import Twins
 
 
-def four_layers() -> nn.Module:
+def four_layers() -> Any:
     torch.manual_seed(0)
     return nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 5), nn.Linear(5, 3)])
 
@@ -114,7 +116,11 @@ def test_what_is_left_of_an_older_gradient_is_not_used() -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     scaler.unscale_(twins.flat_optimizer)
-    assert all((parameter.grad is None) == (index in (1, 2)) for index, layer in enumerate(twins.flat) for parameter in layer.parameters())
+    assert all(
+        (parameter.grad is None) == (index in (1, 2))
+        for index, layer in enumerate(twins.flat)
+        for parameter in layer.parameters()
+    )
 
 
 def test_nothing_has_a_gradient() -> None:
@@ -183,13 +189,16 @@ def test_lbfgs_takes_zeros_for_them() -> None:
 
 
 def test_it_costs_one_look_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.flat import FlatParameter
-
     twins = Twins(optim.Adam)
     twins.train(2)
-    looks = []
+    looks: list[FlatParameter] = []
     presence = FlatParameter.presence
-    monkeypatch.setattr(FlatParameter, "presence", lambda run: looks.append(run) or presence(run))
+
+    def counted(run: FlatParameter) -> Any:
+        looks.append(run)
+        return presence(run)
+
+    monkeypatch.setattr(FlatParameter, "presence", counted)
     twins.backward(5)
     twins.flat_optimizer.step()
     assert len(looks) == 1

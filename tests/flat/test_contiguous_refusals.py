@@ -18,7 +18,9 @@ def step(optimizer_class: type[optim.Optimizer], **options: float) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["LAMB", "Lamb", "LARS", "Shampoo", "DistributedShampoo", "SOAP", "NovoGrad", "Adam_mini"])
+@pytest.mark.parametrize(
+    "name", ["LAMB", "Lamb", "LARS", "Shampoo", "DistributedShampoo", "SOAP", "NovoGrad", "Adam_mini"]
+)
 def test_known_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} needs whole tensors: it .*\. Give it original\(\)"):
         step(type(name, (optim.Adam,), {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from shoal.flat import ContiguousParams
 from tests.flat.twins import Twins, small_model
 
 
-def with_gradients(model: nn.Module) -> None:
+def with_gradients(model: Any) -> None:
     model(torch.ones(2, 5)).sum().backward()
 
 
@@ -55,7 +56,7 @@ def test_it_is_valid_with_and_without_gradients() -> None:
 
 @pytest.mark.parametrize("damage", REPAIRABLE)
 def test_what_can_be_moved_back(damage: Callable[[nn.Module], object]) -> None:
-    model = small_model()
+    model: Any = small_model()
     parameters = ContiguousParams(model)
     optimizer = optim.SGD(parameters.contiguous(), lr=1.0)
     with_gradients(model)
@@ -138,7 +139,7 @@ def test_assigning_another_dtype_replaces_and_is_found() -> None:
     parameters = ContiguousParams(model)
     model.load_state_dict({name: value.double() for name, value in model.state_dict().items()}, assign=True)
     assert model[0].weight.dtype is torch.float64
-    with pytest.raises(ValueError, match="'0.weight', .* was replaced"):
+    with pytest.raises(ValueError, match=r"'0.weight', .* was replaced"):
         parameters.assert_buffer_is_valid()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shoal.flat import ContiguousParams
 
 
-def small_model() -> nn.Module:
+def small_model() -> Any:
     """Sizes that are no multiple of a vector register, so that there is padding between them."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
@@ -21,9 +21,13 @@ class Twins:
     """`plain` and `flat`, stepped alike."""
 
     def __init__(
-        self, optimizer: Callable[..., torch.optim.Optimizer], make: Callable[[], nn.Module] = small_model, **options: Any
+        self,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        make: Callable[[], nn.Module] = small_model,
+        **options: Any,
     ) -> None:
-        self.plain, self.flat = make(), make()
+        self.plain: Any = make()
+        self.flat: Any = make()
         self.parameters = ContiguousParams(self.flat.named_parameters())
         self.plain_optimizer = optimizer(self.plain.parameters(), **options)
         self.flat_optimizer = optimizer(self.parameters.contiguous(), **options)
