@@ -112,7 +112,9 @@ def loss_of(dense: nn.Module, look_up: Lookup, batch: tuple[Tensor, Tensor]) -> 
 def evaluate(dense: nn.Module, look_up: Lookup, tokens: Tensor) -> float:
     """Nats per token of 20,000 places all over the text."""
     starts = torch.linspace(0, len(tokens) - CONTEXT - 1, 20_000).long()
-    return float(torch.stack([loss_of(dense, look_up, windows(tokens, part)) for part in starts.split(2000)]).mean())
+    return float(
+        torch.stack([loss_of(dense, look_up, windows(tokens, part)) for part in torch.split(starts, 2000)]).mean()
+    )
 
 
 def best_constant(tokens: Tensor) -> float:
@@ -162,7 +164,7 @@ def train_here(steps: int, tokens: Tensor) -> nn.Module:
     scheduler = schedule(optimizer, steps)
     for batch in draw_batches(tokens, 0, steps):
         optimizer.zero_grad()
-        loss_of(dense, look_up_here, batch).backward()
+        torch.autograd.backward([loss_of(dense, look_up_here, batch)])
         optimizer.step()
         scheduler.step()
     return dense
@@ -184,7 +186,7 @@ def run(rank: int, trainers: int, steps: int, check: bool, folder: Path) -> None
     torch.set_num_threads(1)
     names = [f"trainer{trainer}" for trainer in range(trainers)] + list(TABLES)
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder / 'rpc'}")
-    rpc.init_rpc(names[rank], rank=rank, world_size=len(names), rpc_backend_options=options)
+    rpc.init_rpc(names[rank], rank=rank, world_size=len(names), rpc_backend_options=options)  # type: ignore[no-untyped-call]
     good = True
     if rank < trainers:
         init_process_group("gloo", init_method=f"file://{folder / 'dense'}", rank=rank, world_size=trainers)
