@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inspect import signature
+from typing import Any
 
 import pytest
 import torch
@@ -155,7 +156,7 @@ def test_lbfgs_and_its_closure(line_search: str | None) -> None:
                 return loss.detach()
 
             losses.append(optimizer.step(closure))
-        assert torch.isclose(*losses, rtol=1e-3)
+        assert torch.isclose(losses[0], losses[1], rtol=1e-3)
     assert losses[0] < 0.3
     assert twins.distance() < 0.01
 
