@@ -29,6 +29,7 @@ class Connection:
         retry: milliseconds until ZeroMQ would dial again. No two are equal, so the event that tells of a failure, by
             endpoint and interval, is known for this dial's and not an earlier one's.
         failure: why its handshake failed.
+        proven: of a dialled connection: done when the other side has proven to own the key that was dialled.
         greeted: of a dialled connection: done when the other side has said hello, or in error.
         messages: how many came over it.
         sent: bytes that were queued to it, at least.
@@ -47,6 +48,7 @@ class Connection:
     muted: bool = False
     retry: int = 0
     failure: str = ""
+    proven: asyncio.Future[None] | None = None
     greeted: asyncio.Future[None] | None = None
     messages: int = 0
     sent: int = 0

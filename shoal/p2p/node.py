@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from shoal.p2p.errors import P2PError, PeerLost, PeerUnreachable, Refused, Unavailable
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.race import first_to_succeed
 from shoal.p2p.transport import Buffer, Transport
 
 log = logging.getLogger(__name__)
@@ -134,7 +136,7 @@ class Node:
         return peer == self.peer_id or self.transport.is_connected(peer)
 
     async def connect(self, peer: PeerID, timeout: float = DIAL_TIMEOUT) -> None:
-        """Make sure that there is a connection to `peer`, dialling its known addresses in turn.
+        """Make sure that there is a connection to `peer`, dialling its known addresses a little apart.
 
         Raises PeerUnreachable (HandshakeFailed if somebody else answers), also when `timeout` seconds have passed.
         """
@@ -160,16 +162,17 @@ class Node:
             raise PeerUnreachable(f"{peer!r} was lost again at once")
 
     async def _dial(self, peer: PeerID) -> None:
-        error = PeerUnreachable(f"{peer!r} is not connected, and no address of it is known")
-        for address in self.known_addresses(peer):
-            try:
-                async with asyncio.timeout(DIAL_TIMEOUT / 2):
-                    return await self.transport.dial(address)
-            except PeerUnreachable as failure:
-                error = failure
-            except TimeoutError:
-                error = PeerUnreachable(f"{address} did not answer within {DIAL_TIMEOUT / 2:g} s")
-        raise error
+        addresses = self.known_addresses(peer)
+        if not addresses:
+            raise PeerUnreachable(f"{peer!r} is not connected, and no address of it is known")
+        await first_to_succeed([partial(self._dial_address, address) for address in addresses])
+
+    async def _dial_address(self, address: Multiaddr) -> None:
+        try:
+            async with asyncio.timeout(DIAL_TIMEOUT / 2):
+                await self.transport.dial(address)
+        except TimeoutError:
+            raise PeerUnreachable(f"{address} did not answer within {DIAL_TIMEOUT / 2:g} s") from None
 
     def on_lost(self, callback: LostCallback) -> Callable[[], None]:
         """Have `callback(peer, reason)` called when a connected peer is lost; returns a function that ends that."""

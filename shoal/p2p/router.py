@@ -49,7 +49,12 @@ _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _EVENTS = (
-    zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+    zmq.EVENT_LISTENING
+    | zmq.EVENT_ACCEPTED
+    | zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
 )
 _monitors = count()
 
@@ -168,6 +173,8 @@ class Router:
                 self.socket.disconnect(connection.endpoint)
             self.socket.linger = round(LINGER * 1000)
         connection.muted = True
+        if connection.greeted is not None:
+            connection.greeted.cancel()  # others may wait for it
         if connection.timer is not None:
             connection.timer.cancel()
 
@@ -322,6 +329,9 @@ class Router:
             elif not self.accepts and (connection := self.dialled.get(endpoint.decode())) is not None:
                 if number == zmq.EVENT_CONNECTED:
                     self._connected(connection, value)
+                elif number == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    if connection.proven is not None and not connection.proven.done():
+                        connection.proven.set_result(None)
                 elif number & _HANDSHAKE_FAILED:
                     connection.failure = "somebody answers there who cannot prove to be that peer"
                 elif number == zmq.EVENT_CONNECT_RETRIED and value == connection.retry:

@@ -8,6 +8,8 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
+from functools import partial
+from weakref import WeakValueDictionary
 
 import zmq
 
@@ -17,6 +19,7 @@ from shoal.p2p.context import SharedContext
 from shoal.p2p.errors import HandshakeFailed, MessageTooLarge, PeerUnreachable
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.race import first_to_succeed
 from shoal.p2p.router import Frames, Router
 from shoal.p2p.transport import Buffer, Transport, check_size
 
@@ -52,6 +55,7 @@ class ZeroMQTransport(Transport):
         self.heartbeat_seconds = heartbeat_seconds
         self._instance = os.urandom(greeting.INSTANCE_BYTES)
         self._peers: dict[PeerID, list[Connection]] = {}
+        self._greeting: WeakValueDictionary[PeerID, asyncio.Lock] = WeakValueDictionary()
         self._hellos: dict[Connection, Frames] = {}  # of accepted connections, not looked at yet
         self._shared: SharedContext | None = None
         self._listener: Router | None = None
@@ -88,15 +92,11 @@ class ZeroMQTransport(Transport):
             found = await self._resolve(address)
         except OSError as error:
             raise PeerUnreachable(f"{address}: {error}") from error
-        failure = PeerUnreachable(f"{address} has no address")
-        for ip in found:
-            if self.is_connected(peer):
-                return
-            try:
-                return await self._dial(peer, server_key, _endpoint(ip, address.port), ip.version == 6)
-            except PeerUnreachable as error:
-                failure = error
-        raise failure
+        if self.is_connected(peer):
+            return
+        await first_to_succeed(
+            [partial(self._dial, peer, server_key, _endpoint(ip, address.port), ip.version == 6) for ip in found]
+        )
 
     async def _dial(self, peer: PeerID, server_key: bytes, endpoint: str, ipv6: bool) -> None:
         if self._closed:
@@ -114,16 +114,31 @@ class ZeroMQTransport(Transport):
             connection = self._dialler.connect(endpoint, server_key, ipv6=ipv6)
         except zmq.ZMQError as error:
             raise PeerUnreachable(f"{endpoint} can't be dialled: {error.strerror}") from error
+        connection.proven = asyncio.get_running_loop().create_future()
         connection.greeted = asyncio.get_running_loop().create_future()
         connection.peer = peer
         try:
-            self._dialler.send(connection, [greeting.hello(self.peer_id, self._instance)])
-            await connection.greeted
+            await self._greet(self._dialler, connection, connection.greeted)
         except BaseException:
             # A caller may give up in the very moment in which the connection is made: then it stays.
             if connection not in self._peers.get(peer, ()):
                 self._dialler.forget(connection)
             raise
+
+    async def _greet(self, dialler: Router, connection: Connection, greeted: asyncio.Future[None]) -> None:
+        """Say hello over a dialled connection, once it is there, and wait for the answer.
+
+        A peer that is dialled at several addresses hears one hello at a time: a second one would tell it that this side
+        has lost the first connection.
+        """
+        assert connection.peer is not None
+        assert connection.proven is not None
+        await asyncio.wait([connection.proven, greeted], return_when=asyncio.FIRST_COMPLETED)
+        async with self._greeting.setdefault(connection.peer, asyncio.Lock()):
+            if self.is_connected(connection.peer) and not greeted.done():
+                return dialler.forget(connection)
+            dialler.send(connection, [greeting.hello(self.peer_id, self._instance)])
+            await greeted
 
     def is_connected(self, peer: PeerID) -> bool:
         return peer in self._peers

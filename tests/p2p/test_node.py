@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shoal.p2p.node
+import shoal.p2p.race
 from shoal.p2p.errors import MessageTooLarge, P2PError, PeerLost, PeerUnreachable, Refused
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
@@ -285,6 +286,42 @@ def test_a_peer_is_dialled_at_all_its_addresses(kind):
             one.learn(stranger, [LOOPBACK.with_port(9)])
             with pytest.raises(PeerUnreachable):
                 await one.connect(stranger)
+
+    asyncio.run(main())
+
+
+def test_an_address_that_does_not_answer_does_not_hold_up_the_next():
+    async def main():
+        async with nodes(2, "zeromq") as (one, other):
+            with socket.create_server(("127.0.0.1", 0)) as silent:
+                black_hole = LOOPBACK.with_port(silent.getsockname()[1])
+                one.learn(other.peer_id, [black_hole, *other.addresses])
+                await one.connect(other.peer_id, timeout=2.0)
+            assert one.is_connected(other.peer_id)
+
+    asyncio.run(main())
+
+
+def test_a_peer_dialled_at_several_addresses_is_connected_once(monkeypatch):
+    monkeypatch.setattr(shoal.p2p.race, "HEAD_START", 0.0)
+
+    async def main():
+        lost: list[str] = []
+        for _ in range(10):
+            async with nodes(2, "zeromq") as (one, other):
+                for node in (one, other):
+                    node.on_lost(lambda peer, reason: lost.append(reason))
+                for _ in range(3):
+                    await other.listen(LOOPBACK)
+                one.learn(other.peer_id, other.addresses)
+                other.serve(ECHO, lambda peer, ask, buffers: Told(ask.number))
+                for number in range(20):
+                    assert await one.call(other.peer_id, ECHO, Ask(number), Told, timeout=5) == Told(number)
+                    await asyncio.sleep(0.001)
+                assert lost == []
+                one.transport.disconnect(other.peer_id)
+                await eventually(lambda: lost)
+                lost.clear()
 
     asyncio.run(main())
 
