@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -22,6 +23,9 @@ from shoal.sharding.partition import PARCEL_BYTES, Parcel
 
 Finish = Callable[[], None]
 """Waits for the end of what was started."""
+
+Works = list[tuple[int | None, dist.Work]]
+"""What is under way, and with which rank (None: with all)."""
 
 WINDOW: Final = 8
 """Parcels under way at a time: it bounds the memory of receive buffers."""
@@ -73,15 +77,16 @@ class Communication:
         """
         first = tensors[parcel.slices[0].tensor]
         others = [rank for rank in range(self.ranks) if rank != self.rank]
+        spare = None
         if len(parcel.slices) == 1:
-            buffer, spare = first[parcel.slices[0].span.slice], None
+            buffer = first[parcel.slices[0].span.slice]
         else:
             buffer, spare = self._buffer(parcel.numel, first)
         if parcel.owner == self.rank and spare is not None:
             torch.cat([tensors[part.tensor][part.span.slice] for part in parcel.slices], out=buffer)
         if not self._direct(first):
             source = dist.get_global_rank(self.group, parcel.owner)
-            works = [(None, dist.broadcast(_raw(buffer), source, self.group, async_op=True))]
+            works: Works = [(None, dist.broadcast(_raw(buffer), source, self.group, async_op=True))]
         elif parcel.owner == self.rank:
             works = [(rank, self._send(buffer, rank, tag)) for rank in others]
         else:
@@ -102,14 +107,14 @@ class Communication:
         Args:
             parcel: slices of ``tensors``.
             tensors: 1-D and contiguous; what this rank adds. Not read on the owner.
-            total: on the owner, where each slice's sum goes, one 1-D tensor per slice; it begins as what the owner adds.
+            total: on the owner, where each slice's sum goes: one 1-D tensor per slice, which begins as its own part.
         """
         first = tensors[parcel.slices[0].tensor] if parcel.owner != self.rank else total[0]
         if not self._direct(first):
             return self._reduce(parcel, tensors, total, first)
         if parcel.owner != self.rank:
             if len(parcel.slices) == 1:
-                works = [(parcel.owner, self._send(first[parcel.slices[0].span.slice], parcel.owner, GRADIENTS))]
+                works: Works = [(parcel.owner, self._send(first[parcel.slices[0].span.slice], parcel.owner, GRADIENTS))]
                 return lambda: _wait(works)
             buffer, spare = self._buffer(parcel.numel, first)
             torch.cat([tensors[part.tensor][part.span.slice] for part in parcel.slices], out=buffer)
@@ -172,7 +177,7 @@ class Communication:
             return gathered
         headers = [header if rank == self.rank else torch.empty_like(header) for rank in range(self.ranks)]
         others = [rank for rank in range(self.ranks) if rank != self.rank]
-        works = [(rank, self._send(header, rank, GRADIENTS)) for rank in others]
+        works: Works = [(rank, self._send(header, rank, GRADIENTS)) for rank in others]
         works += [(rank, self._receive(headers[rank], rank, GRADIENTS)) for rank in others]
 
         def exchanged() -> list[Tensor]:
@@ -186,17 +191,17 @@ class Communication:
 
         def start(chunk: Tensor) -> Finish:
             there = chunk if self._reaches(chunk) else chunk.to(self.device)
-            works = [(to, self._send(there, to, STATES))]
+            works: Works = [(to, self._send(there, to, STATES))]
             return lambda: _wait(works)
 
-        run_in_window(lambda chunk=chunk: start(chunk) for chunk in _chunks(tensor))  # type: ignore[misc]
+        run_in_window(partial(start, chunk) for chunk in _chunks(tensor))
 
     def receive_all(self, tensor: Tensor, sender: int) -> None:
         """Receives what :meth:`send_all` sends of a tensor of equal size and dtype."""
 
         def start(chunk: Tensor) -> Finish:
             there = chunk if self._reaches(chunk) else torch.empty_like(chunk, device=self.device)
-            works = [(sender, self._receive(there, sender, STATES))]
+            works: Works = [(sender, self._receive(there, sender, STATES))]
 
             def finish() -> None:
                 _wait(works)
@@ -205,7 +210,7 @@ class Communication:
 
             return finish
 
-        run_in_window(lambda chunk=chunk: start(chunk) for chunk in _chunks(tensor))  # type: ignore[misc]
+        run_in_window(partial(start, chunk) for chunk in _chunks(tensor))
 
     def _direct(self, tensor: Tensor) -> bool:
         return self.by_messages and tensor.device.type == "cpu"
@@ -237,7 +242,7 @@ class Communication:
         self._spare[whole.dtype, whole.device].append(whole)
 
 
-def _wait(works: Sequence[tuple[int | None, dist.Work]]) -> None:
+def _wait(works: Works) -> None:
     for rank, work in works:
         try:
             work.wait()

@@ -20,9 +20,10 @@ def copy_options(source: Groups, target: Groups) -> None:
 
 
 def numbers_of(groups: Groups) -> Tensor:
-    """All options that are numbers (or tensors or sequences of them), as one float64 vector: equal groups, equal places.
+    """All options that are numbers, or tensors or sequences of them, as one float64 vector.
 
-    Everything that a scheduler changes is among them. Booleans are not: they choose kernels.
+    Groups with equal keys have them in equal places. Everything that a scheduler changes is among them. Booleans are
+    not: they choose kernels.
     """
     values = [float(value) for group in groups for name in sorted(group) for value in _leaves(name, group[name])]
     return torch.tensor(values, dtype=torch.float64)

@@ -141,7 +141,7 @@ class Parameters:
         )
 
     def updated(self) -> list[int]:
-        """The buckets in which a step may have changed something: those with parameters that train or have a gradient."""
+        """The buckets in which a step may change something: with parameters that train or have a gradient."""
         return [
             number
             for number, bucket in enumerate(self.buckets)

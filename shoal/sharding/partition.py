@@ -63,7 +63,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """One message about what ``owner`` owns: at most `PARCEL_BYTES`. Several slices are packed, one is sent in place."""
+    """One message about what ``owner`` owns, at most `PARCEL_BYTES`: several slices packed, or one in place."""
 
     owner: int
     slices: Share
@@ -75,7 +75,9 @@ class Parcel:
 
 
 def buckets_of(sizes: Sequence[Size], numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Gathers parameters into buckets, last parameter first: about the order in which backward finishes them.
+    """Gathers parameters into buckets, the last first: about the order in which backward finishes them.
+
+    Within a bucket parameters are in their own order.
 
     Args:
         sizes: of all parameters.
@@ -91,7 +93,7 @@ def buckets_of(sizes: Sequence[Size], numbers: Sequence[int]) -> list[tuple[int,
             buckets.append(bucket)
         bucket.append(number)
         filling[size.place] = bucket, nbytes + size.nbytes
-    return [tuple(bucket) for bucket in buckets]
+    return [tuple(reversed(bucket)) for bucket in buckets]
 
 
 def cut_evenly(sizes: Sequence[Size], params: Sequence[int], loads: list[int]) -> tuple[Share, ...]:
@@ -156,7 +158,7 @@ def parcels_of(shares: Sequence[Share], itemsize: int) -> list[Parcel]:
 
 
 def _pack(owner: int, share: Share, itemsize: int) -> list[Parcel]:
-    parcels = []
+    parcels: list[Parcel] = []
     small: list[Slice] = []
     room = PARCEL_BYTES
     for part in share:

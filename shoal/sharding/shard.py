@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.sharding.memory import flat, flat_like, shaped_like
+from shoal.sharding.options import Groups
 from shoal.sharding.partition import Slice
 
 MASTER = "master_weights"
@@ -44,9 +45,8 @@ class Piece:
             self.local = nn.Parameter(memory.view(param.shape) if self.whole else memory)
             self._gradient = torch.empty_like(memory, pin_memory=pinned) if pinned else None
         elif alias or not self.whole:
-            self.local = nn.Parameter(
-                self.home if not self.whole else param.detach(), requires_grad=param.requires_grad
-            )
+            memory = param.detach() if self.whole else self.home
+            self.local = nn.Parameter(memory, requires_grad=param.requires_grad)
 
     @property
     def home(self) -> Tensor:
@@ -127,9 +127,7 @@ class Shard:
         self.pieces: list[list[Piece]] = []
         self.optimizer: Optimizer
 
-    def add(
-        self, groups: Sequence[dict[str, Any]], slices: Sequence[Sequence[Slice]], params: Sequence[Tensor]
-    ) -> None:
+    def add(self, groups: Groups, slices: Sequence[Sequence[Slice]], params: Sequence[Tensor]) -> None:
         """Adds parameter groups: the options of ``groups``, over this rank's ``slices`` of each (maybe none)."""
         local_groups = []
         for group, owned in zip(groups, slices, strict=True):
@@ -184,7 +182,7 @@ class Shard:
             state[MASTER] = piece.local.detach()
         return state
 
-    def load(self, states: Sequence[Sequence[dict[str, Any]]], groups: Sequence[dict[str, Any]]) -> None:
+    def load(self, states: Sequence[Sequence[dict[str, Any]]], groups: Groups) -> None:
         """Replaces the state of every slice, in the order of ``pieces``, and the options of every group."""
         state: dict[int, dict[str, Any]] = {}
         packed = []

@@ -1,7 +1,7 @@
 """A tensor of which this rank holds some elements: how an unconsolidated state dict is given to a checkpoint.
 
 `torch.distributed.checkpoint` asks a tensor for the parts that a rank holds, as boxes with offsets and sizes in the
-whole tensor (the ``_Checkpointable`` protocol, as DTensor has it). A span of a flattened tensor is not a box, but it is a
+whole tensor (the ``_Checkpointable`` protocol, as DTensor has it). A span of a flattened tensor is not one box but a
 few: the end of a row, full rows, the beginning of a row, in each dimension. Every box is one stretch of the span's
 memory, so nothing is copied, and the checkpoint holds the whole tensor in its own shape, for whoever loads it.
 """
@@ -80,7 +80,7 @@ class ShardedState(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise RuntimeError(f"{func} needs the whole tensor, and this rank holds a part: {_ADVICE}")
@@ -91,7 +91,7 @@ class ShardedState(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
         return ShardedState.of(self.shape, [(span, tensor.clone()) for span, tensor in self._parts])
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spans = ", ".join(f"{span.start}:{span.stop}" for span, _ in self._parts)
         return f"ShardedState(shape={tuple(self.shape)}, dtype={self.dtype}, elements {spans})"
 
@@ -128,4 +128,6 @@ class ShardedState(torch.Tensor):
         raise ValueError(f"this rank holds no part at {index.offset} of {index.fqn}")
 
 
-_ADVICE = "call consolidate_state_dict() on all ranks and save state_dict() on its target, or use torch.distributed.checkpoint"
+_ADVICE = (
+    "call consolidate_state_dict() on all ranks and save its target's state_dict(), or use torch.distributed.checkpoint"
+)

@@ -51,10 +51,9 @@ def read(
     Raises:
         ValueError: says where it does not fit.
     """
-    saved = state_dict.get("param_groups"), state_dict.get("state")
-    if not isinstance(saved[0], list) or not isinstance(saved[1], dict):
+    saved_groups, saved_state = state_dict.get("param_groups"), state_dict.get("state")
+    if not isinstance(saved_groups, list) or not isinstance(saved_state, dict):
         raise ValueError("a state dict of an optimizer has a list 'param_groups' and a dictionary 'state'")
-    saved_groups, saved_state = saved
     if len(saved_groups) != len(groups):
         raise ValueError(f"the state dict has {len(saved_groups)} parameter groups, this optimizer has {len(groups)}")
     for number, (ours, theirs) in enumerate(zip(groups, saved_groups, strict=True)):

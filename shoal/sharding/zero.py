@@ -131,7 +131,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # --- stepping ----------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps this rank's share, and brings all parameters to all ranks.
 
         Args:
@@ -194,7 +194,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             lent = lend(self._communication, self._parameters, self.param_groups, live=False)
             if lent is None:
                 raise RuntimeError(
-                    "a rank that has joined found no live rank: call Join's main hook on all that joined"
+                    "a rank that has joined found no live one: Join's main hooks run only while there is one"
                 )
             self._follow()
             self._shard.prepare(lent.gradients)
