@@ -1,4 +1,4 @@
-"""Run scenarios of `join_scenarios` on real ranks: python -m tests.sharding.join_ranks RANK RANKS FOLDER CALLS."""
+"""Run scenarios of `join_scenarios` on real ranks: python -m tests.sharding.join_ranks RANK FOLDER CALLS."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 Call = tuple[str, dict[str, Any]]
-"""A scenario's name and arguments."""
+"""A scenario's name and arguments; one of these is `inputs`, a list with an entry for each rank that takes part."""
 
 
-def run_ranks(ranks: int, calls: list[Call], folder: Path, timeout: float = 100.0) -> list[list[Any]]:
-    """Start `ranks` processes that make all calls, one after the other. Returns the answers by call and rank."""
+def run_ranks(calls: list[Call], folder: Path, timeout: float = 100.0) -> list[list[Any]]:
+    """Start as many processes as the largest call needs, and make all calls one after the other.
+
+    Returns:
+        The answers by call and rank.
+    """
+    ranks = max(len(arguments["inputs"]) for _, arguments in calls)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.sharding.join_ranks", str(rank), str(ranks), str(folder), json.dumps(calls)],
+            [sys.executable, "-m", "tests.sharding.join_ranks", str(rank), str(folder), json.dumps(calls)],
             cwd=ROOT,
             env=environment,
         )
@@ -36,7 +41,10 @@ def run_ranks(ranks: int, calls: list[Call], folder: Path, timeout: float = 100.
             process.wait()
     assert codes == [0] * ranks, f"exit codes of the ranks: {codes}"
     answers = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
-    return [[answer[number] for answer in answers] for number in range(len(calls))]
+    return [
+        [answers[rank][number] for rank in range(len(arguments["inputs"]))]
+        for number, (_, arguments) in enumerate(calls)
+    ]
 
 
 def main() -> None:
@@ -47,9 +55,13 @@ def main() -> None:
     from tests.sharding import join_scenarios
 
     torch.set_num_threads(1)
-    rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     answers: list[Any] = []
-    for number, (name, arguments) in enumerate(json.loads(sys.argv[4])):
+    for number, (name, arguments) in enumerate(json.loads(sys.argv[3])):
+        ranks = len(arguments["inputs"])
+        if rank >= ranks:
+            answers.append(None)
+            continue
         # A group of its own for each, so that what hangs or fails leaves the next alone.
         dist.init_process_group(
             "gloo",

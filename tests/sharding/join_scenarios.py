@@ -209,6 +209,23 @@ def train(
     }
 
 
+def subgroup(inputs: Sequence[int]) -> Any:
+    """All ranks but the first train together, and know nothing of it."""
+    rank = dist.get_rank()
+    group = dist.new_group(range(1, len(inputs)))
+    if rank == 0:
+        return {}
+    assert isinstance(group, dist.ProcessGroup)
+    model = DistributedDataParallel(build(), process_group=group)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, process_group=group, lr=RATE)
+    with Join([model, optimizer], divide_by_initial_world_size=False):
+        for iteration in range(inputs[rank]):
+            model(batch_of(rank, iteration)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"values": values(model.module), "expected": alone(inputs, adam, divide_by_live=True)}
+
+
 def replicated(inputs: Sequence[int], divide_by_live: bool = False) -> Any:
     """DistributedDataParallel with an optimizer on every rank, which a joined rank does not step."""
     rank = dist.get_rank()

@@ -1,12 +1,11 @@
 """Unequal inputs over 2 to 4 real ranks: nobody hangs, and what comes out is what one process would have computed.
 
-All cases of a number of ranks run in one start of these (see `join_ranks`), each in a process group of its own.
+All cases run in one start of the ranks (see `join_ranks`), each in a process group of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -17,12 +16,12 @@ from shoal import Join
 from shoal.sharding.join import announcement, read_announcement
 from tests.sharding.join_ranks import Call, run_ranks
 
-PATTERNS = {
-    2: [[0, 3], [3, 1], [2, 2], [0, 0]],
-    3: [[3, 0, 2], [4, 2, 3]],
-    4: [[1, 2, 3, 4], [2, 5, 0, 1], [0, 4, 4, 0]],
-}
-"""Inputs per rank: none on one or all, all different, even; the last to join is the first rank, or two."""
+PATTERNS = [
+    *([1, 2, 3, 4], [2, 5, 0, 1], [0, 4, 4, 0]),
+    *([3, 0, 2], [4, 2, 3]),
+    *([0, 3], [3, 1], [2, 2], [0, 0]),
+]
+"""Inputs per rank: none on one or on all, all different, even; the last to join is the first rank, or two."""
 
 STEPS: list[dict[str, Any]] = [
     {"divide_by_live": True},
@@ -36,7 +35,10 @@ STEPS: list[dict[str, Any]] = [
     {"zero": "shoal", "scheduled": True},
     {"zero": "shoal", "scheduled": True, "join": "torch"},
 ]
-"""Ways to train with a model and a sharded optimizer."""
+"""Ways to train with a model and a sharded optimizer ..."""
+
+STEPPED = [[4, 0, 2], [2, 4, 4]]
+"""... and the inputs per rank for that."""
 
 OTHERS: list[Call] = [
     ("count", {"inputs": [5, 6]}),
@@ -45,6 +47,7 @@ OTHERS: list[Call] = [
     ("count", {"inputs": [4, 3], "joinables": 2, "throw": True}),
     ("train", {"inputs": [5, 3], "throw": True}),
     ("train", {"inputs": [3, 5], "every": 3}),
+    ("subgroup", {"inputs": [0, 2, 4]}),
     ("two_optimizers", {"inputs": [3, 6]}),
     ("only_optimizers", {"inputs": [3, 5]}),
     ("only_optimizers", {"inputs": [3, 5], "throw": True}),
@@ -57,18 +60,17 @@ OTHERS: list[Call] = [
 ]
 
 
-def calls_of(ranks: int) -> list[Call]:
-    calls: list[Call] = []
-    for inputs in PATTERNS[ranks]:
-        calls += [("count", {"inputs": inputs}), ("replicated", {"inputs": inputs}), ("add_up", {"inputs": inputs})]
+def all_calls() -> list[Call]:
+    calls = OTHERS.copy()
+    for inputs in PATTERNS:
+        calls += [(scenario, {"inputs": inputs}) for scenario in ("count", "replicated", "add_up")]
         calls += [("train", {"inputs": inputs, "zero": zero}) for zero in ("torch", "shoal")]
-        for steps in STEPS if ranks == 3 else []:
-            whole = [number - number % steps.get("every", 1) for number in inputs]
-            calls.append(("train", {"inputs": whole, **steps}))
-    return calls + (OTHERS if ranks == 2 else [])
+    calls += [("train", {"inputs": inputs, **steps}) for inputs in STEPPED for steps in STEPS]
+    # Those of all ranks first, so that no rank waits for others that are busy without it.
+    return sorted(calls, key=lambda call: -len(call[1]["inputs"]))
 
 
-every_pattern = pytest.mark.parametrize("inputs", [inputs for ranks in PATTERNS for inputs in PATTERNS[ranks]], ids=str)
+every_pattern = pytest.mark.parametrize("inputs", PATTERNS, ids=str)
 EXHAUSTED, DETECTED = "Rank {} exhausted all inputs.", "Detected at least one rank that exhausted inputs. Throwing"
 
 Ask = Callable[..., list[Any]]
@@ -76,15 +78,12 @@ Ask = Callable[..., list[Any]]
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
-    """The answers of all ranks to one call."""
-
-    @cache
-    def answers(ranks: int) -> list[list[Any]]:
-        return run_ranks(ranks, calls_of(ranks), tmp_path_factory.mktemp(f"{ranks}-ranks"))
+    """Gives the answers of all ranks to one call."""
+    calls = all_calls()
+    answers = run_ranks(calls, tmp_path_factory.mktemp("ranks"))
 
     def ask(scenario: str, **arguments: Any) -> list[Any]:
-        ranks = len(arguments["inputs"])
-        said = answers(ranks)[calls_of(ranks).index((scenario, arguments))]
+        said = answers[calls.index((scenario, arguments))]
         for answer in said:
             assert "failed" not in answer, answer["failed"]
         return said
@@ -136,19 +135,23 @@ def test_a_sharded_optimizer_does_what_one_process_would(ask: Ask, inputs: list[
 
 
 @pytest.mark.parametrize("steps", STEPS, ids=str)
-@pytest.mark.parametrize("inputs", PATTERNS[3], ids=str)
+@pytest.mark.parametrize("inputs", STEPPED, ids=str)
 def test_a_sharded_optimizer_stepped_otherwise(ask: Ask, inputs: list[int], steps: dict[str, Any]) -> None:
     """The mean of the live ranks, accumulation under no_sync, the optimizer first in the list, steps with a closure,
     a learning rate that only live ranks change, and Shoal's optimizer in torch's Join.
     """
-    every = steps.get("every", 1)
-    expect_as_alone(ask("train", inputs=[number - number % every for number in inputs], **steps))
+    expect_as_alone(ask("train", inputs=inputs, **steps))
 
 
 def expect_as_alone(said: list[Any]) -> None:
     assert all(answer["error"] == "" for answer in said)
     assert all(answer["values"] == said[0]["values"] for answer in said)
     assert said[0]["values"] == pytest.approx(said[0]["expected"], rel=1e-12)
+
+
+def test_some_of_the_ranks_in_a_group_of_their_own(ask: Ask) -> None:
+    said = ask("subgroup", inputs=[0, 2, 4])
+    assert said[1]["values"] == said[2]["values"] == pytest.approx(said[1]["expected"], rel=1e-12)
 
 
 def test_running_out_in_the_middle_of_an_accumulation_does_not_hang(ask: Ask) -> None:
