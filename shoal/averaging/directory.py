@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -12,8 +14,11 @@ from shoal.dht.node import DHTNode
 from shoal.dht.records import get_dht_time
 from shoal.dht.validation import owner_marker
 
+log = logging.getLogger(__name__)
+
 RECORD_SECONDS = 60.0  # how long a record lives in the DHT; a dead peer is listed no longer than this
 REFRESH_SECONDS = 15.0
+MAX_CLOCK_DIFFERENCE = 15.0  # seconds, until it is warned of; from RECORD_SECONDS on a peer is not found
 
 
 class Directory(ABC):
@@ -31,6 +36,9 @@ class Directory(ABC):
 class DHTDirectory(Directory):
     """A directory in the DHT. Each peer writes its own subkey, which only it can sign.
 
+    Warns when this peer can't be listed, and once when its clock is behind another's: then its record expires early, or
+    has expired already, for those who read it.
+
     Args:
         dht: this peer's DHT node.
         run_id: names the run.
@@ -40,14 +48,25 @@ class DHTDirectory(Directory):
     def __init__(self, dht: DHTNode, run_id: str, clock: Callable[[], float] = get_dht_time) -> None:
         self._dht, self._clock = dht, clock
         self._key = f"{run_id}/members"
+        self._unlisted = self._behind = False  # whether that was said
 
     async def publish(self, member: Member) -> None:
         expiration = self._clock() + RECORD_SECONDS
-        await self._dht.store(self._key, msgspec.msgpack.encode(member), expiration, subkey=owner_marker(member.peer))
+        record = msgspec.msgpack.encode(member)
+        listed = await self._dht.store(self._key, record, expiration, subkey=owner_marker(member.peer))
+        if not (listed or self._unlisted):
+            log.warning(
+                "no node of the DHT keeps the record by which others find this peer (%r, until %s): either none can be "
+                "reached, or this machine's clock is behind, or another process uses this identity",
+                self._key,
+                datetime.fromtimestamp(expiration, UTC).isoformat(timespec="seconds"),
+            )
+        self._unlisted = not listed
 
     async def read(self) -> list[Member]:
         found = await self._dht.get(self._key, latest=True)
         records = found.value if found is not None and isinstance(found.value, dict) else {}
+        self._compare_clocks(max((record.expiration_time for record in records.values()), default=0.0))
         members = []
         for subkey, record in list(records.items())[:MAX_MEMBERS]:
             try:
@@ -57,6 +76,18 @@ class DHTDirectory(Directory):
             if subkey == owner_marker(member.peer):
                 members.append(member)
         return members
+
+    def _compare_clocks(self, latest: float) -> None:
+        """All write RECORD_SECONDS ahead by their own clocks, so what expires later was written by a clock ahead."""
+        behind = latest - self._clock() - RECORD_SECONDS
+        if behind > MAX_CLOCK_DIFFERENCE and not self._behind:
+            log.warning(
+                "this machine's clock is at least %.0f s behind that of another peer of the run. With a difference of "
+                "%.0f s they do not find each other: set the clock that is wrong",
+                behind,
+                RECORD_SECONDS,
+            )
+            self._behind = True
 
 
 _decoder = msgspec.msgpack.Decoder(Member)
