@@ -49,7 +49,9 @@ def demo_command(
         Path | None,
         typer.Option(help="Text to learn; without it Python's standard library.", exists=True, dir_okay=False),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results; without it runs/demo-<time>.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the results; without it runs/demo-<time>.", file_okay=False)
+    ] = None,
 ) -> None:
     """Train a small language model with several peers on this machine; kill one, take in a new one."""
     from shoal.cli.demo.command import run_demo

@@ -51,3 +51,12 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     done = shoal_command("demo", "--data", str(text), "--out", str(tmp_path / "out"))
     assert done.returncode == 2
     assert "choose a longer" in " ".join(done.stderr.replace("│", "").split())
+
+
+def test_results_do_not_go_into_a_file(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    done = shoal_command("demo", "--out", str(taken))
+    assert done.returncode == 2
+    assert "is a file" in " ".join(done.stderr.replace("│", "").split())
+    assert taken.read_text() == "a file"
