@@ -30,7 +30,7 @@ def read_batches(rank: int, ranks: int) -> tuple[Tensor, ...]:
     text = torch.frombuffer(bytearray(b"".join(module.read_bytes() for module in modules)), dtype=torch.uint8)
     windows = text.long().unfold(0, CONTEXT + 1, CONTEXT // 4)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(rank))
-    return windows[order].split(BATCH)
+    return torch.split(windows[order], BATCH)
 
 
 def main() -> None:

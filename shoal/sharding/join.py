@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import cycle
@@ -199,8 +199,8 @@ class Join:
 
     def _before_step(self, order: int, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Announce a step, just before its collectives."""
-        closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
             self._announce(order)
             return None
 
