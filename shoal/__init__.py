@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shoal import compression as compression
     from shoal.averaging.averager import DecentralizedAverager as DecentralizedAverager
-    from shoal.averaging.averager import RoundReport as RoundReport
     from shoal.averaging.errors import AveragingError as AveragingError
+    from shoal.averaging.report import RoundReport as RoundReport
     from shoal.dht.dht import DHT as DHT
     from shoal.dht.records import ValueWithExpiration as ValueWithExpiration
     from shoal.dht.records import get_dht_time as get_dht_time
@@ -51,7 +51,7 @@ _HOMES = {
     "PeerID": "shoal.p2p.identity",
     "ProgressTracker": "shoal.optim.progress",
     "QHM": "shoal.functional.qhm_optimizer",
-    "RoundReport": "shoal.averaging.averager",
+    "RoundReport": "shoal.averaging.report",
     "ValueWithExpiration": "shoal.dht.records",
     "ZeroRedundancyOptimizer": "shoal.sharding.zero",
     "functional_optim_map": "shoal.functional.registry",

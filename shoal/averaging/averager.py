@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import random
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
-import msgspec
 import torch
 
 from shoal.averaging.contribution import Contribution, Fault, Outcome, SendTo
@@ -22,59 +19,36 @@ from shoal.averaging.directory import DHTDirectory
 from shoal.averaging.donor import Snapshot, StateDonor
 from shoal.averaging.errors import AveragingError, Rejected
 from shoal.averaging.exchange import Exchange, compute_serially
+from shoal.averaging.gathered import encode_gathered, told
+from shoal.averaging.hold import Hold
 from shoal.averaging.member import Member, Role
-from shoal.averaging.messages import MAX_GATHER_BYTES, Begin, Terms
+from shoal.averaging.messages import Begin, Terms
+from shoal.averaging.options import (
+    NOT_BUILT,
+    NOT_BUILT_IN_STEP,
+    check_group,
+    check_role,
+    check_tensors,
+    check_weight,
+    refuse_not_built,
+)
+from shoal.averaging.report import RoundReport
+from shoal.averaging.shared_state import snapshot_of, state_of
 from shoal.averaging.swarm import Swarm
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import download_state
 from shoal.compression import Codec, NoCompression
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
-from shoal.flat import FlatBuffer, Layout
+from shoal.flat import FlatBuffer
 from shoal.p2p.identity import PeerID
 
 T = TypeVar("T")
 Gathered = dict[PeerID, Any]
 
 DEFAULT_TIMEOUT = 60.0  # of a step, in seconds beyond `min_matchmaking_time`
-
-
-@dataclass(frozen=True, slots=True)
-class RoundReport:
-    """How a committed round went, on this peer. Times in seconds, sizes in bytes of payload.
-
-    Attributes:
-        members: who was in it.
-        coordinator: who called it.
-        matchmaking_seconds: from the call of `step` to BEGIN.
-        allreduce_seconds: from BEGIN to COMMIT.
-        join_to_begin_seconds: from the last JOIN to BEGIN; None on members that did not coordinate.
-        bytes_sent: to other members.
-        bytes_received: from other members.
-        digest: of the averaged tensors, 64 hex digits; equal on all members.
-    """
-
-    members: tuple[PeerID, ...]
-    coordinator: PeerID
-    matchmaking_seconds: float
-    allreduce_seconds: float
-    join_to_begin_seconds: float | None
-    bytes_sent: int
-    bytes_received: int
-    digest: str
-
-    @classmethod
-    def of(cls, outcome: Outcome) -> RoundReport:
-        return cls(
-            members=tuple(member.peer for member in outcome.begin.members),
-            coordinator=outcome.coordinator,
-            matchmaking_seconds=outcome.matchmaking_seconds,
-            allreduce_seconds=outcome.allreduce_seconds,
-            join_to_begin_seconds=outcome.join_to_begin_seconds,
-            bytes_sent=outcome.bytes_sent,
-            bytes_received=outcome.bytes_received,
-            digest=outcome.commit.root.hex(),
-        )
+SHUT_DOWN = "the averager was shut down"
+RETRY_SECONDS = 0.05  # after a round that failed: what fails at once is not to keep the reactor busy
 
 
 class DecentralizedAverager:
@@ -106,9 +80,12 @@ class DecentralizedAverager:
         bandwidth: how much this peer can carry, in any unit that all peers share; its part of the reducing is in
             proportion.
         allow_state_sharing: answer `load_state_from_peers` of others.
-        shutdown_timeout: seconds that `shutdown` waits for the round that is under way.
+        shutdown_timeout: seconds that `shutdown` waits for the round that is under way to end.
+        initial_group_bits, request_timeout, averaging_alpha, part_size_bytes, sender_timeout, reducer_timeout,
+            tensor_infos, min_vector_size, declare_state_period, daemon: of the reference; not built yet.
 
-    Raises ValueError if a tensor is not of floating point, shares memory with another, or if the options contradict.
+    Raises NotImplementedError that names an argument that is not built yet, and ValueError if a tensor is not of
+    floating point, shares memory with another, or if the options contradict.
     """
 
     def __init__(
@@ -130,19 +107,22 @@ class DecentralizedAverager:
         bandwidth: float | None = None,
         allow_state_sharing: bool | None = None,
         shutdown_timeout: float = 5.0,
+        initial_group_bits: str = "",
+        request_timeout: float = 3.0,
+        averaging_alpha: float = 1.0,
+        part_size_bytes: int = 2**19,
+        sender_timeout: float | None = None,
+        reducer_timeout: float | None = None,
+        tensor_infos: Any = None,
+        min_vector_size: int = 0,
+        declare_state_period: float = 30,
+        daemon: bool = True,
     ) -> None:
+        refuse_not_built(locals(), NOT_BUILT)
         client_mode = dht.client_mode if client_mode is None else client_mode
-        if client_mode and auxiliary:
-            raise ValueError(
-                "an auxiliary averager lends its bandwidth, a client has none to lend: choose one of the two"
-            )
-        if target_group_size is not None and target_group_size < min_group_size:
-            raise ValueError(f"target_group_size={target_group_size} is less than min_group_size={min_group_size}")
-        if bandwidth is not None and not 0 <= bandwidth < math.inf:
-            raise ValueError(f"bandwidth={bandwidth}: give a number that is not negative")
-        for index, tensor in enumerate(averaged_tensors):
-            if not tensor.is_floating_point():
-                raise ValueError(f"averaged_tensors[{index}] is of {tensor.dtype}: only floating point can be averaged")
+        check_role(client_mode, auxiliary, bandwidth)
+        check_group(target_group_size, min_group_size)
+        check_tensors(averaged_tensors)
         self.dht = dht
         self.prefix = prefix
         self.client_mode = client_mode
@@ -169,7 +149,8 @@ class DecentralizedAverager:
         self._chunk_timeout = next_chunk_timeout
         self._swarm: Swarm | None = None
         self._donor: StateDonor | None = None
-        self._steps: set[Future[Any]] = set()
+        self._turn = asyncio.Lock()  # one step at a time: they share the memory, and this peer's place in a round
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._snapshots = itertools.count()
         if start:
             self.run_in_background()
@@ -213,10 +194,11 @@ class DecentralizedAverager:
         swarm, self._swarm = self._swarm, None
         if swarm is None or not self.dht.is_alive():
             return
-        for future in list(self._steps):
-            future.cancel()
 
         async def stop() -> None:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             swarm.stop()
             if self._donor is not None:
                 self._donor.close()
@@ -261,7 +243,7 @@ class DecentralizedAverager:
         weight: float | None = None,
         timeout: float | None = None,
         allow_retries: bool = True,
-        *,
+        require_trigger: bool = False,
         wait: Literal[True] = True,
     ) -> Gathered: ...
     @overload
@@ -272,9 +254,11 @@ class DecentralizedAverager:
         weight: float | None = None,
         timeout: float | None = None,
         allow_retries: bool = True,
+        require_trigger: bool = False,
         *,
         wait: Literal[False],
     ) -> Future[Gathered]: ...
+    @overload
     def step(
         self,
         gather: Any = None,
@@ -282,7 +266,17 @@ class DecentralizedAverager:
         weight: float | None = None,
         timeout: float | None = None,
         allow_retries: bool = True,
-        *,
+        require_trigger: bool = False,
+        wait: bool = True,
+    ) -> Gathered | Future[Gathered]: ...
+    def step(
+        self,
+        gather: Any = None,
+        scheduled_time: float | None = None,
+        weight: float | None = None,
+        timeout: float | None = None,
+        allow_retries: bool = True,
+        require_trigger: bool = False,
         wait: bool = True,
     ) -> Gathered | Future[Gathered]:
         """Take part in one round: on return the tensors hold the weighted mean, the same bits on all members.
@@ -294,82 +288,88 @@ class DecentralizedAverager:
             weight: of this peer's tensors in the mean, at least 0; 1 by default, 0 for an auxiliary.
             timeout: seconds until this fails; by default 60 beyond `min_matchmaking_time`.
             allow_retries: join another round if one fails, as long as `timeout` allows.
+            require_trigger: of the reference; not built yet.
             wait: return the result; if False, a future of it.
 
-        Returns: what all members gathered, by peer id.
-        Raises AveragingError if there is no result in time, ValueError for arguments that make no sense.
+        Steps of one averager are taken one after another, in the order in which they were called.
+
+        Returns: what all members gathered, by peer id; None of a member that gathered nothing, or nothing that can be
+            read, and of all if this peer missed the round and only got its result.
+        Raises AveragingError if there is no result in time or the averager is shut down, ValueError for arguments that
+            make no sense, NotImplementedError for such as are not built yet.
         """
+        refuse_not_built(locals(), NOT_BUILT_IN_STEP)
         if self._swarm is None:
             raise RuntimeError("this averager was not started, or was shut down")
         if weight is None:
             weight = 0.0 if self.auxiliary else 1.0
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
-            raise ValueError(f"weight={weight!r}: give a number that is not negative")
-        if self.auxiliary and weight:
-            raise ValueError(f"weight={weight!r}: an auxiliary averager contributes nothing")
+        check_weight(weight, self.auxiliary)
         now = get_dht_time()
         patience = self.min_matchmaking_time if scheduled_time is None else max(0.0, scheduled_time - now)
         timeout = patience + DEFAULT_TIMEOUT if timeout is None else timeout
         if scheduled_time is not None and patience > timeout:
             raise ValueError(f"scheduled_time is in {patience:.1f} s, which does not fit within timeout={timeout}")
-        try:
-            gathered = msgspec.msgpack.encode(gather)
-        except TypeError as error:
-            raise ValueError(f"gather must be plain data that msgpack can write: {error}") from error
-        if len(gathered) > MAX_GATHER_BYTES:
-            raise ValueError(f"gather takes {len(gathered)} bytes; at most {MAX_GATHER_BYTES} are allowed")
-        future = self._submit(self._step(float(weight), gathered, patience, timeout, allow_retries))
+        data = encode_gathered(gather)
+        future = self._submit(self._step(float(weight), data, patience, timeout, allow_retries))
         return future.result() if wait else future
 
-    async def _step(self, weight: float, gathered: bytes, patience: float, timeout: float, retries: bool) -> Gathered:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        locked = False
+    async def _step(self, weight: float, data: bytes, patience: float, timeout: float, retries: bool) -> Gathered:
+        deadline = asyncio.get_running_loop().time() + timeout
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise AveragingError(f"no result within {timeout:.3g} s: the step before did not end") from None
+        hold = Hold(self.lock_averaged_tensors)
+        try:
+            outcome = await self._average(self._contribution(weight, data, patience, hold), deadline, retries)
+            gathered = told(outcome)
+            if not self.auxiliary:
+                await self._hold_until(deadline, hold)  # a round that was missed has not taken it
+                for tensor, output in zip(self._memory.flat, self._output.flat, strict=True):
+                    tensor.copy_(output)
+        finally:
+            hold.release()
+            self._turn.release()
+        self.last_round = RoundReport.of(outcome)
+        return gathered
 
-        async def lock() -> None:
-            nonlocal locked
-            if not locked:
-                await loop.run_in_executor(None, self.lock_averaged_tensors.acquire)
-                locked = True
+    def _contribution(self, weight: float, data: bytes, patience: float, hold: Hold) -> Contribution:
+        on_host = all(spec.device.type == "cpu" for spec in self._memory.layout.buffers)
+        inputs = self._memory.flat if on_host else FlatBuffer(self._layout).flat
+
+        async def prepare() -> None:
+            if await hold.take() and not on_host:
                 for host, tensor in zip(inputs, self._memory.flat, strict=True):
-                    if host is not tensor:
-                        host.copy_(tensor)
+                    host.copy_(tensor)
 
         def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
             return Exchange.of(self.peer_id.key, begin, inputs, self._output.flat, self._codec, send, fault)
 
-        on_host = all(spec.device.type == "cpu" for spec in self._memory.layout.buffers)
-        inputs = self._memory.flat if on_host else FlatBuffer(self._layout).flat
-        contribution = Contribution(
-            weight=weight,
-            open=open_exchange,
-            patience=patience,
-            prepare=lock,
-            gathered=gathered,
-        )
+        return Contribution(weight, open_exchange, patience, prepare, data)
+
+    async def _hold_until(self, deadline: float, hold: Hold) -> None:
         try:
-            while True:
-                swarm = self._swarm
-                if swarm is None:
-                    raise AveragingError("the averager was shut down")
-                try:
-                    outcome = await swarm.average(contribution, deadline - loop.time())
-                    break
-                except Rejected:
+            async with asyncio.timeout_at(deadline):
+                await hold.take()
+        except TimeoutError:
+            raise AveragingError("there is a result, but the tensors are in use (`get_tensors`)") from None
+
+    async def _average(self, contribution: Contribution, deadline: float, retries: bool) -> Outcome:
+        """One round; and another, as long as there is time, if it fails."""
+        loop = asyncio.get_running_loop()
+        while True:
+            swarm = self._swarm
+            if swarm is None:
+                raise AveragingError(SHUT_DOWN)
+            try:
+                return await swarm.average(contribution, deadline - loop.time())
+            except Rejected:
+                raise
+            except AveragingError:
+                if not retries or loop.time() >= deadline - 2 * RETRY_SECONDS:
                     raise
-                except AveragingError:
-                    if not retries or loop.time() >= deadline - 0.1:
-                        raise
-            if not self.auxiliary:
-                for tensor, output in zip(self._memory.flat, self._output.flat, strict=True):
-                    tensor.copy_(output)
-        finally:
-            if locked:
-                self.lock_averaged_tensors.release()
-        self.last_round = RoundReport.of(outcome)
-        return {
-            PeerID(key): msgspec.msgpack.decode(value) if value else None for key, value in outcome.gathered.items()
-        }
+            await asyncio.sleep(RETRY_SECONDS)
 
     # -- state
 
@@ -407,24 +407,30 @@ class DecentralizedAverager:
         state = await download_state(
             self.dht.node, f"state/{self.prefix}", donors, timeout=timeout, rng=random.Random(self.peer_id.key)
         )
-        layout = Layout.from_wire(msgspec.msgpack.decode(state.manifest.layout))
-        return msgspec.msgpack.decode(state.scalars), views(layout, state.buffers)
+        try:
+            return state_of(state)
+        except ValueError as error:
+            raise AveragingError(f"the state that was downloaded can't be read: {error}") from error
 
     async def _take_snapshot(self) -> Snapshot:
         assert self._swarm is not None
-        metadata, tensors = await asyncio.get_running_loop().run_in_executor(None, self.get_current_state)
-        memory = FlatBuffer(Layout.of(tensors).on("cpu"))
-        memory.copy_from(tensors)
-        layout = msgspec.msgpack.encode(memory.layout.to_wire())
-        return Snapshot(self._swarm.tip, layout, memory.flat, msgspec.msgpack.encode(metadata))
+        data, tensors = await asyncio.get_running_loop().run_in_executor(None, self.get_current_state)
+        return snapshot_of(self._swarm.tip, data, tensors)
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        future = self.dht.reactor.submit(coroutine)
-        self._steps.add(future)
-        future.add_done_callback(self._steps.discard)
-        return future
+        """Run it on the reactor, until this averager is shut down."""
 
+        async def run() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            self._tasks.add(task)
+            try:
+                return await coroutine
+            except asyncio.CancelledError:
+                if self._swarm is None or not self.dht.is_alive():
+                    raise AveragingError(SHUT_DOWN) from None
+                raise  # by whoever holds the future
+            finally:
+                self._tasks.discard(task)
 
-def views(layout: Layout, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of `layout` in downloaded flat buffers."""
-    return [buffers[entry.buffer][entry.span.slice].view(entry.shape) for entry in layout.entries]
+        return self.dht.reactor.submit(run())

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
 
+from shoal.averaging.contribution import Outcome
 from shoal.averaging.messages import MAX_GATHER_BYTES
+from shoal.p2p.identity import PeerID
+
+log = logging.getLogger(__name__)
 
 
 def encode_gathered(value: Any) -> bytes:
@@ -26,3 +31,16 @@ def decode_gathered(data: bytes) -> Any:
         return msgspec.msgpack.decode(data) if data else None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"what it gathers is not plain data in msgpack: {error}") from error
+
+
+def told(outcome: Outcome) -> dict[PeerID, Any]:
+    """What the members of a round gathered. A round does not fail by what one of them says: None of what can't be
+    read."""
+    values: dict[PeerID, Any] = {}
+    for member in outcome.begin.members:
+        try:
+            values[member.peer] = decode_gathered(outcome.gathered.get(member.key, b""))
+        except ValueError as error:
+            log.warning("%r: %s", member.peer, error)
+            values[member.peer] = None
+    return values

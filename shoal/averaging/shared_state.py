@@ -1,0 +1,32 @@
+"""The state that an averager shares, as it is sent: plain data and tensors, made a snapshot of, and made from one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from shoal.averaging.donor import Snapshot
+from shoal.averaging.tip import Tip
+from shoal.averaging.transfer import Downloaded
+from shoal.flat import FlatBuffer, Layout
+
+
+def snapshot_of(tip: Tip, data: Any, tensors: Sequence[torch.Tensor]) -> Snapshot:
+    """A copy of `tensors` in flat memory, with `data` (plain data that msgpack can write)."""
+    memory = FlatBuffer(Layout.of(tensors).on("cpu"))
+    memory.copy_from(tensors)
+    layout = msgspec.msgpack.encode(memory.layout.to_wire())
+    return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(data))
+
+
+def state_of(state: Downloaded) -> tuple[Any, list[torch.Tensor]]:
+    """What `snapshot_of` was given: (data, tensors); the tensors are views of the downloaded buffers. Raises ValueError
+    if what donors sent is no such thing."""
+    layout = Layout.from_wire(msgspec.msgpack.decode(state.manifest.layout))
+    if [(b.numel, b.dtype) for b in layout.buffers] != [(b.numel(), b.dtype) for b in state.buffers]:
+        raise ValueError("the state's layout does not describe its buffers")
+    tensors = [state.buffers[entry.buffer][entry.span.slice].view(entry.shape) for entry in layout.entries]
+    return msgspec.msgpack.decode(state.scalars), tensors

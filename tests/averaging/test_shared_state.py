@@ -1,0 +1,51 @@
+"""What an averager shares comes back as it was; what donors made up is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+import torch
+
+from shoal.averaging.donor import Snapshot
+from shoal.averaging.manifest import BufferShape, Manifest
+from shoal.averaging.shared_state import snapshot_of, state_of
+from shoal.averaging.transfer import Downloaded
+from tests.averaging.rounds import TIP
+
+
+def downloaded(snapshot: Snapshot, buffers: Sequence[torch.Tensor], layout: bytes) -> Downloaded:
+    shapes = tuple(BufferShape(str(b.dtype).removeprefix("torch."), b.numel()) for b in buffers)
+    chunks = len(buffers) + 1  # small buffers, and the data
+    manifest = Manifest(TIP, layout, "none", shapes, len(snapshot.scalars), bytes(32 * chunks))
+    return Downloaded(manifest, list(buffers), snapshot.scalars, {}, {}, 0, 0.0)
+
+
+def test_data_and_tensors_come_back() -> None:
+    tensors = [torch.randn(3, 2), torch.randn(()), torch.randn(5).double()]
+    snapshot = snapshot_of(TIP, {"epoch": 3}, tensors)
+    data, loaded = state_of(downloaded(snapshot, snapshot.buffers, snapshot.layout))
+    assert data == {"epoch": 3}
+    assert all(torch.equal(a, b) for a, b in zip(loaded, tensors, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["fewer elements", "another dtype", "a buffer too few"])
+def test_a_layout_that_does_not_describe_the_buffers_is_refused(kind: str) -> None:
+    snapshot = snapshot_of(TIP, {}, [torch.randn(40), torch.randn(5).double()])
+    first, second = snapshot.buffers
+    buffers = {
+        "fewer elements": [first[:8], second],
+        "another dtype": [first.to(torch.int32), second],
+        "a buffer too few": [first],
+    }[kind]
+    with pytest.raises(ValueError, match="does not describe its buffers"):
+        state_of(downloaded(snapshot, buffers, snapshot.layout))
+
+
+def test_a_layout_that_is_none_is_refused() -> None:
+    snapshot = snapshot_of(TIP, {}, [torch.randn(40)])
+    for layout in (b"\xc1", msgspec.msgpack.encode([1, [["float32", [-4]]]])):
+        damaged = downloaded(snapshot, snapshot.buffers, layout)
+        with pytest.raises(ValueError):  # noqa: PT011
+            state_of(damaged)
