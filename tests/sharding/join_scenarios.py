@@ -305,7 +305,7 @@ def afterwards(inputs: Sequence[int]) -> Any:
     return {
         "restored": model._join_config == before,
         "error": float((torch.cat(gradients) - torch.cat(expected)).abs().max()),
-        "messages": sum(sent.values()),
+        "messages": len(sent),
     }
 
 
@@ -328,15 +328,15 @@ def not_enabled(inputs: Sequence[int]) -> Any:
     with messages() as sent, Join([counter], enable=False):
         for _ in range(inputs[0]):
             counter()
-    return {"count": int(counter.count), "messages": sum(sent.values())}
+    return {"count": int(counter.count), "messages": len(sent)}
 
 
 # --- what counts live ranks by itself --------------------------------------------------------------
 
 
 @contextmanager
-def messages() -> Iterator[dict[str, int]]:
-    """Counts what goes through `torch.distributed`, by function."""
+def messages() -> Iterator[list[str]]:
+    """What is called of `torch.distributed` that communicates, by any thread."""
     names = [
         name
         for name in dir(dist)
@@ -345,11 +345,11 @@ def messages() -> Iterator[dict[str, int]]:
         )
     ]
     originals = {name: getattr(dist, name) for name in names}
-    sent: dict[str, int] = {}
+    sent: list[str] = []
 
     def counting(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            sent[name] = sent.get(name, 0) + 1
+            sent.append(name)
             return originals[name](*args, **kwargs)
 
         return call
@@ -430,7 +430,44 @@ def add_up(inputs: Sequence[int], joinables: int = 1, throw: bool = False, count
     return {
         "totals": [total.total for total in totals],
         "counts": totals[-1].counts,
-        "messages": sum(sent.values()),
+        "messages": len(sent),
+        "done": done,
+        "error": error,
+    }
+
+
+def reduced(inputs: Sequence[int], divide_by_live: bool = False, throw: bool = False, join: str = "shoal") -> Any:
+    """Shoal's ZeroRedundancyOptimizer with its own reduction of gradients, and no DistributedDataParallel."""
+    rank = dist.get_rank()
+    module = build()
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, reduce_scatter=True, lr=RATE)
+    context: Any = TorchJoin if join == "torch" else Join
+
+    def step(iteration: int) -> None:
+        schedule(optimizer, iteration)
+        module(batch_of(rank, iteration)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    done, error = 0, ""
+    with messages() as sent:
+        try:
+            with context(
+                [optimizer], throw_on_early_termination=throw, divide_by_initial_world_size=not divide_by_live
+            ):
+                for iteration in range(inputs[rank]):
+                    step(iteration)
+                    done += 1
+        except RuntimeError as problem:
+            error = str(problem)
+    after = values(module)
+    with messages() as sent_by_one:
+        step(0)
+    return {
+        "values": after,
+        "expected": alone(inputs, adam, divide_by_live, scheduled=True),
+        "messages": len(sent),
+        "messages of a step": len(sent_by_one),
         "done": done,
         "error": error,
     }
