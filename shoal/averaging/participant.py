@@ -67,6 +67,8 @@ class Participant:
 
     def follow_repair(self, sender: bytes, repair: Repair) -> None:
         """Follow a repair. Raises RuleBroken if it must not be followed."""
+        if self.begin is not None and any(source.chunk >= self.begin.starts[-1] for source in repair.sources):
+            raise RuleBroken("a repair of chunks that do not exist")
         self._follow(sender, repair.round, repair.ballot)
         self.repair = repair
 

@@ -16,6 +16,7 @@ from shoal.averaging.coordinator import Rules
 from shoal.averaging.donor import Snapshot
 from shoal.averaging.errors import AveragingError, Behind, Rejected
 from shoal.averaging.messages import Terms
+from shoal.averaging.options import refuse_not_built
 from shoal.averaging.tip import Tip
 from shoal.compression import Codec, NoCompression
 from shoal.dht.dht import DHT
@@ -120,7 +121,7 @@ class Optimizer(torch.optim.Optimizer):
         shutdown_timeout: float = 5,
         verbose: bool = False,
     ) -> None:
-        options.refuse_not_built(locals())
+        refuse_not_built(locals(), options.NOT_BUILT)
         times = {
             "matchmaking_time": matchmaking_time,
             "averaging_timeout": averaging_timeout,

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from shoal import __version__
 from shoal.compression import Codec, NoCompression
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -33,13 +32,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "averager_opts": (None, {}),
     "tracker_opts": (None, {}),
 }
-
-
-def refuse_not_built(arguments: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError that names the arguments that do not work yet."""
-    asked = [f"{name}={arguments[name]!r}" for name, unset in NOT_BUILT.items() if arguments[name] not in unset]
-    if asked:
-        raise NotImplementedError(f"shoal {__version__} does not have {', '.join(asked)} yet: leave it at its default")
 
 
 def check_run_id(run_id: object) -> None:
