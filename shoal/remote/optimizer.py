@@ -97,7 +97,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """An RRef to each worker's optimizer."""
         return list(self._remotes.values())
 
-    @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds RRefs, on workers that have parameters already or on others, with options of their own.
 
@@ -128,7 +127,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._option_names.append(set(first.options))
         self.param_groups.append({"params": rrefs, **options, **first.options})
 
-    @torch._disable_dynamo
     def step(self, context_id: int) -> None:  # type: ignore[override]
         """Applies the gradients of a context on all workers at once; returns when all have.
 
@@ -149,7 +147,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: gradients belong to their context and go with it."""
 
-    @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """The state of all workers as one torch.optim state dict, numbered in the order of the parameters given.
 
@@ -172,7 +169,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             start = stop
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
-    @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state dict of this class, or of ``optimizer_class`` over the same parameters in the same groups.
 
