@@ -93,9 +93,6 @@ class FlatParameter(nn.Parameter):
 
     def presence(self) -> Presence:
         """Which parameters have a gradient now. Gradients that are not in flat memory are brought there."""
-        if self._padding.numel():
-            # Clipping by a norm that is nan makes zeros nan, and nothing else would ever write to these again.
-            self._gradient.index_fill_(0, self._padding, 0)
         if all(map(is_, map(grad_of, self._parameters), self._views)):
             return Presence.ALL
         grads = map(grad_of, self._parameters)
@@ -161,7 +158,13 @@ class FlatParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The flat gradient, of the run's shape; None if no parameter has a gradient."""
-        presence = (self._settled if self.home.settled else None) or self.presence()
+        if self._settled is not None and self.home.settled:
+            presence = self._settled
+        else:
+            presence = self.presence()
+            if self._padding.numel():
+                # Clipping by a norm that is nan made zeros nan, and nothing else would ever write to these again.
+                self._gradient.index_fill_(0, self._padding, 0)
         if presence is Presence.NONE:
             return None
         if presence is Presence.SOME:

@@ -23,6 +23,7 @@ from torch import Tensor, distributed
 grad_of: Callable[[Tensor], Tensor | None] = vars(torch._C.TensorBase)["grad"].__get__
 """`tensor.grad` without the lookup of the name."""
 
+_strided = torch.strided
 _graph_task = torch._C._current_graph_task_id
 _at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -47,7 +48,8 @@ class GradientHook:
             return
         grad, view = parameter.grad, home.views[self.index]
         if grad is not view and grad is not None and not grad.requires_grad and _fits(grad, view):
-            home.bring_home([self.index])
+            view.copy_(grad if grad.layout is _strided else grad.to_dense())
+            parameter.grad = view
         if (task := _graph_task()) != home.task:
             home.watch(task)
 
@@ -92,11 +94,8 @@ class GradientViews:
                     "model moved or converted? Make a new ContiguousParams and a new optimizer after that"
                 )
             views.append(view)
-            grads.append(grad.detach().to_dense() if grad.layout is not torch.strided else grad.detach())
-        if len(views) == 1:  # the hook's case; views and detached tensors need no `no_grad`
-            views[0].copy_(grads[0])
-        else:
-            torch._foreach_copy_(views, grads)
+            grads.append(grad.detach() if grad.layout is _strided else grad.detach().to_dense())
+        torch._foreach_copy_(views, grads)
         for index, view in zip(indices, views, strict=True):
             self.parameters[index].grad = view
 
