@@ -6,12 +6,20 @@ What this room promises, to scripts that use torch's own (`ZeroRedundancyOptimiz
   with them;
 * what all ranks hold is equal to the bit, on every rank, after every step and after the last;
 * it starts no process and no socket: everything goes through the process group that the caller made, within that
-  group's timeout. It imports torch, ``flat`` and ``functional``.
+  group's timeout. One thread, with ``reduce_scatter`` on gloo. It imports torch, ``flat`` and ``functional``.
 """
 
 from __future__ import annotations
 
 from shoal.sharding.join import Join, Joinable, JoinHook
+from shoal.sharding.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from shoal.sharding.zero import ZeroRedundancyOptimizer
 
-__all__ = ["Join", "JoinHook", "Joinable", "ZeroRedundancyOptimizer"]
+__all__ = [
+    "Join",
+    "JoinHook",
+    "Joinable",
+    "ZeroRedundancyOptimizer",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
+]

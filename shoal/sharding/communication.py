@@ -9,7 +9,7 @@ Elsewhere (NCCL, tensors on other devices) the backend's own broadcast and reduc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -31,7 +31,7 @@ WINDOW: Final = 8
 """Parcels under way at a time: it bounds the memory of receive buffers."""
 
 # Tags keep apart what two threads of a rank may send at the same time.
-GRADIENTS, PARAMETERS, STATES = 0x5A0, 0x5A1, 0x5A2
+GRADIENTS, PARAMETERS, STATES, OVERLAP = 0x5A0, 0x5A1, 0x5A2, 0x5B0
 
 
 def run_in_window(starts: Iterable[Callable[[], Finish]]) -> None:
@@ -67,12 +67,12 @@ class Communication:
         self.device = device if reached or not backends else torch.device(next(iter(backends)))
         self._spare: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
 
-    def share(self, parcel: Parcel, tensors: Sequence[Tensor], tag: int = PARAMETERS) -> Finish:
+    def share(self, parcel: Parcel, tensors: Mapping[int, Tensor], tag: int = PARAMETERS) -> Finish:
         """Brings a parcel from its owner to all other ranks.
 
         Args:
             parcel: slices of ``tensors``.
-            tensors: 1-D and contiguous; read on the owner, written on the others.
+            tensors: by number, 1-D and contiguous; read on the owner, written on the others.
             tag: of the messages.
         """
         first = tensors[parcel.slices[0].tensor]
@@ -101,12 +101,12 @@ class Communication:
 
         return finish
 
-    def add_up(self, parcel: Parcel, tensors: Sequence[Tensor], total: Sequence[Tensor]) -> Finish:
+    def add_up(self, parcel: Parcel, tensors: Mapping[int, Tensor], total: Sequence[Tensor]) -> Finish:
         """Adds a parcel of all ranks up on its owner, in the order of ranks after the owner's own.
 
         Args:
             parcel: slices of ``tensors``.
-            tensors: 1-D and contiguous; what this rank adds. Not read on the owner.
+            tensors: by number, 1-D and contiguous: what this rank adds. Not read on the owner.
             total: on the owner, where each slice's sum goes: one 1-D tensor per slice, which begins as its own part.
         """
         first = tensors[parcel.slices[0].tensor] if parcel.owner != self.rank else total[0]
@@ -143,7 +143,7 @@ class Communication:
 
         return added
 
-    def _reduce(self, parcel: Parcel, tensors: Sequence[Tensor], total: Sequence[Tensor], like: Tensor) -> Finish:
+    def _reduce(self, parcel: Parcel, tensors: Mapping[int, Tensor], total: Sequence[Tensor], like: Tensor) -> Finish:
         mine = parcel.owner == self.rank
         parts = list(total) if mine else [tensors[part.tensor][part.span.slice] for part in parcel.slices]
         # A copy: on the ranks that do not own it, some backends leave partial sums in the tensor.
@@ -261,7 +261,7 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def _unpack(buffer: Tensor, parcel: Parcel, tensors: Sequence[Tensor]) -> None:
+def _unpack(buffer: Tensor, parcel: Parcel, tensors: Mapping[int, Tensor]) -> None:
     at = 0
     for part in parcel.slices:
         tensors[part.tensor][part.span.slice].copy_(buffer[at : at + len(part.span)])

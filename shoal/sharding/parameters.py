@@ -129,16 +129,22 @@ class Parameters:
             communication: of the process group.
             chosen: the buckets' numbers, equal on all ranks.
         """
-        tensors = [flat(param) for param in self.params] if self._flat_buffers is None else []
+        tensors = {n: flat(self.params[n]) for number in chosen for n in self.buckets[number].params}
         run_in_window(
             partial(
                 communication.share,
                 parcel,
-                tensors if self._flat_buffers is None else self._flat_buffers[number].flat,
+                tensors if self._flat_buffers is None else {0: self._flat_buffers[number].flat[0]},
             )
             for number in chosen
             for parcel in self._parcels[number]
         )
+
+    def spread(self, communication: Communication, groups: Sequence[Sequence[Tensor]]) -> None:
+        """Brings these groups' values from rank 0 to all ranks."""
+        for param in (param for group in groups for param in group):
+            parcels = parcels_of([(Slice(0, Span(0, param.numel())),)], param.itemsize)
+            run_in_window(partial(communication.share, parcel, {0: flat(param)}) for parcel in parcels)
 
     def updated(self) -> list[int]:
         """The buckets in which a step may change something: with parameters that train or have a gradient."""

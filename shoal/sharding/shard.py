@@ -166,12 +166,16 @@ class Shard:
                     piece.take_gradient(piece.slice_gradient())
         self._wait_for_copies()
 
-    def finish(self) -> None:
-        """After a step: brings copies back, and lets go of gradients that are not the parameters' own."""
+    def finish(self, *, drop_gradients: bool = False) -> None:
+        """After a step: brings copies back, and lets go of gradients.
+
+        Args:
+            drop_gradients: also of those of whole parameters, which are the parameters' own.
+        """
         with torch.no_grad():
             for piece in self.all_pieces:
                 piece.write_back()
-                if piece.local is not piece.param:
+                if drop_gradients or piece.local is not piece.param:
                     piece.local.grad = None
         self._wait_for_copies()
 

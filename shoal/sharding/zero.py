@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -15,10 +16,13 @@ from shoal.sharding import consolidation
 from shoal.sharding.communication import Communication
 from shoal.sharding.element_wise import is_element_wise
 from shoal.sharding.failures import Failures
+from shoal.sharding.gradients import Gradients
 from shoal.sharding.join import Join, JoinHook
-from shoal.sharding.join_zero import StepHook, lend
 from shoal.sharding.options import copy_options
+from shoal.sharding.own_gradients import OwnGradients
 from shoal.sharding.parameters import Parameters
+from shoal.sharding.partition import Slice
+from shoal.sharding.reduced_gradients import ReducedGradients
 from shoal.sharding.shard import Shard
 from shoal.sharding.sharded_state import ShardedState
 from shoal.sharding.state_dict import is_per_element, pack_groups, read
@@ -49,6 +53,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             parameters, the largest first to the rank with the least so far. ``"auto"``: ``"elements"`` for those
             classes of torch.optim that are element-wise, and for classes with an attribute ``element_wise = True``; not
             for their subclasses, which may do anything.
+        reduce_scatter: reduce gradients here, to their owners only, while backward runs: with the bare model, in the
+            place of DDP. A step then sends 2 times the parameters' size per rank and not 3, and gradients take the
+            memory of one share: ``param.grad`` is None after backward, and `clip_grad_norm_` is this class's. Rank 0's
+            parameters are given to all ranks at the start. Use `no_sync` to accumulate. Buffers of modules are not
+            synchronised.
         offload: keep the optimizer's state and a copy of this rank's share on the CPU, and step there.
         master_weights: let the optimizer step float32 copies of float16 and bfloat16 parameters, which belong to the
             optimizer's state (under ``"master_weights"``).
@@ -72,6 +81,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: bool = False,
         *,
         partition: Partition = "auto",
+        reduce_scatter: bool = False,
         offload: bool = False,
         master_weights: bool = False,
         **defaults: Any,
@@ -101,10 +111,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             cut=_may_cut(partition, self._element_wise, self.world_size),
             flat_buffers=parameters_as_bucket_view,
         )
+        self._gradients: Gradients = (ReducedGradients if reduce_scatter else OwnGradients)(self)
         self._shard = Shard(
             optimizer_class, defaults, alias=overlap_with_ddp, offload=offload, master_weights=master_weights
         )
         self._consolidated: dict[int, dict[str, Any]] | None = None
+        self._updated: list[int] | None = None
+        if reduce_scatter and overlap_with_ddp:
+            raise ValueError("reduce_scatter reduces gradients in the place of DDP: leave out overlap_with_ddp")
         self._add_to_shard(self.param_groups)
         self._built = True
 
@@ -114,7 +128,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._shard.optimizer
 
     def _add_to_shard(self, groups: list[dict[str, Any]]) -> None:
-        slices = self._parameters.add([group["params"] for group in groups], self.rank)
+        params = [group["params"] for group in groups]
+        slices = self._parameters.add(params, self.rank)
+        with self._failures.named("making ZeroRedundancyOptimizer"):
+            self._gradients.watch(params)
         self._shard.add(groups, slices, self._parameters.params)
         copy_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
@@ -156,7 +173,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 if closure is not None:  # whatever the optimizer class makes of it
                     kwargs["closure"] = closure
             loss = self.optim.step(**kwargs)
-            self._finish(self._parameters.updated())
+            updated, self._updated = self._updated, None
+            if updated is None:
+                raise RuntimeError(f"{type(self.optim).__name__} did not evaluate its closure: call step() without")
+            self._finish(updated)
         return loss
 
     def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -167,39 +187,67 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._prepare()
             return loss
 
-        self._follow()
-        self._shard.prepare()  # in case the optimizer makes no use of its closure
         return evaluate
 
     def _follow(self) -> None:
+        """Takes over what changed since the last step: options, and where parameters lie."""
         self._consolidated = None
         self._parameters.follow()
         copy_options(self.param_groups, self.optim.param_groups)
 
     def _prepare(self) -> None:
+        """Gives the local optimizer the options and gradients of now."""
         self._follow()
-        if self._join_config.enable:
-            lend(self._communication, self._parameters, self.param_groups, live=True)
-        self._shard.prepare()
+        self._updated = self._gradients.prepare(self._shard)
 
     def _finish(self, updated: list[int]) -> None:
-        self._shard.finish()
+        """After the local step: brings the parameters in the buckets ``updated`` to all ranks."""
+        self._shard.finish(drop_gradients=self._gradients.are_lent)
         copy_options(self.optim.param_groups, self.param_groups)
         with torch.no_grad():
             self._parameters.gather(self._communication, updated)
+        self._gradients.used()
 
-    def _shadow_step(self) -> None:
-        """The step of a rank that has joined, with what the live ranks lend it."""
-        with self._failures.named("in Join"):
-            lent = lend(self._communication, self._parameters, self.param_groups, live=False)
-            if lent is None:
-                raise RuntimeError(
-                    "a rank that has joined found no live one: Join's main hooks run only while there is one"
-                )
-            self._follow()
-            self._shard.prepare(lent.gradients)
-            self.optim.step()
-            self._finish(lent.updated)
+    def _shadow(self, gradients: Mapping[Slice, Tensor | None], updated: list[int]) -> None:
+        """The step of a rank that has joined, with what the live ranks gave it."""
+        self._follow()
+        self._shard.prepare(gradients)
+        self.optim.step()
+        self._finish(updated)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients, those that were reduced already included."""
+        super().zero_grad(set_to_none)
+        if self._built:
+            with self._failures.named("in zero_grad() of ZeroRedundancyOptimizer"):
+                self._gradients.drop()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """With ``reduce_scatter``: backward passes inside accumulate, and send nothing. Else it does nothing."""
+        return self._gradients.no_sync()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scales all gradients so that their norm, as of one vector, is at most ``max_norm``.
+
+        As ``torch.nn.utils.clip_grad_norm_``, which cannot see gradients that are with their owners. With
+        ``reduce_scatter`` every rank must call it, between backward and `step`.
+
+        Args:
+            max_norm: the bound.
+            norm_type: of the norm; ``inf`` for the largest absolute value.
+            error_if_nonfinite: raise if the norm is not finite.
+
+        Returns:
+            The norm before; with ``reduce_scatter`` as float32 on the CPU.
+
+        Raises:
+            RuntimeError: if the norm is not finite and that was to be an error, or a rank was lost.
+        """
+        with self._failures.named("in clip_grad_norm_() of ZeroRedundancyOptimizer"):
+            norm = self._gradients.clip(max_norm, norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}: it cannot be clipped")
+        return norm
 
     # --- state dicts -------------------------------------------------------------------------------
 
@@ -271,9 +319,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank without inputs does while the others step: it steps its share with their gradients and options.
 
-        Its ``kwargs`` are those of `Join`; none is for this hook.
+        With ``reduce_scatter`` the count of live ranks travels with the gradients.
+
+        Args:
+            kwargs: of `Join`. With ``reduce_scatter``, ``divide_by_initial_world_size`` (default True) says whether
+                gradients are divided by the number of ranks, or by the number of live ones.
         """
-        return StepHook(self)
+        return self._gradients.join_hook(**kwargs)
 
     @property
     def join_device(self) -> torch.device:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.sharding.communication import Communication
-from shoal.sharding.join import JoinHook
 from shoal.sharding.memory import flat_like
 from shoal.sharding.options import numbers_of, take_numbers
 from shoal.sharding.parameters import Parameters
 from shoal.sharding.partition import Slice
-
-if TYPE_CHECKING:
-    from shoal.sharding.zero import ZeroRedundancyOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +27,6 @@ class Lent:
 
     gradients: dict[Slice, Tensor | None]
     updated: list[int]
-
-
-class StepHook(JoinHook):
-    """Shadows `step` on a rank that has joined.
-
-    Args:
-        zero: whose steps to shadow.
-    """
-
-    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
-        self._zero = zero
-
-    def main_hook(self) -> None:
-        """One step."""
-        self._zero._shadow_step()
 
 
 def lend(

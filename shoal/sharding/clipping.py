@@ -1,0 +1,29 @@
+"""The norm of gradients that are with their owners, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from shoal.sharding.communication import Communication
+from shoal.sharding.partition import Slice
+
+
+@torch.no_grad()
+def clip(
+    gradients: Mapping[Slice, Tensor | None], max_norm: float, norm_type: float, communication: Communication
+) -> Tensor:
+    """Scales the gradients of all ranks so that their common norm is at most ``max_norm``; returns the norm before.
+
+    The factor is that of ``torch.nn.utils.clip_grad_norm_``, and equal to the bit on all ranks.
+    """
+    held = [gradient for gradient in gradients.values() if gradient is not None]
+    norms = [torch.linalg.vector_norm(gradient, norm_type).float().cpu() for gradient in held]
+    mine = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    norm: Tensor = torch.linalg.vector_norm(torch.cat(communication.exchange(mine.reshape(1))()), norm_type)
+    factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    for gradient in held:
+        gradient.mul_(factor)
+    return norm

@@ -1,0 +1,155 @@
+"""Stepping inside DDP's backward pass: communication hooks that step each bucket once its gradients are reduced.
+
+Without ``from __future__ import annotations``, because DDP compares a hook's annotations with the types.
+"""
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.sharding.communication import OVERLAP, Finish
+from shoal.sharding.memory import flat, flat_like
+from shoal.sharding.options import copy_options
+from shoal.sharding.partition import Parcel, parcels_of
+from shoal.sharding.shard import Piece
+from shoal.sharding.zero import ZeroRedundancyOptimizer
+
+Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
+
+
+def hook_with_zero_step(
+    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> Hook:
+    """A communication hook for ``ddp`` that reduces with ``hook`` and, when backward is done, steps ``zero``.
+
+    Buckets are stepped in the order of their reductions, and the parameters of each are on their way to the other ranks
+    while the next are stepped. ``zero.step()`` then does nothing, and need not be called. On every backend; from the
+    first backward pass on; options may change between passes.
+
+    Every parameter in DDP's buckets is stepped: one that is not used in a pass has a gradient of zero
+    (``find_unused_parameters`` does not change that). All backward passes step, so accumulate in ``ddp.no_sync()``.
+
+    Args:
+        hook: reduces one bucket: ``allreduce_hook`` and the like of ``torch.distributed``.
+        ddp: the model, on which the result is to be registered: ``ddp.register_comm_hook(None, …)``.
+        zero: made with ``overlap_with_ddp=True``.
+        shard_buckets: as torch's; buckets are divided over all ranks in any case.
+
+    Raises:
+        ValueError: if ``zero`` was made without ``overlap_with_ddp``, or for another process group.
+    """
+    overlap = _Overlap(zero, ddp)
+    reductions: list[tuple[dist.GradBucket, Future[Any]]] = []
+
+    def reduce(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+        future = hook(state, bucket)
+        if bucket.index() == 0:
+            reductions.clear()
+        reductions.append((bucket, future))
+        if bucket.is_last():
+            for one, reduced in reductions:
+                overlap.step(one, reduced.wait())
+            reductions.clear()
+        return future
+
+    return reduce
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> Hook:
+    """As `hook_with_zero_step`, but each bucket is stepped as soon as it is reduced, while backward goes on.
+
+    Better where communication is fast and processors are free; the other one where they are not.
+    """
+    overlap = _Overlap(zero, ddp)
+
+    def reduce(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+        return hook(state, bucket).then(lambda reduced: overlap.step(bucket, reduced.wait()))
+
+    return reduce
+
+
+class _Overlap:
+    """One step, bucket by bucket, in whatever order and thread their reductions end."""
+
+    def __init__(self, zero: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> None:
+        if not zero._overlap_with_ddp:
+            raise ValueError("make the ZeroRedundancyOptimizer with overlap_with_ddp=True to step it in a hook of DDP")
+        if ddp.process_group != zero.process_group:
+            raise ValueError("the model and its ZeroRedundancyOptimizer are of different process groups")
+        self._zero = zero
+        self._lock = Lock()
+        self._buckets: int | None = None  # of this pass, once the last is known
+        self._stepped = 0
+        self._sending: list[Finish] = []
+        self._parcels: dict[tuple[int, ...], list[Parcel]] = {}
+
+    def step(self, bucket: dist.GradBucket, reduced: Any) -> Tensor:
+        """Steps the parameters of a bucket with its reduced gradients; the last waits until all ranks have all."""
+        buffer = bucket.buffer()
+        result: Tensor = reduced if isinstance(reduced, Tensor) else reduced[0]
+        with self._lock, torch.no_grad(), self._zero._failures.named("stepping in the backward pass of DDP"):
+            if result.data_ptr() != buffer.data_ptr():
+                buffer.copy_(result.view_as(buffer))
+            if bucket.is_last():
+                self._buckets = bucket.index() + 1
+            self._stepped += 1
+            try:
+                self._step(bucket)
+            finally:
+                if self._stepped == self._buckets:
+                    sending, self._sending = self._sending, []
+                    self._buckets, self._stepped = None, 0
+                    for finish in sending:
+                        finish()
+        return result
+
+    def _step(self, bucket: dist.GradBucket) -> None:
+        zero = self._zero
+        copy_options(zero.param_groups, zero.optim.param_groups)
+        zero._consolidated = None
+        numbers = {id(param): number for number, param in enumerate(zero._all_params)}
+        gradients = {
+            numbers[id(param)]: gradient
+            for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+            if id(param) in numbers
+        }
+        pieces: list[Piece] = [piece for piece in zero._shard.all_pieces if piece.part.tensor in gradients]
+        for piece in pieces:
+            piece.follow()
+            gradient = flat_like(gradients[piece.part.tensor], piece.param)
+            piece.take_gradient(gradient[piece.part.span.slice])
+        zero.optim.step()
+        for piece in pieces:
+            piece.write_back()
+            piece.local.grad = None
+        copy_options(zero.optim.param_groups, zero.param_groups)
+        vars(zero)["_opt_called"] = True  # what schedulers ask for
+
+        chosen = tuple(sorted(gradients))
+        if chosen not in self._parcels:
+            self._parcels[chosen] = self._parcels_for(set(chosen))
+        tensors = {number: flat(zero._all_params[number]) for number in chosen}
+        # A tag for each bucket: their reductions may end in another order on another rank.
+        tag = OVERLAP + bucket.index()
+        self._sending += [zero._communication.share(parcel, tensors, tag) for parcel in self._parcels[chosen]]
+
+    def _parcels_for(self, chosen: set[int]) -> list[Parcel]:
+        zero = self._zero
+        shares = [
+            tuple(
+                part
+                for bucket in zero._parameters.buckets
+                for part in bucket.shares[rank]
+                if part.tensor in chosen and part.span
+            )
+            for rank in range(zero.world_size)
+        ]
+        return parcels_of(shares, zero._all_params[next(iter(chosen))].itemsize) if chosen else []

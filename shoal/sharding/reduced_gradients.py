@@ -1,0 +1,141 @@
+"""Gradients that are reduced here, to their owners; in a `Join` the count of live ranks travels with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from shoal.sharding.clipping import clip
+from shoal.sharding.gradients import Gradients
+from shoal.sharding.join import CountingJoinHook, JoinHook, raise_if_joined
+from shoal.sharding.options import numbers_of, take_numbers
+from shoal.sharding.partition import Slice
+from shoal.sharding.reduction import Reduction
+from shoal.sharding.shard import Shard
+
+if TYPE_CHECKING:
+    from shoal.sharding.zero import ZeroRedundancyOptimizer
+
+# What the first live rank tells those that have joined to do with the reduced gradients.
+STEP: Final = 0.0
+CLIP: Final = 1.0
+DROP: Final = 2.0
+
+
+class ReducedGradients(Gradients):
+    """Reduces in every backward pass; all ranks begin with the parameters of rank 0.
+
+    Args:
+        zero: whose gradients.
+    """
+
+    are_lent = True
+
+    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+        self._zero = zero
+        self.reduction = Reduction(zero._parameters, zero._communication)
+
+    @torch.no_grad()
+    def watch(self, groups: Sequence[Sequence[Tensor]]) -> None:
+        """Gives the parameters of rank 0 to all, and reduces their gradients from now on."""
+        self._zero._parameters.spread(self._zero._communication, groups)
+        self.reduction.watch()
+
+    def prepare(self, shard: Shard) -> list[int]:
+        """Waits for the reduced gradients."""
+        gradients, updated = self._take()
+        self._tell(STEP)
+        shard.prepare(gradients)
+        return updated
+
+    def used(self) -> None:
+        """Forgets them, and watches parameters that have begun to train."""
+        self.reduction.forget()
+        self.reduction.watch()
+
+    def drop(self) -> None:
+        """Forgets what was reduced."""
+        if self.reduction.forget():
+            self._tell(DROP)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Lets gradients accumulate in ``param.grad``."""
+        return self.reduction.paused()
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        """Every rank its own, by the norm of all."""
+        gradients, _ = self._take()
+        self._tell(CLIP, max_norm, norm_type)
+        return clip(gradients, max_norm, norm_type, self._zero._communication)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Takes part in reductions, and in what follows.
+
+        Args:
+            kwargs: of `Join`; ``divide_by_initial_world_size`` (default True) is for this one.
+        """
+        self.reduction.divide_by_live = not kwargs.get("divide_by_initial_world_size", True)
+        return CountingHook(self._zero, self)
+
+    def _take(self) -> tuple[dict[Slice, Tensor | None], list[int]]:
+        taken = self.reduction.take()
+        raise_if_joined(self._zero, len(self.reduction.live), self._zero.world_size)
+        return taken
+
+    def _tell(self, what: float, first: float = 0.0, second: float = 0.0) -> None:
+        """In a `Join`, the first live rank tells those that have joined what comes next, and its options."""
+        zero, live = self._zero, self.reduction.live
+        if zero._join_config.enable and live[0] == zero.rank:
+            head = torch.tensor([what, first, second], dtype=torch.float64)
+            for rank in set(range(zero.world_size)).difference(live):
+                zero._communication.send_all(torch.cat([head, numbers_of(zero.param_groups)]), rank)
+
+    def listen(self) -> tuple[float, float, float]:
+        """On a rank that has joined: what the first live rank tells; takes its options."""
+        zero = self._zero
+        message = torch.cat([torch.zeros(3, dtype=torch.float64), numbers_of(zero.param_groups)])
+        zero._communication.receive_all(message, self.reduction.live[0])
+        take_numbers(zero.param_groups, message[3:])
+        what, first, second = message[:3].tolist()
+        return what, first, second
+
+
+class CountingHook(CountingJoinHook):
+    """Shadows an iteration: the reduction, then what is done with the gradients.
+
+    Args:
+        zero: whose iterations.
+        gradients: of the same optimizer.
+    """
+
+    def __init__(self, zero: ZeroRedundancyOptimizer, gradients: ReducedGradients) -> None:
+        self._zero = zero
+        self._gradients = gradients
+
+    def shadow(self) -> int:
+        """One iteration, with nothing to add. Returns how many ranks were live."""
+        zero, reduction = self._zero, self._gradients.reduction
+        with zero._failures.named("in Join"):
+            reduction.shadow()
+            live = len(reduction.live)
+            if live == 0 or zero._join_config.throw_on_early_termination:
+                reduction.forget()
+                return live
+            while True:
+                what, *numbers = self._gradients.listen()
+                if what == DROP:
+                    reduction.forget()
+                    return live
+                gradients, updated = reduction.take()
+                if what == STEP:
+                    zero._shadow(gradients, updated)
+                    return live
+                clip(gradients, numbers[0], numbers[1], zero._communication)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """The mean is over all ranks again."""
+        self._gradients.reduction.divide_by_live = False
