@@ -462,11 +462,13 @@ def reduced(inputs: Sequence[int], divide_by_live: bool = False, throw: bool = F
             error = str(problem)
     after = values(module)
     with messages() as sent_by_one:
-        step(0)
+        if not error:
+            step(0)
     return {
         "values": after,
         "expected": alone(inputs, adam, divide_by_live, scheduled=True),
         "messages": len(sent),
+        "kinds": sorted(set(sent)),
         "messages of a step": len(sent_by_one),
         "done": done,
         "error": error,

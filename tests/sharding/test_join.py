@@ -57,13 +57,16 @@ OTHERS: list[Call] = [
     ("add_up", {"inputs": [2, 4], "joinables": 2}),
     ("add_up", {"inputs": [2, 4], "counter": True}),
     ("add_up", {"inputs": [2, 4], "throw": True}),
+    ("reduced", {"inputs": [2, 4], "throw": True}),
+    ("reduced", {"inputs": [4, 2, 3], "divide_by_live": True}),
+    ("reduced", {"inputs": [4, 2, 3], "join": "torch"}),
 ]
 
 
 def all_calls() -> list[Call]:
     calls = OTHERS.copy()
     for inputs in PATTERNS:
-        calls += [(scenario, {"inputs": inputs}) for scenario in ("count", "replicated", "add_up")]
+        calls += [(scenario, {"inputs": inputs}) for scenario in ("count", "replicated", "add_up", "reduced")]
         calls += [("train", {"inputs": inputs, "zero": zero}) for zero in ("torch", "shoal")]
     calls += [("train", {"inputs": inputs, **steps}) for inputs in STEPPED for steps in STEPS]
     # Those of all ranks first, so that no rank waits for others that are busy without it.
@@ -178,6 +181,7 @@ def test_an_optimizer_alone(ask: Ask) -> None:
         ("train", {"inputs": [5, 3], "throw": True}, 1),
         ("only_optimizers", {"inputs": [3, 5], "throw": True}, 0),
         ("add_up", {"inputs": [2, 4], "throw": True}, 0),
+        ("reduced", {"inputs": [2, 4], "throw": True}, 0),
     ],
 )
 def test_early_termination_raises_on_every_rank_in_the_same_iteration(
@@ -212,6 +216,25 @@ def test_what_counts_live_ranks_itself_costs_one_message_at_the_exit(ask: Ask, i
         assert answer["totals"] == [sum(count * 10**iteration for iteration, count in enumerate(live))]
         assert answer["counts"] == live
         assert answer["messages"] == max(inputs) + 1
+
+
+@every_pattern
+def test_shoals_own_reduction_makes_no_collectives_for_join(ask: Ask, inputs: list[int]) -> None:
+    said = ask("reduced", inputs=inputs)
+    expect_as_alone(said)
+    for answer in said:
+        assert set(answer["kinds"]) <= {"isend", "irecv"}
+        if min(inputs) == max(inputs):  # as many messages as without Join, and some at the exit
+            exit_messages = answer["messages"] - inputs[0] * answer["messages of a step"]
+            assert 0 < exit_messages <= answer["messages of a step"]
+
+
+def test_shoals_own_reduction_to_the_mean_of_live_ranks(ask: Ask) -> None:
+    expect_as_alone(ask("reduced", inputs=[4, 2, 3], divide_by_live=True))
+
+
+def test_shoals_own_reduction_in_torchs_join(ask: Ask) -> None:
+    expect_as_alone(ask("reduced", inputs=[4, 2, 3], join="torch"))
 
 
 def test_two_that_count(ask: Ask) -> None:
