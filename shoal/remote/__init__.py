@@ -14,8 +14,22 @@ torch's RPC, which pickles: who can connect to a worker can run code on it. Work
 
 from __future__ import annotations
 
-from shoal.functional import functional_optim_map, register_functional_optimizer
-from shoal.remote.calls import RemoteOptimizerError
-from shoal.remote.optimizer import DistributedOptimizer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["DistributedOptimizer", "RemoteOptimizerError", "functional_optim_map", "register_functional_optimizer"]
+if TYPE_CHECKING:
+    from shoal.remote.calls import RemoteOptimizerError as RemoteOptimizerError
+    from shoal.remote.optimizer import DistributedOptimizer as DistributedOptimizer
+
+_HOMES = {"DistributedOptimizer": "shoal.remote.optimizer", "RemoteOptimizerError": "shoal.remote.calls"}
+__all__ = ["DistributedOptimizer", "RemoteOptimizerError"]
+
+
+# A worker imports this room when its first calls come, several threads at the same time and each from another end.
+# Imports of a package's own modules in its __init__ would then be circular between threads, which Python resolves by
+# showing one of them a half-made module.
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shoal.remote' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value

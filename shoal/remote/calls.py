@@ -16,13 +16,14 @@ class RemoteOptimizerError(RuntimeError):
     an `ExceptionGroup` of them.
 
     Attributes:
-        errors: worker's name to its error, of the type that was raised there where that can be rebuilt.
+        errors: worker's name to its error, of the type that was raised there where that can be rebuilt. Empty when this
+            error itself came through RPC.
     """
 
-    def __init__(self, what: str, errors: Mapping[str, Exception]) -> None:
-        self.errors = dict(errors)
-        lines = [f"{name}: {_summary(error)}" for name, error in errors.items()]
-        super().__init__("\n".join([f"{what} failed on {', '.join(errors)}", *lines]))
+    def __init__(self, message: str, errors: Mapping[str, Exception] | None = None) -> None:
+        # torch's RPC makes an error anew, on the other side, from its message alone.
+        super().__init__(message)
+        self.errors = dict(errors or {})
 
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -59,7 +60,8 @@ def call_all(what: str, calls: Mapping[str, Call]) -> dict[str, Any]:
     if errors:
         causes = list(errors.values())
         cause = causes[0] if len(causes) == 1 else ExceptionGroup(f"{what} failed on {len(causes)} workers", causes)
-        raise RemoteOptimizerError(what, errors) from cause
+        lines = [f"{name}: {_summary(error)}" for name, error in errors.items()]
+        raise RemoteOptimizerError("\n".join([f"{what} failed on {', '.join(errors)}", *lines]), errors) from cause
     return answers
 
 

@@ -105,7 +105,7 @@ class WorkerOptimizer:
 
     def step(self, context_id: int, options: Mapping[int, Options]) -> None:
         """Applies the gradients of a context, with these options of each group; `BoundOptimizer.step` says how."""
-        gradients = _gradients(context_id)
+        gradients: dict[Tensor, Tensor] = dist_autograd.get_gradients(context_id)
         if gradients:
             groups = self._groups
             self.apply({number: [gradients.get(p) for p in groups[number].params] for number in options}, options)
@@ -164,19 +164,6 @@ def load(
 ) -> None:
     """Called by a trainer: `WorkerOptimizer.load`."""
     remote.local_value().load(states, options)
-
-
-def _gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """The gradients of a context by parameter; none if this worker took no part in it.
-
-    The trainer has looked that the context is there, so a worker that does not know it was in no forward pass of it.
-    """
-    try:
-        dist_autograd._retrieve_context(context_id)
-    except RuntimeError:
-        return {}
-    gradients: dict[Tensor, Tensor] = dist_autograd.get_gradients(context_id)
-    return gradients
 
 
 def _options(group: BoundOptimizer) -> Options:

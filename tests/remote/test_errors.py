@@ -95,6 +95,19 @@ def test_a_context_that_is_not_there_is_refused(trainer) -> None:
     trainer(refuses_a_context_that_is_not_there)
 
 
+def fails_elsewhere() -> None:
+    raise RemoteOptimizerError("a worker that trains failed", {FIRST: ValueError()})
+
+
+def comes_through_rpc() -> None:
+    with pytest.raises(RemoteOptimizerError, match="a worker that trains failed"):
+        rpc.rpc_sync(FIRST, fails_elsewhere)
+
+
+def test_the_error_comes_through_rpc_itself(trainer) -> None:
+    trainer(comes_through_rpc)
+
+
 class Unknown(torch.optim.SGD):
     """A class that has no functional form."""
 
