@@ -19,7 +19,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
     processes = [PeerProcess("tests.remote.process", {"rank": rank, "store": str(store)}) for rank in range(3)]
 
     def check(function: Callable[..., None], *arguments: Any) -> None:
-        answer = processes[0].ask(module=function.__module__, name=function.__name__, arguments=arguments)
+        answer = processes[0].ask(timeout=100, module=function.__module__, name=function.__name__, arguments=arguments)
         if answer["failure"]:
             pytest.fail(answer["failure"], pytrace=False)
 

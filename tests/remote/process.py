@@ -32,7 +32,7 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     rank = options["rank"]
-    backend = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{options['store']}", rpc_timeout=30)
+    backend = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{options['store']}", rpc_timeout=60)
     rpc.init_rpc(NAMES[rank], rank=rank, world_size=len(NAMES), rpc_backend_options=backend)
     if rank == 0:
         for line in sys.stdin:
