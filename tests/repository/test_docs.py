@@ -45,6 +45,16 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("number", range(1, len(PYTHON.findall((ROOT / "README.md").read_text()))))
+def test_the_other_examples_run(number: int, tmp_path: Path) -> None:
+    example = tmp_path / "example.py"
+    example.write_text(PYTHON.findall((ROOT / "README.md").read_text())[number])
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    command = [sys.executable, *(torchrun if "init_process_group" in example.read_text() else []), str(example)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_example_trains_and_a_second_one_joins_it(tmp_path: Path) -> None:
     example = tmp_path / "example.py"
     example.write_text(PYTHON.findall((ROOT / "README.md").read_text())[0])
