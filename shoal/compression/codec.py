@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from shoal.compression.compression import Compression
+from shoal.compression.info import CompressionInfo
 
-class Codec(ABC):
+
+class Codec(Compression):
     """How a chunk becomes bytes and back.
 
     A codec is a value: subclasses are frozen dataclasses whose fields are their options, so they compare, hash and
@@ -29,6 +32,10 @@ class Codec(ABC):
     def spec(self) -> str:
         """The codec with its options, as peers compare it when they join: the name, for a codec without options."""
         return self.name
+
+    def choose_compression(self, info: CompressionInfo) -> Codec:
+        """This codec, for every tensor."""
+        return self
 
     @abstractmethod
     def encoded_nbytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -66,12 +73,12 @@ class Codec(ABC):
             raise ValueError(
                 f"a {self.name} payload of {numel} {dtype} elements has {expected} bytes, got {payload.nbytes}"
             )
-        return self._decode(payload, dtype)
+        return self._decode(payload, dtype, numel)
 
     @abstractmethod
     def _encode(self, chunk: Tensor) -> memoryview:
         """`encode` for a chunk that is checked."""
 
     @abstractmethod
-    def _decode(self, payload: memoryview, dtype: torch.dtype) -> Tensor:
+    def _decode(self, payload: memoryview, dtype: torch.dtype, numel: int) -> Tensor:
         """`decode` for a payload whose size is checked."""

@@ -44,7 +44,7 @@ class Float16Compression(Codec):
         # Clamped before and not after the conversion, which is slower in float16.
         return payload_of(chunk.clamp(-_MAX, _MAX).to(torch.float16))
 
-    def _decode(self, payload: memoryview, dtype: torch.dtype) -> Tensor:
+    def _decode(self, payload: memoryview, dtype: torch.dtype, numel: int) -> Tensor:
         if dtype not in _COMPRESSED:
             return elements_of(payload, dtype)
         halves = elements_of(payload, torch.float16)

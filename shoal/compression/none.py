@@ -30,5 +30,5 @@ class NoCompression(Codec):
     def _encode(self, chunk: Tensor) -> memoryview:
         return payload_of(chunk)
 
-    def _decode(self, payload: memoryview, dtype: torch.dtype) -> Tensor:
+    def _decode(self, payload: memoryview, dtype: torch.dtype, numel: int) -> Tensor:
         return elements_of(payload, dtype)

@@ -1,14 +1,37 @@
-"""The codecs that a peer may name on the wire."""
+"""The compressions that a peer may name on the wire."""
 
 from __future__ import annotations
 
+import json
 from typing import Final
 
+from shoal.compression.adaptive import PerTensorCompression, RoleAdaptiveCompression, SizeAdaptiveCompression
+from shoal.compression.blockwise8bit import BlockwiseQuantization
 from shoal.compression.codec import Codec
+from shoal.compression.compression import Compression
 from shoal.compression.float16 import Float16Compression
 from shoal.compression.none import NoCompression
+from shoal.compression.quantile8bit import Quantile8BitQuantization
+from shoal.compression.scaled_float16 import ScaledFloat16Compression
+from shoal.compression.uniform8bit import Uniform8BitQuantization
 
-_CODECS: Final[dict[str, Codec]] = {codec.name: codec for codec in (NoCompression(), Float16Compression())}
+MAX_SPEC: Final = 1 << 20
+"""Characters of the longest spec that is read."""
+
+MAX_DEPTH: Final = 4
+"""How deep adaptive compressions may be nested in a spec."""
+
+_CODECS: Final[dict[str, Codec]] = {
+    codec.name: codec
+    for codec in (
+        NoCompression(),
+        Float16Compression(),
+        ScaledFloat16Compression(),
+        Uniform8BitQuantization(),
+        Quantile8BitQuantization(),
+        BlockwiseQuantization(),
+    )
+}
 
 
 def codec_by_name(name: str) -> Codec:
@@ -21,3 +44,51 @@ def codec_by_name(name: str) -> Codec:
     if codec is None:
         raise ValueError(f"unknown codec {name!r:.40}; known: {', '.join(_CODECS)}")
     return codec
+
+
+def compression_by_spec(spec: str) -> Compression:
+    """The compression whose `spec` that is, adaptive or not, for specs that arrive from the network.
+
+    Raises:
+        ValueError: that says what is wrong with it.
+    """
+    if len(spec) > MAX_SPEC:
+        raise ValueError(f"a spec of {len(spec)} characters; at most {MAX_SPEC} are allowed")
+    return _parse(spec, MAX_DEPTH)
+
+
+def _parse(spec: object, depth: int) -> Compression:
+    if not isinstance(spec, str):
+        raise ValueError(f"a compression's spec is a string, got {spec!r:.40}")
+    if not spec.startswith("["):
+        return codec_by_name(spec)
+    if depth == 0:
+        raise ValueError(f"adaptive compressions are nested more than {MAX_DEPTH} deep")
+    try:
+        items = json.loads(spec)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the spec {spec!r:.40} is not JSON: {error}") from error
+    match items:
+        case [SizeAdaptiveCompression.name, int(threshold), less, greater_equal]:
+            return SizeAdaptiveCompression(threshold, _parse(less, depth - 1), _parse(greater_equal, depth - 1))
+        case [RoleAdaptiveCompression.name, activation, parameter, gradient, optimizer, default]:
+            given = [
+                None if one is None else _parse(one, depth - 1) for one in (activation, parameter, gradient, optimizer)
+            ]
+            return RoleAdaptiveCompression(
+                activation=given[0],
+                parameter=given[1],
+                gradient=given[2],
+                optimizer=given[3],
+                default=_parse(default, depth - 1),
+            )
+        case [PerTensorCompression.name, list(pairs)]:
+            return PerTensorCompression(dict(_pair(pair, depth - 1) for pair in pairs))
+    raise ValueError(f"unknown compression {spec!r:.40}")
+
+
+def _pair(pair: object, depth: int) -> tuple[str | int, Compression]:
+    match pair:
+        case [str() | int() as key, spec]:
+            return key, _parse(spec, depth)
+    raise ValueError(f"a compression for a tensor is [key, spec], got {pair!r:.40}")

@@ -1,0 +1,63 @@
+"""What can be given wherever an option asks how tensors travel."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shoal.compression.info import CompressionInfo, TensorRole
+
+if TYPE_CHECKING:
+    from shoal.compression.codec import Codec
+    from shoal.compression.plan import CodecPlan, FlatLayout
+
+
+class Compression(ABC):
+    """A codec, or a choice of a codec for each tensor. A value: it compares, hashes and prints by its options."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def spec(self) -> str:
+        """The compression with its options, as peers compare it when they join. Equal exactly when they are; another
+        peer makes an equal one of it with :func:`compression_by_spec`."""
+
+    @abstractmethod
+    def choose_compression(self, info: CompressionInfo) -> Codec:
+        """The codec for that tensor.
+
+        Raises:
+            ValueError: if none is given for it.
+        """
+
+    def plan(
+        self,
+        layout: FlatLayout,
+        roles: TensorRole | Sequence[TensorRole] = TensorRole.UNSPECIFIED,
+        keys: Sequence[str | int] | None = None,
+    ) -> CodecPlan:
+        """Which codec is for which elements of the flat buffers of a layout. The same on all peers that are given the
+        same.
+
+        Args:
+            layout: where the tensors are.
+            roles: one for all tensors, or one for each.
+            keys: of each tensor; its position in the layout by default.
+
+        Raises:
+            ValueError: if there is not one role and one key for each tensor, or no codec is given for a tensor.
+        """
+        from shoal.compression.plan import CodecPlan  # it needs Codec, which is a Compression
+
+        count = len(layout.entries)
+        roles = [roles] * count if isinstance(roles, TensorRole) else roles
+        keys = range(count) if keys is None else keys
+        if len(roles) != count or len(keys) != count:
+            raise ValueError(f"the layout has {count} tensors, but there are {len(roles)} roles and {len(keys)} keys")
+        infos = [
+            CompressionInfo(key, entry.shape, layout.buffers[entry.buffer].dtype, role)
+            for key, entry, role in zip(keys, layout.entries, roles, strict=True)
+        ]
+        return CodecPlan.of(layout, [self.choose_compression(info) for info in infos])

@@ -1,0 +1,68 @@
+"""What the lossy codecs of real floats have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from shoal.compression.codec import Codec
+from shoal.compression.memory import elements_of, payload_of
+
+REAL_FLOATS: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+LARGEST: Final = 2.0**126
+"""Beyond this a value counts as overflown, like infinity; below it, differences and sums of two are finite."""
+
+
+class FloatCodec(Codec):
+    """A lossy codec of real floats.
+
+    A chunk of another dtype (integers, booleans, complex) is sent as it is, as by `NoCompression`, and so is one whose
+    payload would not be smaller: a codebook is larger than the smallest chunks. What is compressed is read as float32
+    and decoded to float32, whatever the dtype.
+
+    The bytes are the same on every machine and with any number of threads: they come from operations whose results do
+    not depend on the order or on the width of vector instructions (products and differences rounded once, extremes,
+    sums of integers). So digests of payloads can be compared.
+
+    A subclass implements the methods below.
+    """
+
+    __slots__ = ()
+
+    lossy: ClassVar[bool] = True
+
+    def encoded_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """The size of the compressed payload, or that of the elements if it is not larger or they are no floats."""
+        plain = numel * dtype.itemsize
+        return min(plain, self._compressed_nbytes(numel)) if dtype in REAL_FLOATS else plain
+
+    def _is_compressed(self, numel: int, dtype: torch.dtype) -> bool:
+        return dtype in REAL_FLOATS and self._compressed_nbytes(numel) < numel * dtype.itemsize
+
+    def _encode(self, chunk: Tensor) -> memoryview:
+        if not self._is_compressed(chunk.numel(), chunk.dtype):
+            return payload_of(chunk)
+        payload = torch.empty(self._compressed_nbytes(chunk.numel()), dtype=torch.uint8)
+        self._compress(chunk.detach().float(), payload)
+        return payload_of(payload)
+
+    def _decode(self, payload: memoryview, dtype: torch.dtype, numel: int) -> Tensor:
+        if not self._is_compressed(numel, dtype):
+            return elements_of(payload, dtype)
+        return self._extract(payload, numel)
+
+    @abstractmethod
+    def _compressed_nbytes(self, numel: int) -> int:
+        """The size in bytes of the compressed payload of so many elements."""
+
+    @abstractmethod
+    def _compress(self, values: Tensor, payload: Tensor) -> None:
+        """Write the payload, uint8, of these float32 values, which are only read; there is at least one."""
+
+    @abstractmethod
+    def _extract(self, payload: memoryview, numel: int) -> Tensor:
+        """The float32 values of a compressed payload of the right size."""

@@ -1,0 +1,179 @@
+"""Which codec is for which elements of flat buffers.
+
+A chunk is cut without regard to tensors, so it may hold several that want different codecs. Such a chunk has a codec of
+its own: one that encodes piece by piece. A round therefore cuts chunks as ever, and asks once per chunk::
+
+    plan = compression.plan(layout, TensorRole.GRADIENT)
+    codecs = [plan.codec_of(chunk.buffer, chunk.start, chunk.stop) for chunk in chunks]
+
+(Cutting chunks at the borders instead would make a message of every small tensor between large ones.)
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.compression.codec import Codec
+from shoal.compression.floats import REAL_FLOATS
+from shoal.compression.memory import payload_of
+from shoal.compression.none import NoCompression
+
+_ALIGNMENT: Final = 8
+
+
+class _Span(Protocol):
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+
+
+class _Entry(Protocol):
+    @property
+    def buffer(self) -> int: ...
+    @property
+    def span(self) -> _Span: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class _Buffer(Protocol):
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def numel(self) -> int: ...
+
+
+class FlatLayout(Protocol):
+    """Where tensors are in flat buffers, such as ``shoal.flat.Layout``: in each buffer one after the other, in order,
+    perhaps with padding between them."""
+
+    @property
+    def buffers(self) -> Sequence[_Buffer]:
+        """Each with ``dtype`` and ``numel``."""
+
+    @property
+    def entries(self) -> Sequence[_Entry]:
+        """Each with its ``buffer``'s number, its ``span`` there (``start``, ``stop``) and its ``shape``."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecSpan:
+    """Elements [start, stop) of flat buffer number `buffer`, and their codec."""
+
+    buffer: int
+    start: int
+    stop: int
+    codec: Codec
+
+
+@dataclass(frozen=True, slots=True)
+class PiecewiseCodec(Codec):
+    """The codec of a chunk whose consecutive pieces have codecs of their own: their payloads one after the other, each
+    filled up to a multiple of 8 bytes. Made by :meth:`CodecPlan.codec_of`; fits chunks of one size only.
+
+    Attributes:
+        pieces: number of elements and codec of each.
+    """
+
+    name: ClassVar[str] = "piecewise"
+    pieces: tuple[tuple[int, Codec], ...]
+
+    @property
+    def lossy(self) -> bool:  # type: ignore[override]  # of a plan, not of the class
+        """Whether one of the pieces is."""
+        return any(codec.lossy for _, codec in self.pieces)
+
+    @property
+    def spec(self) -> str:
+        """The sizes and codecs of the pieces; for messages, not to be parsed."""
+        return f"piecewise({', '.join(f'{numel} {codec.spec}' for numel, codec in self.pieces)})"
+
+    def encoded_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """The sum over the pieces.
+
+        Raises:
+            ValueError: if the chunk is not as large as the pieces together.
+        """
+        if numel != sum(size for size, _ in self.pieces):
+            raise ValueError(f"{self.spec} is not for a chunk of {numel} elements")
+        return sum(_padded(codec.encoded_nbytes(size, dtype)) for size, codec in self.pieces)
+
+    def _encode(self, chunk: Tensor) -> memoryview:
+        payload = payload_of(torch.empty(self.encoded_nbytes(chunk.numel(), chunk.dtype), dtype=torch.uint8))
+        at = first = 0
+        for size, codec in self.pieces:
+            piece = codec.encode(chunk[first : first + size])
+            payload[at : at + len(piece)] = piece
+            payload[at + len(piece) : at + _padded(len(piece))] = bytes(_padded(len(piece)) - len(piece))
+            at, first = at + _padded(len(piece)), first + size
+        return payload
+
+    def _decode(self, payload: memoryview, dtype: torch.dtype, numel: int) -> Tensor:
+        wide = dtype is torch.float64 or dtype not in REAL_FLOATS
+        values = torch.empty(numel, dtype=dtype if wide else torch.float32)
+        at = first = 0
+        for size, codec in self.pieces:
+            nbytes = codec.encoded_nbytes(size, dtype)
+            values[first : first + size] = codec.decode(payload[at : at + nbytes], dtype, size)
+            at, first = at + _padded(nbytes), first + size
+        return values
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class CodecPlan:
+    """The codecs of all elements of some flat buffers. Made by :meth:`Compression.plan`.
+
+    Attributes:
+        spans: cover every buffer, in order, without gaps; neighbours in a buffer have different codecs. Padding goes
+            with the tensor before it; what is before or without a tensor is not compressed.
+    """
+
+    spans: tuple[CodecSpan, ...]
+
+    @staticmethod
+    def of(layout: FlatLayout, codecs: Sequence[Codec]) -> CodecPlan:
+        """The plan that gives each tensor of the layout, in order, its codec.
+
+        Raises:
+            ValueError: if there is not one codec for each tensor.
+        """
+        starts: list[list[tuple[int, Codec]]] = [[(0, NoCompression())] for _ in layout.buffers]
+        for entry, codec in zip(layout.entries, codecs, strict=True):
+            here = starts[entry.buffer]
+            if entry.span.stop == entry.span.start or here[-1][1] == codec:
+                continue
+            if here[-1][0] == entry.span.start:
+                here.pop()
+            if not here or here[-1][1] != codec:
+                here.append((entry.span.start, codec))
+        spans = []
+        for buffer, (here, spec) in enumerate(zip(starts, layout.buffers, strict=True)):
+            stops = [start for start, _ in here[1:]] + [spec.numel]
+            spans += [CodecSpan(buffer, start, stop, codec) for (start, codec), stop in zip(here, stops, strict=True)]
+        return CodecPlan(tuple(span for span in spans if span.start < span.stop))
+
+    def codec_of(self, buffer: int, start: int, stop: int) -> Codec:
+        """The codec of a chunk, elements [start, stop) of a buffer.
+
+        Raises:
+            ValueError: if the chunk is empty or not within the buffer.
+        """
+        first = bisect.bisect_right(self.spans, (buffer, start), key=lambda span: (span.buffer, span.start)) - 1
+        last = bisect.bisect_left(self.spans, (buffer, stop), key=lambda span: (span.buffer, span.start))
+        spans = self.spans[max(first, 0) : last]
+        if not (spans and spans[0].buffer == buffer and spans[0].start <= start < stop <= spans[-1].stop):
+            raise ValueError(f"elements {start} to {stop} of buffer {buffer} are not in the plan")
+        if len(spans) == 1:
+            return spans[0].codec
+        return PiecewiseCodec(tuple((min(s.stop, stop) - max(s.start, start), s.codec) for s in spans))

@@ -1,0 +1,45 @@
+"""Bytes that never change: peers of other releases and machines make and read them."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from shoal.compression import (
+    BlockwiseQuantization,
+    Codec,
+    Float16Compression,
+    Quantile8BitQuantization,
+    ScaledFloat16Compression,
+    Uniform8BitQuantization,
+)
+
+
+def chunk() -> torch.Tensor:
+    """5000 values of either sign and many scales, from integers, so the same everywhere."""
+    numbers = torch.arange(5000, dtype=torch.int64)
+    mantissas = (numbers * 2654435761 % 65521 - 32760).float()
+    return mantissas * torch.exp2(-(numbers % 23).float()) / 1024
+
+
+@pytest.mark.parametrize(
+    ("codec", "encoded", "decoded"),
+    [
+        (Float16Compression(), "77ad5981b2191328", "460a6929666328cc"),
+        (ScaledFloat16Compression(), "4b38519f09d3bc0d", "4251ae773393f151"),
+        (Uniform8BitQuantization(), "1d812fb24d40545e", "4326a57d58a7322d"),
+        (Quantile8BitQuantization(), "fb8f92d6740d8ccc", "37804d5713bb6e4b"),
+        (BlockwiseQuantization(), "50767ae2cda1c706", "bc0c8c17750bb969"),
+    ],
+)
+def test_bytes_and_numbers_stay(codec: Codec, encoded: str, decoded: str) -> None:
+    payload = codec.encode(chunk())
+    numbers = codec.decode(payload, torch.float32, 5000).float()
+    assert digest(payload.tobytes()) == encoded
+    assert digest(bytes(numbers.view(torch.uint8).tolist())) == decoded
+
+
+def digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
