@@ -461,15 +461,16 @@ def reduced(inputs: Sequence[int], divide_by_live: bool = False, throw: bool = F
         except RuntimeError as problem:
             error = str(problem)
     after = values(module)
+    optimizer.zero_grad()
     with messages() as sent_by_one:
-        if not error:
-            step(0)
+        step(0)
     return {
         "values": after,
         "expected": alone(inputs, adam, divide_by_live, scheduled=True),
         "messages": len(sent),
         "kinds": sorted(set(sent)),
         "messages of a step": len(sent_by_one),
+        "a step later": values(module),
         "done": done,
         "error": error,
     }

@@ -233,6 +233,11 @@ def test_shoals_own_reduction_to_the_mean_of_live_ranks(ask: Ask) -> None:
     expect_as_alone(ask("reduced", inputs=[4, 2, 3], divide_by_live=True))
 
 
+def test_shoals_own_reduction_goes_on_after_early_termination(ask: Ask) -> None:
+    said = ask("reduced", inputs=[2, 4], throw=True)
+    assert said[0]["a step later"] == said[1]["a step later"] != said[0]["values"]
+
+
 def test_shoals_own_reduction_in_torchs_join(ask: Ask) -> None:
     expect_as_alone(ask("reduced", inputs=[4, 2, 3], join="torch"))
 
