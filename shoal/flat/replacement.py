@@ -1,7 +1,7 @@
 """Notices when a module gives up a flat parameter for another `nn.Parameter`, which no look at the parameter can tell.
 
 `module.weight = nn.Parameter(...)` registers a parameter, and torch calls a global hook then. It is put there when the
-first `ContiguousParams` is made, and costs other registrations less than a microsecond.
+first `ContiguousParams` is made, and costs other registrations about a microsecond.
 
 `load_state_dict(assign=True)` does the same, but means only the values. So these are copied into flat memory, and the
 module keeps its parameter: the optimizer goes on training it.

@@ -141,6 +141,7 @@ def test_mixed_dtypes_groups_and_numbers_without_dimensions() -> None:
     parameters.load_original_state_dict(fresh, theirs.state_dict())
     assert_same(parameters.original_state_dict(fresh), theirs.state_dict())
     assert fresh.param_groups[0]["lr"] == 0.1
+    assert [len(group["params"]) for group in fresh.param_groups] == [2, 2], "equal steps need no split"
 
 
 def test_channels_last_state() -> None:

@@ -138,13 +138,14 @@ def test_names_and_modules_are_accepted() -> None:
 
 
 def test_a_newer_contiguous_params_takes_over() -> None:
-    model = nn.Linear(3, 3)
+    model: Any = nn.Linear(3, 3)
     old = ContiguousParams(model)
     new = ContiguousParams(model)
     model(torch.ones(1, 3)).sum().backward()
     optim.SGD(new.contiguous(), lr=0.1).step()
     new.assert_buffer_is_valid()
     assert not old.buffer_is_valid()
+    assert len(model.weight._post_accumulate_grad_hooks) == 1
     with pytest.raises(ValueError, match="left the flat memory"):
         optim.SGD(old.contiguous(), lr=0.1).step()
 

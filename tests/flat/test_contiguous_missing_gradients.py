@@ -123,6 +123,23 @@ def test_what_is_left_of_an_older_gradient_is_not_used() -> None:
     )
 
 
+def test_a_step_that_failed_is_not_remembered() -> None:
+    class Fails(optim.SGD):
+        def step(self, closure=None):
+            raise RuntimeError("no")
+
+    model = four_layers()
+    parameters = ContiguousParams(model)
+    optimizer = Fails(parameters.contiguous(), lr=0.1)
+    some_layers(0, 1, 2, 3)(model, torch.ones(2, 5)).sum().backward()
+    with pytest.raises(RuntimeError, match="no"):
+        optimizer.step()
+    model.zero_grad()
+    some_layers(0)(model, torch.ones(2, 5)).sum().backward()
+    norm = clip_grad_norm_(parameters.contiguous(), 1e9)
+    assert torch.isclose(norm, clip_grad_norm_(model[0].parameters(), 1e9))
+
+
 def test_nothing_has_a_gradient() -> None:
     twins = Twins(optim.AdamW, weight_decay=0.5)
     twins.step()
