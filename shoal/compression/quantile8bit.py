@@ -57,7 +57,7 @@ class Quantile8BitQuantization(FloatCodec):
         center = values[:: max(1, len(values) // _SAMPLE)].median()
         farthest = max(high - center.item(), center.item() - low)
         factor = 2.0 ** min(126, 15 - math.frexp(farthest)[1])
-        scratch = (values - center).mul_(factor)
+        scratch = (values + (0 - center)).mul_(factor)  # a sum, since -0.0 - 0.0 is not 0.0
         keys = scratch.view(torch.int32).copy_(scratch.to(torch.float16).view(torch.uint16))
         torch.index_select(_bins_by_float16(keys), 0, keys, out=codes)
         # bincount adds one element after the other, so these sums too are the same everywhere.
@@ -67,7 +67,7 @@ class Quantile8BitQuantization(FloatCodec):
     def _extract(self, payload: memoryview, numel: int) -> Tensor:
         codebook = elements_of(payload[:_CODEBOOK_NBYTES], torch.float32)
         codes = elements_of(payload[_CODEBOOK_NBYTES:], torch.uint8)
-        return torch.index_select(codebook, 0, codes.long())
+        return torch.index_select(codebook, 0, codes.int())
 
 
 def _bins_by_float16(keys: Tensor) -> Tensor:

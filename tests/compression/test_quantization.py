@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.compression import (
@@ -72,6 +72,7 @@ def per_element(codec: ScaledFloat16Compression | Uniform8BitQuantization | Bloc
     return torch.cat(parts) if parts else x
 
 
+@settings(deadline=None, max_examples=60)
 @given(chunks())
 def test_scaled_float16_stays_within_its_bound(chunk: torch.Tensor) -> None:
     x = chunk.float().double()
@@ -83,6 +84,7 @@ def test_scaled_float16_stays_within_its_bound(chunk: torch.Tensor) -> None:
     assert (error <= bound).all()
 
 
+@settings(deadline=None, max_examples=60)
 @given(chunks())
 def test_uniform_stays_within_its_bound(chunk: torch.Tensor) -> None:
     x = chunk.float().double()
@@ -91,6 +93,7 @@ def test_uniform_stays_within_its_bound(chunk: torch.Tensor) -> None:
     assert (error <= (high + low) / 508 + 2.0**-21 * largest + 2.0**-118).all()
 
 
+@settings(deadline=None, max_examples=60)
 @given(chunks())
 def test_uniform_keeps_zeros_among_other_signs(chunk: torch.Tensor) -> None:
     x = chunk.float().double()
@@ -98,6 +101,7 @@ def test_uniform_keeps_zeros_among_other_signs(chunk: torch.Tensor) -> None:
     assert (round_trip(UNIFORM, chunk)[zeros] == 0).all()
 
 
+@settings(deadline=None, max_examples=60)
 @given(chunks())
 def test_blockwise_stays_within_its_bound(chunk: torch.Tensor) -> None:
     x = chunk.float().double()
@@ -115,6 +119,7 @@ def test_blockwise_stays_within_its_bound(chunk: torch.Tensor) -> None:
     assert torch.equal(decoded[exact], x[exact])
 
 
+@settings(deadline=None, max_examples=60)
 @given(chunks())
 def test_quantile_stays_within_its_bins(chunk: torch.Tensor) -> None:
     if not compresses(QUANTILE, chunk):
@@ -151,6 +156,7 @@ def test_constant_chunk_comes_back(codec: Codec, value: float) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@settings(deadline=None, max_examples=60)
 @given(at=st.integers(0, 4999), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_what_is_not_finite_is_found(codec: Codec, bad: float, at: int, dtype: torch.dtype) -> None:
     chunk = torch.randn(5000, dtype=dtype)

@@ -1,0 +1,165 @@
+"""Encodes and decodes with every codec, in one thread: Shoal and hivemind, in turn in one run.
+
+python -m benchmarks.compression --hivemind-python .venv-hivemind/bin/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.processes import Worker, end_on_signals
+from benchmarks.report import Figure
+
+CODECS = (
+    "NoCompression",
+    "Float16Compression",
+    "ScaledFloat16Compression",
+    "Uniform8BitQuantization",
+    "Quantile8BitQuantization",
+    "BlockwiseQuantization",
+)
+LOSSY = CODECS[1:]
+VALUES = ("normal", "heavy", "sparse", "shifted")
+CHUNK = 1 << 18  # elements: 1 MiB of float32
+TIMEOUT = 300.0  # seconds for one answer
+RESULTS = Path(__file__).resolve().parent / "results"
+
+Measured = dict[str, float]
+Times = dict[tuple[str, int, str], Measured]  # codec, elements, side
+Errors = dict[tuple[str, str, str], Measured]  # codec, values, side
+
+
+def time_all(sides: dict[str, Worker], sizes: list[int], rounds: int) -> Times:
+    """Medians over the rounds of what each side measures in its turn."""
+    times: Times = {}
+    for codec in CODECS:
+        for elements in sizes:
+            print(f"{codec}: {elements} elements", file=sys.stderr, flush=True)
+            turns: dict[str, list[Measured]] = {side: [] for side in sides}
+            for _ in range(rounds):
+                for side, worker in sides.items():
+                    repeats = 15 if elements <= CHUNK else 3
+                    turns[side].append(
+                        worker.ask("measure", TIMEOUT, codec=codec, values="normal", elements=elements, repeats=repeats)
+                    )
+            for side, measured in turns.items():
+                medians = {what: report.median(one[what] for one in measured) for what in ("encode", "decode")}
+                times[codec, elements, side] = {what: value or 0.0 for what, value in medians.items()}
+    return times
+
+
+def time_table(times: Times, sizes: list[int], sides: dict[str, Worker]) -> str:
+    """MB of float32 per second."""
+    rows = []
+    for codec in CODECS:
+        for elements in sizes:
+            row = [f"{codec}, {elements:,}"]
+            for what in ("encode", "decode"):
+                row += [report.number(elements * 4e-6 / times[codec, elements, side][what], 0) for side in sides]
+                row.append(report.number(ratio(times, codec, elements, (what,)) if "hivemind" in sides else None))
+            row.append(report.number(ratio(times, codec, elements, ("encode", "decode")) if len(sides) > 1 else None))
+            rows.append(row)
+    head = ["codec, elements"]
+    for what in ("encode", "decode"):
+        head += [f"{what} {side}" for side in sides] + ["ratio"]
+    return report.table([*head, "both, ratio"], rows)
+
+
+def ratio(times: Times, codec: str, elements: int, parts: tuple[str, ...]) -> float:
+    """How many times as fast as hivemind Shoal is."""
+    hivemind, shoal = (sum(times[codec, elements, side][part] for part in parts) for side in ("hivemind", "shoal"))
+    return hivemind / shoal
+
+
+def error_table(errors: Errors, sides: dict[str, Worker]) -> str:
+    """What each codec loses."""
+    rows = [
+        [f"{codec}, {values}"]
+        + [f"{errors[codec, values, side]['mean_square']:.2e}" for side in sides]
+        + [f"{errors[codec, values, side]['largest']:.2g}" for side in sides]
+        + [f"{errors[codec, values, side]['bytes_per_element']:.4f}" for side in sides]
+        for codec in LOSSY
+        for values in VALUES
+    ]
+    head = [f"{what} {side}" for what in ("mean square error", "largest error", "bytes an element") for side in sides]
+    return report.table(["codec, values", *head], rows)
+
+
+def promises(times: Times, errors: Errors) -> list[Figure]:
+    """What the project promises on 1 MiB chunks."""
+    figures = []
+    for codec in CODECS:
+        for name, parts in (("encode", ("encode",)), ("decode", ("decode",)), ("both", ("encode", "decode"))):
+            figures.append(Figure(f"{codec}: {name}, times as fast", ratio(times, codec, CHUNK, parts), ">= 2"))
+    for codec in LOSSY:
+        ours, theirs = errors[codec, "normal", "shoal"], errors[codec, "normal", "hivemind"]
+        for what in ("mean_square", "largest"):
+            name = f"{codec}: {what.replace('_', ' ')} error of normal values, by hivemind's"
+            figures.append(Figure(name, ours[what] / theirs[what], "<= 1.01" if what == "mean_square" else "<= 1.1"))
+    return figures
+
+
+NOTE = """\
+MB of float32 a second, medians, one thread, normal values. *Decode* is decoding and adding to a sum in float32, as a
+reducer does. Shoal encodes chunks of 2**18 elements, as in a round; hivemind is given all elements at once. hivemind's
+`BlockwiseQuantization` is that of bitsandbytes, which starts threads of its own to encode."""
+ERROR_NOTE = f"""\
+{CHUNK} elements. *Heavy*: Student's t with 3 degrees of freedom. *Sparse*: one in 20 is not zero. *Shifted*: mean 1,
+deviation 0.01. The bounds of the promises leave 1% and 10% for chance: the two sides round elsewhere."""
+
+
+def main() -> None:
+    """Parses the command line, measures, reports."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hivemind-python", metavar="PATH", help="interpreter of a venv with hivemind 1.1.12")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each side (default: 7)")
+    parser.add_argument("--elements", type=int, default=10_000_000, help="of the long vector (default: 10 million)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for compression.md and compression.json")
+    options = parser.parse_args()
+    end_on_signals()
+    facts = report.environment()
+    pythons = {"shoal": sys.executable} | ({"hivemind": options.hivemind_python} if options.hivemind_python else {})
+    sizes = [CHUNK, options.elements]
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as logs, contextlib.ExitStack() as stack:
+        sides = {
+            side: Worker(python, "benchmarks.workers.codecs", [side], Path(logs) / f"{side}.log")
+            for side, python in pythons.items()
+        }
+        for worker in sides.values():
+            stack.callback(worker.stop, patience=1)
+        times = time_all(sides, sizes, options.rounds)
+        errors: Errors = {
+            (codec, values, side): worker.ask("errors", TIMEOUT, codec=codec, values=values, elements=CHUNK)
+            for codec in LOSSY
+            for values in VALUES
+            for side, worker in sides.items()
+        }
+        parts: list[str] = [
+            "# Codecs",
+            report.describe(facts | {"rounds": options.rounds}),
+            time_table(times, sizes, sides),
+            NOTE,
+            error_table(errors, sides),
+            ERROR_NOTE,
+        ]
+    figures = promises(times, errors) if "hivemind" in pythons else []
+    if figures:
+        parts.append(report.figure_table(figures))
+    data: dict[str, Any] = {
+        "environment": facts,
+        "options": {"rounds": options.rounds, "elements": options.elements},
+        "seconds": [dict(zip(("codec", "elements", "side"), key, strict=True)) | one for key, one in times.items()],
+        "errors": [dict(zip(("codec", "values", "side"), key, strict=True)) | one for key, one in errors.items()],
+        "figures": [{"name": f.name, "value": f.value, "bound": f.bound, "met": f.met} for f in figures],
+    }
+    report.publish(options.out, "compression", "\n\n".join(parts), data)
+
+
+if __name__ == "__main__":
+    main()
