@@ -109,6 +109,7 @@ class _Overlap:
                     self._buckets, self._stepped = None, 0
                     for finish in sending:
                         finish()
+                    self._zero._shard.settle()
         return result
 
     def _step(self, bucket: dist.GradBucket) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from typing import Final
 
 from shoal.flat import Span
@@ -97,7 +97,10 @@ def buckets_of(sizes: Sequence[Size], numbers: Sequence[int]) -> list[tuple[int,
 
 
 def cut_evenly(sizes: Sequence[Size], params: Sequence[int], loads: list[int]) -> tuple[Share, ...]:
-    """Cuts one bucket so that the loads of all ranks, together with what they had, differ by at most `ALIGNMENT`.
+    """Cuts one bucket so that the loads of all ranks, together with what they had, are even.
+
+    Every cut is the nearest possible to its ideal place, which alone would keep the loads within two `ALIGNMENT`; then
+    cuts between the most and the least loaded rank move by one place while that makes loads more even.
 
     Args:
         sizes: of all parameters.
@@ -106,20 +109,27 @@ def cut_evenly(sizes: Sequence[Size], params: Sequence[int], loads: list[int]) -
     """
     ranks, itemsize = len(loads), sizes[params[0]].itemsize
     ends = list(accumulate(sizes[number].numel for number in params))
-    total = ends[-1]
-    load = sum(loads) + total * itemsize
+    unit = ALIGNMENT // itemsize
+    load = sum(loads) + ends[-1] * itemsize
     cuts, before = [0], 0
     for rank in range(1, ranks):
         before += loads[rank - 1]
-        wanted = min(max(round((load * rank / ranks - before) / itemsize), cuts[-1]), total)
-        cuts.append(max(cuts[-1], _nearest_cut(ends, wanted, ALIGNMENT // itemsize)))
-    cuts.append(total)
-    shares = []
-    for rank in range(ranks):
-        share = Span(cuts[rank], cuts[rank + 1])
-        loads[rank] += len(share) * itemsize
-        shares.append(_slices(params, ends, share))
-    return tuple(shares)
+        wanted = min(max(round((load * rank / ranks - before) / itemsize), cuts[-1]), ends[-1])
+        cuts.append(max(cuts[-1], _nearest_cut(ends, wanted, unit)))
+    cuts.append(ends[-1])
+
+    def loads_with(cuts: Sequence[int]) -> list[int]:
+        return [had + (stop - start) * itemsize for had, (start, stop) in zip(loads, pairwise(cuts), strict=True)]
+
+    after = loads_with(cuts)
+    while max(after) - min(after) > ALIGNMENT:
+        moved = _move_cuts(ends, cuts, after.index(max(after)), after.index(min(after)), unit)
+        better = loads_with(moved)
+        if list(moved) != sorted(moved) or _spread(better) >= _spread(after):
+            break
+        cuts, after = moved, better
+    loads[:] = after
+    return tuple(_slices(params, ends, Span(start, stop)) for start, stop in pairwise(cuts))
 
 
 def deal_greedily(sizes: Sequence[Size], numbers: Sequence[int], loads: list[int]) -> dict[int, int]:
@@ -189,6 +199,34 @@ def _nearest_cut(ends: Sequence[int], wanted: int, unit: int) -> int:
             return start + (low if offset - low <= high - offset else high)
         start = end
     return start
+
+
+def _move_cuts(ends: Sequence[int], cuts: Sequence[int], giver: int, taker: int, unit: int) -> list[int]:
+    """Moves all cuts between two ranks to the next possible place, so that the one gives and the other takes."""
+    moved = list(cuts)
+    if giver < taker:
+        for at in range(giver + 1, taker + 1):
+            moved[at] = _place_before(ends, cuts[at], unit)
+    else:
+        for at in range(taker + 1, giver + 1):
+            moved[at] = _place_after(ends, cuts[at], unit)
+    return moved
+
+
+def _place_before(ends: Sequence[int], cut: int, unit: int) -> int:
+    start = max((end for end in (0, *ends) if end < cut), default=0)
+    return max(start + (cut - start - 1) // unit * unit, 0)
+
+
+def _place_after(ends: Sequence[int], cut: int, unit: int) -> int:
+    start = max(end for end in (0, *ends) if end <= cut)
+    stop = min((end for end in ends if end > cut), default=cut)
+    return min(start + ((cut - start) // unit + 1) * unit, stop)
+
+
+def _spread(loads: Sequence[int]) -> int:
+    """Falls with every move that makes loads more even."""
+    return sum(load * load for load in loads)
 
 
 def _slices(params: Sequence[int], ends: Sequence[int], share: Span) -> Share:

@@ -84,10 +84,9 @@ class Piece:
         """Brings a copy's values back into the parameter, if it was updated."""
         if self.is_copy and self.local.grad is not None:
             self.home.copy_(self._flat_local, non_blocking=True)
-            self._version = self.param._version
 
     def keep(self) -> None:
-        """Takes the values of ``local`` for newer than the parameter's: they were loaded."""
+        """Takes the values of ``local`` for those of the parameter as it is now, until someone writes to that."""
         self._version = self.param._version
 
     @property
@@ -178,6 +177,11 @@ class Shard:
                 if drop_gradients or piece.local is not piece.param:
                     piece.local.grad = None
         self._wait_for_copies()
+
+    def settle(self) -> None:
+        """After all ranks have the parameters: what is written to them from now on was not the step."""
+        for piece in self.all_pieces:
+            piece.keep()
 
     def state_of(self, piece: Piece) -> dict[str, Any]:
         """The optimizer's state of one slice, with the master weights as one more entry."""

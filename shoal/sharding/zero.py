@@ -206,6 +206,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         copy_options(self.optim.param_groups, self.param_groups)
         with torch.no_grad():
             self._parameters.gather(self._communication, updated)
+        self._shard.settle()
         self._gradients.used()
 
     def _shadow(self, gradients: Mapping[Slice, Tensor | None], updated: list[int]) -> None:
@@ -263,7 +264,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return {"state": dict(state), "param_groups": pack_groups(self.param_groups)}
 
     def _sharded_state(self) -> dict[int, dict[str, Any]]:
-        state: dict[int, dict[str, Any]] = {}
+        # Checkpoints want an entry for all that trains, on every rank.
+        state: dict[int, dict[str, Any]] = {n: {} for n, param in enumerate(self._all_params) if param.requires_grad}
         for piece in self._shard.all_pieces:
             entries = self._shard.state_of(piece)
             if entries and not piece.whole:

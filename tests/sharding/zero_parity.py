@@ -1,0 +1,210 @@
+"""Checks: `ZeroRedundancyOptimizer` with DDP gives what the plain optimizer with DDP gives."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.lr_scheduler import StepLR
+
+import shoal
+from shoal.sharding import hook_with_zero_step, hook_with_zero_step_interleaved
+from tests.sharding.zero_models import (
+    assert_equal,
+    assert_same_on_all_ranks,
+    assert_states_equal,
+    batches,
+    copies,
+    loss_of,
+)
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
+    (torch.optim.Adam, {"lr": 0.01}),
+    (torch.optim.Adam, {"lr": 0.01, "fused": True}),
+    (torch.optim.AdamW, {"lr": 0.01, "foreach": True, "amsgrad": True}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+    (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.Adafactor, {}),
+    (shoal.QHM, {"lr": 0.1, "momentum": 0.9, "nu": 0.7}),
+]
+
+
+def check_parity_to_the_bit() -> None:
+    for number, (optimizer_class, options) in enumerate(OPTIMIZERS):
+        for flat in (False, True):
+            for partition in ("auto", "parameters"):
+                ours, plain = copies(2)
+                ours, plain = DDP(ours), DDP(plain)
+                zero: Any = shoal.ZeroRedundancyOptimizer(
+                    ours.parameters(), optimizer_class, parameters_as_bucket_view=flat, partition=partition, **options
+                )
+                optimizer = optimizer_class(plain.parameters(), **options)
+                for batch in batches(3):
+                    for network, stepped in ((ours, zero), (plain, optimizer)):
+                        stepped.zero_grad()
+                        loss_of(network, batch).backward()
+                        stepped.step()
+                assert_equal(ours.parameters(), plain.parameters(), (number, flat, partition))
+                assert_same_on_all_ranks(ours.parameters())
+                zero.consolidate_state_dict(to=dist.get_world_size() - 1)
+                if dist.get_rank() == dist.get_world_size() - 1:
+                    assert_states_equal(zero.state_dict(), optimizer.state_dict())
+
+
+def check_groups_schedulers_frozen_parameters_and_closures() -> None:
+    ours, plain = copies(2)
+    ours[0].weight.requires_grad = plain[0].weight.requires_grad = False
+    made: list[Any] = []
+    for network, optimizer_class in ((ours, shoal.ZeroRedundancyOptimizer), (plain, None)):
+        groups = [{"params": [network[3].weight], "weight_decay": 0.1}, {"params": [network[0].weight], "lr": 0.2}]
+        made.append(
+            torch.optim.AdamW(groups, lr=0.01)
+            if optimizer_class is None
+            else optimizer_class(groups, torch.optim.AdamW, lr=0.01)
+        )
+        made[-1].add_param_group({"params": [network[0].bias, network[2].weight, network[2].bias, network[3].bias]})
+    schedulers = [StepLR(optimizer, 1, 0.5) for optimizer in made]
+    wrapped = [DDP(ours, find_unused_parameters=True), DDP(plain, find_unused_parameters=True)]
+    for step, batch in enumerate(batches(6)):
+        if step == 3:
+            for network in (ours, plain):
+                network[0].weight.requires_grad = True
+            wrapped = [DDP(ours), DDP(plain)]
+        for network, optimizer, scheduler in zip(wrapped, made, schedulers, strict=True):
+
+            def closure(network: nn.Module = network, optimizer: Any = optimizer, batch: Tensor = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(network, batch)
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure) is not None
+            scheduler.step()
+    assert_equal(ours.parameters(), plain.parameters())
+    assert_same_on_all_ranks(ours.parameters())
+    assert [group["lr"] for group in made[0].param_groups] == [group["lr"] for group in made[1].param_groups]
+
+
+def check_mixed_dtypes_and_memory_formats() -> None:
+    for flat in (False, True):
+        torch.manual_seed(1)
+        tensors = [
+            torch.randn(40, 30),
+            torch.randn(3, 5, 7, 7).to(memory_format=torch.channels_last),
+            torch.randn(100, dtype=torch.float64),
+            torch.randn(33, 9).bfloat16(),
+            torch.randn(()),
+            torch.randn(50, 20).t(),
+            torch.empty(0),
+        ]
+        ours = [nn.Parameter(tensor.clone(memory_format=torch.preserve_format)) for tensor in tensors]
+        plain = [nn.Parameter(tensor.clone(memory_format=torch.preserve_format)) for tensor in tensors]
+        zero: Any = shoal.ZeroRedundancyOptimizer(ours, torch.optim.Adam, parameters_as_bucket_view=flat, lr=0.1)
+        optimizer = torch.optim.Adam(plain, lr=0.1)
+        for step in range(3):
+            for one, other in zip(ours, plain, strict=True):
+                gradient = torch.full_like(one, 0.1 * step) + one.detach()
+                one.grad, other.grad = gradient.clone(memory_format=torch.preserve_format), gradient
+            zero.step()
+            optimizer.step()
+        assert_equal(ours, plain)
+        assert_same_on_all_ranks(ours)
+        zero.consolidate_state_dict()
+        if dist.get_rank() == 0:
+            state = zero.state_dict()["state"]
+            assert_equal([state[n]["exp_avg"] for n in range(6)], [optimizer.state[p]["exp_avg"] for p in plain[:6]])
+
+
+def check_a_users_own_optimizer_and_its_keys() -> None:
+    class Mine(torch.optim.SGD):
+        def step(self, closure: Any = None, factor: float = 1.0) -> Any:
+            for group in self.param_groups:
+                group["steps"] = group.get("steps", 0) + 1
+                for param in group["params"]:
+                    if param.grad is not None:
+                        self.state[param]["seen"] = {"norms": [float(param.grad.norm())], "shape": tuple(param.shape)}
+                        param.data.sub_(factor * group["lr"] * param.grad / (1 + param.grad.norm()))
+
+    ours, plain = copies(2)
+    zero: Any = shoal.ZeroRedundancyOptimizer(DDP(ours).parameters(), Mine, lr=0.1)
+    optimizer = Mine(plain.parameters(), lr=0.1)
+    batch = torch.ones(2, 1, 7)
+    for _ in range(2):
+        for network, stepped in ((ours, zero), (plain, optimizer)):
+            stepped.zero_grad()
+            loss_of(network, batch).backward()
+            stepped.step(factor=2.0)
+    assert_equal(ours.parameters(), plain.parameters())
+    assert zero.param_groups[0]["steps"] == 2
+    zero.consolidate_state_dict()
+    if dist.get_rank() == 0:
+        assert zero.state_dict()["state"] == optimizer.state_dict()["state"]
+
+
+def check_parameters_that_are_given_other_memory_are_followed() -> None:
+    for flat in (False, True):
+        ours, plain = copies(2)
+        zero: Any = shoal.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, parameters_as_bucket_view=flat)
+        optimizer = torch.optim.SGD(plain.parameters())
+        for param, other in zip(ours.parameters(), plain.parameters(), strict=True):
+            param.data = param.detach() * 2
+            other.data = other.detach() * 2
+            param.grad, other.grad = torch.ones_like(param), torch.ones_like(other)
+        zero.step()
+        optimizer.step()
+        assert_equal(ours.parameters(), plain.parameters())
+
+
+def check_overlap_skips_nothing_and_follows_the_scheduler() -> None:
+    for make in (hook_with_zero_step, hook_with_zero_step_interleaved):
+        for view in (False, True):
+            for hook in (allreduce_hook, fp16_compress_hook):
+                first = nn.Sequential(nn.Linear(7, 300), nn.Tanh(), nn.Linear(300, 200), nn.Linear(200, 100))
+                second = copy.deepcopy(first)
+                ours, plain = (
+                    DDP(net, bucket_cap_mb=0.1, gradient_as_bucket_view=view)  # type: ignore[arg-type]
+                    for net in (first, second)
+                )
+                zero: Any = shoal.ZeroRedundancyOptimizer(
+                    ours.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=0.01
+                )
+                optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+                ours.register_comm_hook(None, make(hook, ours, zero))  # type: ignore[arg-type]
+                plain.register_comm_hook(None, hook)
+                schedulers = [StepLR(stepped, 1, 0.5) for stepped in (zero, optimizer)]
+                for batch in batches(4):
+                    for network, stepped in ((ours, zero), (plain, optimizer)):
+                        stepped.zero_grad()
+                        loss_of(network, batch).backward()
+                        stepped.step()
+                    for scheduler in schedulers:
+                        scheduler.step()
+                    assert_equal(first.parameters(), second.parameters(), make.__name__)
+                assert_same_on_all_ranks(first.parameters())
+
+
+def check_sub_groups() -> None:
+    ranks = dist.get_world_size()
+    group = dist.new_group([rank for rank in range(ranks) if rank != 1])
+    if dist.get_rank() == 1:
+        return
+    (ours,) = copies(1)
+    zero: Any = shoal.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.Adam, process_group=group)
+    for param in ours.parameters():
+        param.grad = torch.ones_like(param)
+    zero.step()
+    members = [torch.empty_like(ours[0].weight) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(members, ours[0].weight.detach(), group=group)
+    assert all(torch.equal(members[0], member) for member in members)
+    zero.consolidate_state_dict(to=dist.get_world_size(group) - 1)
+    if zero.rank == dist.get_world_size(group) - 1:
+        assert len(zero.state_dict()["state"]) == len(list(ours.parameters()))

@@ -1,0 +1,212 @@
+"""Checks of state dicts: formats, other numbers of ranks, refusals, checkpoints, copies on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+
+import shoal
+from tests.sharding.zero_models import assert_equal, assert_same_on_all_ranks, assert_states_equal, copies
+
+
+def trained(network: nn.Module, optimizer: Any, steps: int = 2) -> None:
+    """Steps with gradients that are equal on all ranks."""
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for param in network.parameters():
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+
+
+def on_all_ranks(zero: Any) -> dict[str, Any]:
+    """The consolidated state dict, given to all ranks."""
+    target = dist.get_world_size() - 1
+    zero.consolidate_state_dict(to=target)
+    box = [zero.state_dict() if dist.get_rank() == target else None]
+    dist.broadcast_object_list(box, src=target)
+    assert box[0] is not None
+    return box[0]
+
+
+def check_load_from_the_plain_optimizer_and_from_torch_zero_and_back() -> None:
+    ours, plain, torchs = copies(3)
+    zero: Any = shoal.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.Adam)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.5)
+    theirs = TorchZero(torchs.parameters(), torch.optim.Adam)
+    trained(plain, optimizer)
+    zero.load_state_dict(optimizer.state_dict())
+    assert zero.param_groups[0]["lr"] == 0.5
+    saved = on_all_ranks(zero)
+    assert_states_equal(saved, optimizer.state_dict())
+    theirs.load_state_dict(copy.deepcopy(saved))
+    theirs.consolidate_state_dict()
+    box = [theirs.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    zero.load_state_dict(box[0])
+    assert_states_equal(on_all_ranks(zero), optimizer.state_dict())
+    ours.load_state_dict(plain.state_dict())
+    trained(ours, zero)
+    trained(plain, optimizer)
+    assert_equal(ours.parameters(), plain.parameters())
+
+
+def check_loading_neither_changes_nor_shares_the_callers_dict() -> None:
+    ours, plain = copies(2)
+    zero: Any = shoal.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.Adam)
+    optimizer = torch.optim.Adam(plain.parameters())
+    trained(plain, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = copy.deepcopy(saved)
+    zero.load_state_dict(saved)
+    trained(ours, zero)
+    assert_states_equal(saved, before)
+
+
+def check_a_wrong_state_dict_is_refused_before_anything_changes() -> None:
+    (ours,) = copies(1)
+    zero: Any = shoal.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.Adam)
+    trained(ours, zero)
+    good = on_all_ranks(zero)
+    other = torch.optim.Adam(nn.Linear(3, 3).parameters(), lr=0.7)
+    wrong_shape, unknown, bare = copy.deepcopy(good), copy.deepcopy(good), copy.deepcopy(good)
+    last = max(wrong_shape["state"])
+    wrong_shape["param_groups"][0]["lr"] = 0.7
+    wrong_shape["state"][last]["exp_avg"] = torch.zeros(2, 3)
+    unknown["state"][77] = unknown["state"][0]
+    del bare["state"]
+    for wrong, words in (
+        (other.state_dict(), "has 2 parameters in the state dict and 6"),
+        (wrong_shape, r"'exp_avg' of parameter 5 has shape \(2, 3\)"),
+        (unknown, "'77'"),
+        (bare, "dictionary 'state'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            zero.load_state_dict(wrong)
+    assert_states_equal(on_all_ranks(zero), good)
+
+
+def check_state_is_even() -> None:
+    ranks = dist.get_world_size()
+    params = [nn.Parameter(torch.zeros(10_001, 8)), *(nn.Parameter(torch.zeros(size)) for size in range(1, 40))]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    zero: Any = shoal.ZeroRedundancyOptimizer(params, torch.optim.Adam)
+    zero.step()
+    mine = sum(
+        value.nbytes for state in zero.optim.state.values() for name, value in state.items() if name == "exp_avg"
+    )
+    sizes = [torch.zeros(1) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([float(mine)]))
+    assert max(sizes) - min(sizes) <= 64
+    assert sum(sizes) == sum(param.nbytes for param in params)
+
+
+def _folder() -> Path:
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    assert box[0] is not None
+    return Path(box[0])
+
+
+def check_checkpoint_without_consolidation() -> None:
+    ours, again, plain = copies(3)
+    zero: Any = shoal.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.Adam, lr=0.5)
+    trained(ours, zero)
+    reference = torch.optim.Adam(plain.parameters(), lr=0.5)
+    trained(plain, reference)
+    folder = _folder()
+    dcp.save({"optim": get_optimizer_state_dict(ours, zero)}, checkpoint_id=folder)
+    # A new optimizer with the parameters cut elsewhere: as on another number of ranks.
+    loaded: Any = shoal.ZeroRedundancyOptimizer(
+        again.parameters(), torch.optim.Adam, partition="elements", parameters_as_bucket_view=True
+    )
+    content = {"optim": get_optimizer_state_dict(again, loaded)}
+    dcp.load(content, checkpoint_id=folder)
+    set_optimizer_state_dict(again, loaded, content["optim"])
+    assert_states_equal(on_all_ranks(loaded), reference.state_dict())
+    # And the plain optimizer, which wants the whole of every tensor.
+    (network,) = copies(1)
+    whole = torch.optim.Adam(network.parameters())
+    content = {"optim": get_optimizer_state_dict(network, whole)}
+    dcp.load(content, checkpoint_id=folder)
+    set_optimizer_state_dict(network, whole, content["optim"])
+    assert_states_equal(whole.state_dict(), reference.state_dict())
+
+
+def check_a_sharded_state_dict_is_not_saved_by_accident() -> None:
+    (ours,) = copies(1)
+    zero: Any = shoal.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.Adam)
+    trained(ours, zero)
+    state = zero.state_dict()
+    cut = [
+        value for entries in state["state"].values() for value in entries.values() if type(value) is not torch.Tensor
+    ]
+    assert bool(cut) == (dist.get_world_size() > 1)
+    for value in cut:
+        with pytest.raises(RuntimeError, match="consolidate"):
+            value + 1
+        with pytest.raises(RuntimeError, match="consolidate"):
+            torch.save(value, os.devnull)
+    zero.consolidate_state_dict()
+    trained(ours, zero)
+    again = [value for entry in zero.state_dict()["state"].values() for value in entry.values()]
+    assert any(type(value) is not torch.Tensor for value in again) == bool(cut)  # what was consolidated is out of date
+
+
+def check_offload_and_master_weights() -> None:
+    ours, plain = copies(2)
+    zero: Any = shoal.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, offload=True)
+    trained(ours, zero)
+    optimizer = torch.optim.AdamW(plain.parameters())
+    trained(plain, optimizer)
+    assert_equal(ours.parameters(), plain.parameters())
+
+    # bfloat16 with master weights is float32 that is rounded for the model after every step.
+    low, exact = copies(2, torch.bfloat16)
+    exact = exact.float()
+    for flat in (False, True):
+        network, reference = copy.deepcopy(low), copy.deepcopy(exact)
+        zero = shoal.ZeroRedundancyOptimizer(
+            network.parameters(),
+            torch.optim.AdamW,
+            master_weights=True,
+            parameters_as_bucket_view=flat,
+            lr=1e-4,
+        )
+        optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-4)
+        for number in range(4):
+            generator = torch.Generator().manual_seed(number)
+            for param, other in zip(network.parameters(), reference.parameters(), strict=True):
+                param.grad = torch.randn(param.shape, generator=generator).bfloat16()
+                other.grad = param.grad.float()
+            zero.step()
+            optimizer.step()
+        assert_equal(network.parameters(), [param.bfloat16() for param in reference.parameters()])
+        assert_same_on_all_ranks(network.parameters())
+        # They are saved, and loaded.
+        saved = on_all_ranks(zero)
+        assert_equal(
+            [saved["state"][n]["master_weights"] for n in range(6)],
+            [param.detach() for param in reference.parameters()],
+        )
+        second = shoal.ZeroRedundancyOptimizer(network.parameters(), torch.optim.AdamW, master_weights=True)
+        second.load_state_dict(saved)
+        assert_states_equal(on_all_ranks(second), saved)
+        # Values that are loaded into the model count for more.
+        network.load_state_dict(low.state_dict())
+        for param in network.parameters():
+            param.grad = torch.zeros_like(param)
+        second.param_groups[0]["lr"] = 0.0
+        second.step()
+        assert_equal(network.parameters(), low.parameters())
