@@ -20,7 +20,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TYPED := shoal tests $(wildcard examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench bench-contiguous clean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make test    run the tests (PYTEST_ARGS=...)"
 	@echo "make lint    style, types and the arrows between rooms"
 	@echo "make bench   time averaging against hivemind, which gets an environment of its own (ARGS=...)"
+	@echo "make bench-contiguous    time ContiguousParams against torch's optimizers and contiguous-params (ARGS=...)"
 	@echo "make clean   remove the environments, caches and output"
 
 demo: $(VENV)/.installed
@@ -45,6 +46,10 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed $(BENCH_VENV)/.installed
 	$(VENV)/bin/python -m benchmarks.averaging --hivemind-python $(BENCH_VENV)/bin/python $(ARGS)
+
+bench-contiguous: $(VENV)/.installed
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps contiguous-params==1.0.0
+	$(VENV)/bin/python -m benchmarks.contiguous $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(BENCH_VENV) runs build dist
