@@ -67,11 +67,16 @@ def values_of(kind: str, elements: int) -> torch.Tensor:
     raise ValueError(f"no values are named {kind!r}")
 
 
+def cut(values: torch.Tensor, at_once: int) -> list[torch.Tensor]:
+    """Consecutive parts of so many elements."""
+    return [values[start : start + at_once] for start in range(0, len(values), at_once)]
+
+
 def measure(side: Side, codec: str, values: torch.Tensor, repeats: int) -> dict[str, float]:
     """Median seconds to encode, and to decode and add to a sum, as a reducer does; one run before is thrown away."""
     encode, decode, _, at_once = side(codec)
-    parts = values.split(min(at_once, len(values)))
-    sums = torch.zeros_like(values).split(min(at_once, len(values)))
+    parts = cut(values, at_once)
+    sums = cut(torch.zeros_like(values), at_once)
     encoding, decoding = [], []
     for _ in range(repeats + 1):
         started = time.perf_counter()
@@ -87,7 +92,7 @@ def measure(side: Side, codec: str, values: torch.Tensor, repeats: int) -> dict[
 def errors(side: Side, codec: str, values: torch.Tensor) -> dict[str, float]:
     """Mean square and largest error of an element, and bytes for each."""
     encode, decode, size, at_once = side(codec)
-    sent = [encode(part) for part in values.split(min(at_once, len(values)))]
+    sent = [encode(part) for part in cut(values, at_once)]
     error = torch.cat([decode(one).float() for one in sent]).double().sub_(values)
     nbytes = sum(size(one) for one in sent)
     return {

@@ -24,10 +24,11 @@ class ScaledFloat16Compression(BlockCodec):
     element and 8 a block of 2048. For values that are far from 0 and near each other, or too small or too large for
     float16. Elements of float16 and bfloat16 are sent as they are: they are no larger.
 
-    The mean is that of a block of values which are rounded to 1/4096 of its largest absolute value; the scale is a
-    power of two, so it adds no error. The error of an element is at most 2**-11 of its distance from that mean, plus
-    2**-22 of the largest absolute value of its block, plus 2**-149. A constant block comes back exactly. A block of
-    nothing beyond 2**-100 counts as one of mean 0. Values beyond ±2**126 may come back infinite or NaN.
+    The mean is that of a block, its values rounded to 1/4096 of the largest absolute one, or of 2**-100 if that is
+    larger; the scale is a power of two, so it adds no error. The error of an element is at most 2**-11 of its distance
+    from that mean, plus 2**-22 of the largest absolute value of its block, plus 2**-149. A constant block of more than
+    2**-100 comes back exactly. Values beyond ±2**126 may come back infinite or NaN; one that is not finite makes its
+    block so.
     """
 
     name: ClassVar[str] = "scaled_float16"
