@@ -1,0 +1,182 @@
+"""One rank of `benchmarks.sharding`: python -m benchmarks.workers.sharding_rank SIDE MODEL RANK RANKS FOLDER STEPS.
+
+Writes ``RANK.json`` into the folder. It believes the counters of ``lo``, so it wants a network namespace of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import shoal
+from benchmarks import shapes
+
+WARM_UPS = 2
+
+
+class Shapes(nn.Module):
+    """Parameters of given shapes, and a loss that costs little more than to read them."""
+
+    def __init__(self, given: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList(nn.Parameter(torch.randn(shape) * 0.02) for shape in given)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return torch.stack([tensor.mul(0.5).sum() for tensor in self.tensors]).sum() * batch.mean()
+
+
+def model_of(name: str) -> tuple[nn.Module, Tensor]:
+    """The model and a batch."""
+    torch.manual_seed(0)
+    if name == "linears":  # the example of the PyTorch 1.10 release
+        return nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(20))), torch.randn(20, 2000)
+    if name == "small":  # Adam's state is 160 MB
+        return nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(5))), torch.randn(20, 2000)
+    if name == "gpt2":
+        return Shapes(shapes.gpt2()), torch.ones(1)
+    if name == "embedding":
+        return Shapes([(500_000, 64), *[(64, 64), (64,)] * 20]), torch.ones(1)
+    raise SystemExit(f"there is no model {name}")
+
+
+def make(side: str, model: nn.Module) -> tuple[nn.Module, Any]:
+    """The model as it is trained, and its optimizer."""
+    if side == "ddp":
+        wrapped = DDP(model)
+        return wrapped, torch.optim.Adam(wrapped.parameters(), lr=1e-4)
+    if side == "ddp, best":
+        wrapped = DDP(model, gradient_as_bucket_view=True)
+        return wrapped, torch.optim.Adam(wrapped.parameters(), lr=1e-4, fused=True)
+    if side == "torch zero":
+        wrapped = DDP(model)
+        return wrapped, TorchZero(wrapped.parameters(), torch.optim.Adam, lr=1e-4)
+    if side == "torch zero, best":
+        wrapped = DDP(model, gradient_as_bucket_view=True)
+        return wrapped, TorchZero(
+            wrapped.parameters(), torch.optim.Adam, parameters_as_bucket_view=True, lr=1e-4, fused=True
+        )
+    if side == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for child in model.children():
+            if isinstance(child, nn.Linear):
+                fully_shard(child)
+        fully_shard(model)
+        return model, torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+    if side == "shoal":
+        return model, shoal.ZeroRedundancyOptimizer(
+            model.parameters(),
+            torch.optim.Adam,
+            parameters_as_bucket_view=True,
+            reduce_scatter=True,
+            lr=1e-4,
+            fused=True,
+        )
+    raise SystemExit(f"there is no side {side}")
+
+
+def sent_bytes() -> int:
+    """What all ranks have sent over loopback."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[8])
+    return 0
+
+
+def peak() -> int:
+    """The most memory that this process ever had, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def timed(run: Callable[[], None], count: int) -> list[float]:
+    """Seconds of each of some runs that all ranks begin together."""
+    seconds = []
+    for _ in range(count):
+        dist.barrier()
+        began = time.perf_counter()
+        run()
+        dist.barrier()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def main() -> None:
+    """Measure one side on one model."""
+    side, name, rank, ranks, folder, steps = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:7]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    model, batch = model_of(name)
+    base = peak()
+    network, optimizer = make(side, model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        network(batch).sum().backward()
+        optimizer.step()
+
+    timed(step, WARM_UPS)
+    dist.barrier()
+    before = sent_bytes()
+    seconds = timed(step, int(steps))
+    after = sent_bytes()
+    dist.barrier()
+    local = optimizer.optim if hasattr(optimizer, "optim") else optimizer
+    tensors = [value for state in local.state.values() for value in state.values() if isinstance(value, Tensor)]
+    state = sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors if tensor.dim())
+    result: dict[str, Any] = {
+        "step": statistics.median(seconds),
+        "steps": seconds,
+        "wire": (after - before) / int(steps) / ranks,
+        "state": state,
+        "peak": peak(),
+        "model": sum(param.numel() * param.itemsize for param in model.parameters()),
+        "base": base,
+    }
+    if side in ("torch zero, best", "shoal"):
+        join: Any = shoal.Join if side == "shoal" else TorchJoin
+        joinables = [optimizer] if side == "shoal" else [network, optimizer]
+        pairs = []
+        for _ in range(int(steps)):
+            for context in (nullcontext(), join(joinables)):
+                pairs.append(_in(context, step))
+        result["without join"] = statistics.median(pairs[::2])
+        result["with join"] = statistics.median(pairs[1::2])
+    if side.startswith(("torch zero", "shoal")):
+        result["consolidate"] = timed(optimizer.consolidate_state_dict, 1)[0]
+        result["consolidate peak"] = peak()
+        if rank == 0:
+            saved = optimizer.state_dict()
+            began = time.perf_counter()
+            optimizer.load_state_dict(saved)
+            result["load"] = time.perf_counter() - began
+    Path(folder, f"{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _in(context: AbstractContextManager[Any], step: Callable[[], None]) -> float:
+    """Seconds of one step in a context, without entering and leaving it."""
+    with context:
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()
