@@ -59,7 +59,7 @@ def table(model: str, outcomes: dict[str, Outcome]) -> str:
     """One model, in markdown."""
     lines = [
         f"### {model}",
-        "| side | step, ms | bytes sent per rank and step, in model sizes | state per rank, MB | largest share times ranks "
+        "| side | step, ms | sent per rank and step, model sizes | state per rank, MB | largest share times ranks "
         "| peak, MB | Join adds | consolidate, s | load, s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
