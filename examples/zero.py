@@ -48,7 +48,7 @@ def train(model: nn.Module, optimizer: shoal.ZeroRedundancyOptimizer, windows: T
         batch = windows[order[step * BATCH : (step + 1) * BATCH]][rank::ranks]
         optimizer.zero_grad()
         loss = cross_entropy(model(batch[:, :-1]), batch[:, -1])
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(loss.detach())
     mean = torch.stack(losses[-10:]).mean()

@@ -117,7 +117,8 @@ def timed(run: Callable[[], None], count: int) -> list[float]:
 
 def main() -> None:
     """Measure one side on one model."""
-    side, name, rank, ranks, folder, steps = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:7]
+    side, name, folder = sys.argv[1], sys.argv[2], sys.argv[5]
+    rank, ranks, steps = int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[6])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     model, batch = model_of(name)
@@ -132,7 +133,7 @@ def main() -> None:
     timed(step, WARM_UPS)
     dist.barrier()
     before = sent_bytes()
-    seconds = timed(step, int(steps))
+    seconds = timed(step, steps)
     after = sent_bytes()
     dist.barrier()
     local = optimizer.optim if hasattr(optimizer, "optim") else optimizer
@@ -141,7 +142,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "step": statistics.median(seconds),
         "steps": seconds,
-        "wire": (after - before) / int(steps) / ranks,
+        "wire": (after - before) / steps / ranks,
         "state": state,
         "peak": peak(),
         "model": sum(param.numel() * param.itemsize for param in model.parameters()),
@@ -151,7 +152,7 @@ def main() -> None:
         join: Any = shoal.Join if side == "shoal" else TorchJoin
         joinables = [optimizer] if side == "shoal" else [network, optimizer]
         pairs = []
-        for _ in range(int(steps)):
+        for _ in range(steps):
             for context in (nullcontext(), join(joinables)):
                 pairs.append(_in(context, step))
         result["without join"] = statistics.median(pairs[::2])

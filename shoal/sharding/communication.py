@@ -1,6 +1,6 @@
 """What sharding says over a process group: tensors from their owner to all, and from all to their owner, added up.
 
-How depends on the backend. gloo moves CPU tensors fastest as point-to-point messages of about 1 MiB: its broadcast and
+How depends on the backend. gloo moves CPU tensors fastest as point-to-point messages of a few MiB: its broadcast and
 reduce wait for one hop after the other, its reduce-scatter is an all-reduce inside, and only a message that fails says
 which rank is to blame. It needs no thread of the backend either, so it may run beside collectives of other code.
 Elsewhere (NCCL, tensors on other devices) the backend's own broadcast and reduce are taken.
@@ -27,7 +27,7 @@ Finish = Callable[[], None]
 Works = list[tuple[int | None, dist.Work]]
 """What is under way, and with which rank (None: with all)."""
 
-WINDOW: Final = 8
+WINDOW: Final = 4
 """Parcels under way at a time: it bounds the memory of receive buffers."""
 
 # Tags keep apart what two threads of a rank may send at the same time.

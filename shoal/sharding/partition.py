@@ -20,7 +20,7 @@ ALIGNMENT: Final = 64
 BUCKET_BYTES: Final = 25 * 2**20
 """A bucket is full when the next parameter would exceed this; a larger parameter is a bucket of its own."""
 
-PARCEL_BYTES: Final = 2**20
+PARCEL_BYTES: Final = 2**22
 """The largest message."""
 
 DIRECT_BYTES: Final = 2**17
