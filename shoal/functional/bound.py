@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.functional.base import FunctionalOptimizer, State
+from shoal.functional.kernels import Kernel
 
 
 class BoundOptimizer(ABC):
@@ -57,6 +58,37 @@ class BoundOptimizer(ABC):
     def options(self, options: Mapping[str, Any]) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """That parameters and their fresh state go to the fused kernel as they are, as long as the parameters do not move.
+
+    `FunctionalOptimizer.step` finds that out anew in every step; for 100 small tensors that takes longer than the
+    update, and holds the GIL.
+    """
+
+    dtype: torch.dtype
+    shapes: list[torch.Size]
+    places: list[int]
+
+    @classmethod
+    def of(cls, optimizer: FunctionalOptimizer, params: list[Tensor]) -> _Fit | None:
+        """None where it is not so."""
+        same_place = len({(param.dtype, param.device) for param in params}) == 1
+        if not same_place or not all(param.is_contiguous() for param in params):
+            return None
+        if optimizer.kernel(params) is not Kernel.FUSED:
+            return None
+        return cls(params[0].dtype, [param.shape for param in params], [param.data_ptr() for param in params])
+
+    def holds(self, params: list[Tensor], gradients: Sequence[Tensor | None]) -> bool:
+        """Whether nothing moved, and every parameter has a gradient that fits too."""
+        return (
+            [param.data_ptr() for param in params] == self.places
+            and [None if gradient is None else gradient.shape for gradient in gradients] == self.shapes
+            and all([g.dtype is self.dtype and g.is_contiguous() for g in gradients if g is not None])  # noqa: C419
+        )
+
+
 class BoundFunctional(BoundOptimizer):
     """A :class:`FunctionalOptimizer` with the parameters and the state that it updates.
 
@@ -69,12 +101,22 @@ class BoundFunctional(BoundOptimizer):
         self.optimizer = optimizer
         self.params = list(params)
         self.state: State = optimizer.init(self.params)
+        self._fit = _Fit.of(optimizer, self.params)
 
+    @torch.no_grad()
     def step(
         self, gradients: Sequence[Tensor | None], *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
         """As :meth:`FunctionalOptimizer.step`."""
-        self.optimizer.step(self.params, gradients, self.state, grad_scale=grad_scale, found_inf=found_inf)
+        if (
+            grad_scale is None
+            and found_inf is None
+            and self._fit is not None
+            and self._fit.holds(self.params, gradients)
+        ):
+            self.optimizer._update_fused(self.params, gradients, self.state, None, None)  # type: ignore[arg-type]
+        else:
+            self.optimizer.step(self.params, gradients, self.state, grad_scale=grad_scale, found_inf=found_inf)
 
     def state_dict(self) -> dict[str, Any]:
         indices = range(len(self.params))
@@ -85,6 +127,7 @@ class BoundFunctional(BoundOptimizer):
         optimizer = self._with(state_dict["options"])
         self.state = self._loaded(optimizer, state_dict["state"])
         self.optimizer = optimizer
+        self._fit = _Fit.of(optimizer, self.params)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -102,6 +145,7 @@ class BoundFunctional(BoundOptimizer):
         if any(getattr(optimizer, name) != getattr(self.optimizer, name) for name in kernels):
             # Another kernel may want its counters elsewhere.
             self.state = self._loaded(optimizer, self.state_dict()["state"])
+            self._fit = _Fit.of(optimizer, self.params)
         self.optimizer = optimizer
 
     def _with(self, options: Mapping[str, Any]) -> FunctionalOptimizer:

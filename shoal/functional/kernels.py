@@ -94,7 +94,7 @@ def advance(steps: list[Tensor]) -> None:
     together = steps[0]._base
     if len(steps) == 1:
         steps[0].add_(1)
-    elif together is not None and together.numel() == len(steps) and all(step._base is together for step in steps):
+    elif together is not None and together.numel() == len(steps) and all([step._base is together for step in steps]):  # noqa: C419 - faster than a generator
         together.add_(1)
     elif steps[0].is_cpu:
         # With a number in the place of the tensor, foreach would make one anew for every step.
