@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import count
 
@@ -122,23 +122,26 @@ class Parameters:
                         view.copy_(param)
                         param.data = view
 
-    def gather(self, communication: Communication, chosen: Sequence[int]) -> None:
+    def gather(self, communication: Communication, chosen: Iterable[int]) -> None:
         """Brings the shares of some buckets from their owners to all ranks.
 
         Args:
             communication: of the process group.
-            chosen: the buckets' numbers, equal on all ranks.
+            chosen: the buckets' numbers, equal on all ranks. An iterator may update each bucket before it gives its
+                number: others are on their way meanwhile.
         """
-        tensors = {n: flat(self.params[n]) for number in chosen for n in self.buckets[number].params}
         run_in_window(
-            partial(
-                communication.share,
-                parcel,
-                tensors if self._flat_buffers is None else {0: self._flat_buffers[number].flat[0]},
-            )
+            partial(communication.share, parcel, memory)
             for number in chosen
+            for memory in (self._memory(number),)
             for parcel in self._parcels[number]
         )
+
+    def _memory(self, number: int) -> dict[int, Tensor]:
+        """What the slices of a bucket's parcels count in."""
+        if self._flat_buffers is not None:
+            return {0: self._flat_buffers[number].flat[0]}
+        return {n: flat(self.params[n]) for n in self.buckets[number].params}
 
     def spread(self, communication: Communication, groups: Sequence[Sequence[Tensor]]) -> None:
         """Brings these groups' values from rank 0 to all ranks."""

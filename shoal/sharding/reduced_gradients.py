@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -51,6 +51,22 @@ class ReducedGradients(Gradients):
         self._tell(STEP)
         shard.prepare(gradients)
         return updated
+
+    def arriving(self, shard: Shard) -> Iterator[int]:
+        """Gives gradients to the local optimizer bucket by bucket, as they come; gives the numbers of those buckets."""
+        told = False
+        for number in self.reduction.arriving():
+            if not told:
+                self._tell_step()
+                told = True
+            shard.prepare(self.reduction.of_bucket(number))
+            yield number
+        if not told:
+            self._tell_step()
+
+    def _tell_step(self) -> None:
+        raise_if_joined(self._zero, len(self.reduction.live), self._zero.world_size)
+        self._tell(STEP)
 
     def used(self) -> None:
         """Forgets them, and watches parameters that have begun to train."""

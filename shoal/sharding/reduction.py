@@ -51,7 +51,7 @@ class Reduction:
         self._communication = communication
         self._worker = Worker() if communication.by_messages else None
         self._room = BoundedSemaphore(BUCKETS_UNDER_WAY)
-        self._jobs: list[Future[None]] = []
+        self._jobs: list[tuple[int, Future[None]]] = []  # with the bucket's number
         self._handles: dict[int, RemovableHandle] = {}
         self._paused = False
         self._sent = 0  # reductions since the last take()
@@ -94,6 +94,25 @@ class Reduction:
             self.reduce_now()
         self._wait()
         return dict(self._reduced), sorted(self._updated)
+
+    def arriving(self) -> Iterator[int]:
+        """As :meth:`take`, but bucket by bucket: the number of each once it is reduced, and had gradients anywhere."""
+        if not self._sent:
+            self.reduce_now()
+        if self._sent > 1 or not self._jobs:  # added up from several reductions, or here already
+            self._wait()
+            yield from sorted(self._updated)
+            return
+        jobs, self._jobs = self._jobs, []
+        for number, job in jobs:
+            job.result()
+            if number in self._updated:
+                yield number
+
+    def of_bucket(self, number: int) -> dict[Slice, Tensor | None]:
+        """The reduced gradients of this rank's share of one bucket."""
+        share = self._parameters.buckets[number].shares[self._communication.rank]
+        return {part: self._reduced.get(part) for part in share}
 
     def forget(self) -> bool:
         """Drops reduced gradients, once they have all come; whether there were any reductions."""
@@ -178,11 +197,11 @@ class Reduction:
         self._room.acquire()
         job = self._worker.submit(reduce)
         job.add_done_callback(lambda _: self._room.release())
-        self._jobs.append(job)
+        self._jobs.append((number, job))
 
     def _wait(self) -> None:
         jobs, self._jobs = self._jobs, []
-        for job in jobs:
+        for _, job in jobs:
             job.result()
 
     # --- one bucket, in the worker's thread --------------------------------------------------------

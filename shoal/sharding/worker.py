@@ -25,7 +25,8 @@ class Worker:
         """Runs it after all that was submitted before; the future gets what it raises."""
         if not self._started:
             threading.Thread(target=_work, args=(self._jobs,), name="shoal-gradients", daemon=True).start()
-            weakref.finalize(self, self._jobs.put, None)
+            # Not at the end of the process: a thread that wakes up while the interpreter goes down may abort it.
+            weakref.finalize(self, self._jobs.put, None).atexit = False
             self._started = True
         future: Future[None] = Future()
         self._jobs.put((run, future))

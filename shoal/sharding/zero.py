@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -166,6 +166,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return None
         Join.notify_join_context(self)
         with self._failures.named("in step() of ZeroRedundancyOptimizer"):
+            if closure is None and self._element_wise and isinstance(self._gradients, ReducedGradients):
+                return self._step_as_they_come(self._gradients, kwargs)
             if callable(closure):
                 kwargs["closure"] = self._evaluating(closure)
             else:
@@ -178,6 +180,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 raise RuntimeError(f"{type(self.optim).__name__} did not evaluate its closure: call step() without")
             self._finish(updated)
         return loss
+
+    def _step_as_they_come(self, gradients: ReducedGradients, kwargs: dict[str, Any]) -> None:
+        """Steps bucket by bucket, while other gradients are still on their way here and parameters away from here."""
+
+        def stepped() -> Iterator[int]:
+            for number in gradients.arriving(self._shard):
+                self.optim.step(**kwargs)
+                self._shard.finish(drop_gradients=True)
+                yield number
+
+        self._follow()
+        with torch.no_grad():
+            self._parameters.gather(self._communication, stepped())
+        self._shard.settle()
+        copy_options(self.optim.param_groups, self.param_groups)
+        gradients.used()
 
     def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure as the local optimizer may call it, as often as it likes."""
