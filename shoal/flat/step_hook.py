@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shoal.flat.elementwise import check_class
@@ -86,14 +86,15 @@ def _settle(optimizer: Optimizer, flats: list[FlatParameter]) -> None:
     zeros for gradients that are not there, from ordinary parameters too, so its runs stay whole.
     """
     mixed = [flat for flat in flats if flat.settle() is Presence.SOME or flat.parts]
-    if not mixed or isinstance(optimizer, LBFGS):
-        return
-    for flat in mixed:
-        if not flat.parts:
-            flat.split_by_presence()
-    use_parts(optimizer)
-    for flat in flat_parameters(optimizer):
-        flat.settle()
+    if mixed and not isinstance(optimizer, LBFGS):
+        for flat in mixed:
+            if not flat.parts:
+                flat.split_by_presence()
+        use_parts(optimizer)
+        for flat in flat_parameters(optimizer):
+            flat.settle()
+    if isinstance(optimizer, SGD):
+        _unpick_kernel(optimizer)
 
 
 def _pick_kernel(optimizer: Optimizer, group: dict[str, Any]) -> None:
@@ -111,6 +112,15 @@ def _pick_kernel(optimizer: Optimizer, group: dict[str, Any]) -> None:
         step = optimizer.state.get(parameter, {}).get("step")  # loaded for another kernel
         if step is not None:
             optimizer.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32, device=parameter.device)
+
+
+def _unpick_kernel(optimizer: SGD) -> None:
+    """Not in this step, if a run has its first gradient after others: torch 2.13's fused SGD fails without a buffer."""
+    for group in optimizer.param_groups:
+        if group["fused"] and group["momentum"] and optimizer.defaults["fused"] is None:
+            states = [optimizer.state.get(run, {}) for run in group["params"] if run.grad is not None]
+            if len({state.get("momentum_buffer") is None for state in states}) == 2:
+                group["fused"] = None
 
 
 def _has_fused_kernels(parameter: Tensor) -> bool:

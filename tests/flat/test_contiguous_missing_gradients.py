@@ -49,6 +49,16 @@ def test_unused_layers_are_skipped_and_have_step_counts_of_their_own(
     assert len(twins.parameters.contiguous()) == 4
 
 
+def test_first_gradients_after_others_with_momentum() -> None:
+    twins = Twins(optim.SGD, make=four_layers, lr=0.1, momentum=0.9, dampening=0.1)
+    for seed, used in enumerate([(0, 3), (0, 1, 2, 3), (0, 3), (0, 1, 2, 3)]):
+        twins.backward(seed, some_layers(*used))
+        twins.step()
+        twins.zero_grad()
+        assert twins.flat_optimizer.param_groups[0]["fused"] is (None if seed == 1 else True)
+    assert twins.distance() < 1e-6
+
+
 def test_with_the_fused_kernel_too() -> None:
     twins = Twins(optim.AdamW, make=four_layers, weight_decay=0.5)
     for seed, used in enumerate([(0, 1, 2, 3), (0, 3), (0, 1, 3), (2,), (0, 1, 2, 3)]):
