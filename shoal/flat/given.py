@@ -42,6 +42,9 @@ class Given:
         groups: list[Any] = [items]
         if isinstance(items[0], Mapping):
             options = [{name: value for name, value in group.items() if name != "params"} for group in items]
+            for number, group in enumerate(items):
+                if not isinstance(group, Mapping) or "params" not in group:
+                    raise TypeError(f"group {number} is no dict with 'params', as those of torch optimizers are")
             groups = [[group["params"]] if isinstance(group["params"], Tensor) else group["params"] for group in items]
         parameters: list[Tensor] = []
         names: list[str] = []

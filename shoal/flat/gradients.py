@@ -69,8 +69,6 @@ class GradientViews:
         """The backward pass that was last seen, by autograd's number for it."""
         self.settled = False
         """Whether an optimizer is between its look at the gradients and the end of its step."""
-        self.replaced: dict[int, str] = {}
-        """Which parameters a module has given up for another `nn.Parameter`, and under which name."""
         home = weakref.ref(self)
         for index, parameter in enumerate(self.parameters):
             release(parameter)

@@ -34,12 +34,21 @@ def replace_parameter(model: nn.Module) -> None:
     model[2].weight = nn.Parameter(torch.zeros(3, 7))
 
 
+def delete_and_make(model: nn.Module) -> None:
+    del model[2].weight
+    model[2].weight = nn.Parameter(torch.zeros(3, 7))
+
+
+def move_to_meta(model: nn.Module) -> None:
+    model.to("meta")
+
+
 def convert_and_return(model: nn.Module) -> None:
     model.double().float()
 
 
 REPAIRABLE = [replace_data, replace_grad, replace_grad_data, convert_and_return]
-BEYOND_REPAIR = [replace_parameter, nn.Module.half, nn.Module.double]
+BEYOND_REPAIR = [replace_parameter, delete_and_make, move_to_meta, nn.Module.half, nn.Module.double]
 
 
 def test_it_is_valid_with_and_without_gradients() -> None:
@@ -105,6 +114,35 @@ def test_a_parameter_that_is_put_back_is_valid_again() -> None:
     assert not parameters.buffer_is_valid()
     model[0].weight = own
     parameters.assert_buffer_is_valid()
+
+
+@pytest.mark.parametrize("give", [list, lambda model: [{"params": model.parameters()}], nn.Module.parameters])
+def test_modules_are_found_however_the_parameters_are_given(give: Callable[[Any], Any]) -> None:
+    model = small_model()
+    parameters = ContiguousParams(model.parameters() if give is list else give(model))
+    move_to_meta(model)
+    with pytest.raises(ValueError, match=r"parameter 0 .* was replaced: a module has another .* 'weight' now"):
+        parameters.assert_buffer_is_valid()
+
+
+def test_a_parameter_that_a_module_drops_or_renames_is_valid() -> None:
+    model: Any = small_model()
+    parameters = ContiguousParams(model)
+    model[0].bias = None
+    weight = model[2].weight
+    del model[2].weight
+    model[2].register_parameter("weight_orig", weight)  # as torch.nn.utils.prune does
+    parameters.assert_buffer_is_valid()
+
+
+def test_an_older_one_of_the_same_model_names_the_newer() -> None:
+    model = small_model()
+    older = ContiguousParams(model)
+    newer = ContiguousParams(model)
+    for check in (older.assert_buffer_is_valid, older.make_params_contiguous):
+        with pytest.raises(ValueError, match=r"parameter 0 \('0.weight', .* was given to another ContiguousParams"):
+            check()
+    newer.assert_buffer_is_valid()
 
 
 def test_other_modules_may_do_as_they_like() -> None:
