@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from shoal.sharding.communication import Communication, run_in_window
+from shoal.sharding.communication import Communication, Finish, run_in_window
 from shoal.sharding.memory import flat_like
 from shoal.sharding.parameters import Parameters
 from shoal.sharding.partition import Bucket, Parcel, Slice, parcels_of
@@ -209,44 +209,43 @@ class Reduction:
     @torch.no_grad()
     def _reduce(self, number: int, bucket: Bucket, gradients: dict[int, Tensor], *, live: bool) -> None:
         communication = self._communication
+        params = self._parameters.params
         header = torch.tensor([live, *(n in gradients for n in bucket.params)], dtype=torch.float32)
-        headers = communication.exchange(header)
+        by_rank = torch.stack(communication.exchange(header)())
+        self.live = [rank for rank in range(communication.ranks) if by_rank[rank, 0]]
+        had_gradient = dict(zip(bucket.params, by_rank[:, 1:].any(dim=0).tolist(), strict=True))
+        if not any(had_gradient.values()):
+            return
+        count = len(self.live) if self.divide_by_live else communication.ranks
         for n in bucket.params:
             if n not in gradients:
-                param = self._parameters.params[n]
-                gradients[n] = torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
+                gradients[n] = torch.zeros(params[n].numel(), dtype=params[n].dtype, device=params[n].device)
         share = bucket.shares[communication.rank]
         own = {part.tensor: (part, self._own(part, gradients[part.tensor])) for part in share}
         if number not in self._parcels:
-            self._parcels[number] = parcels_of(bucket.shares, self._parameters.params[bucket.params[0]].itemsize)
+            self._parcels[number] = parcels_of(bucket.shares, params[bucket.params[0]].itemsize)
 
-        def totals(slices: tuple[Slice, ...]) -> list[Tensor]:
-            found = []
-            for part in slices:
+        def start(parcel: Parcel) -> Finish:
+            if parcel.owner != communication.rank:
+                return communication.add_up(parcel, gradients, ())
+            totals = []
+            for part in parcel.slices:
                 whole, total = own[part.tensor]
-                found.append(total[part.span.start - whole.span.start : part.span.stop - whole.span.start])
-            return found
+                totals.append(total[part.span.start - whole.span.start : part.span.stop - whole.span.start])
+            finish = communication.add_up(parcel, gradients, totals)
 
-        run_in_window(
-            partial(
-                communication.add_up,
-                parcel,
-                gradients,
-                totals(parcel.slices) if parcel.owner == communication.rank else (),
-            )
-            for parcel in self._parcels[number]
-        )
+            def mean() -> None:
+                finish()
+                for total in totals:  # here, where it is still in the processor's cache
+                    total.div_(count)
+
+            return mean
+
+        run_in_window(partial(start, parcel) for parcel in self._parcels[number])
         gradients.clear()
-
-        by_rank = torch.stack(headers())
-        self.live = [rank for rank in range(communication.ranks) if by_rank[rank, 0]]
-        had_gradient = dict(zip(bucket.params, by_rank[:, 1:].any(dim=0).tolist(), strict=True))
-        if any(had_gradient.values()):
-            self._updated.add(number)
-        count = len(self.live) if self.divide_by_live else communication.ranks
+        self._updated.add(number)
         for part, total in own.values():
             if had_gradient[part.tensor]:
-                total.div_(count)
                 before = self._reduced.get(part)
                 self._reduced[part] = total if before is None else before.add_(total)
 
