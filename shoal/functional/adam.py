@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, State, StateEntry, check_fraction
+from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, State, StateEntry, check_betas
 from shoal.functional.kernels import advance, take_back
 
 
@@ -39,8 +39,7 @@ class Adam(FunctionalOptimizer):
 
     def __post_init__(self) -> None:
         self._check(eps=self.eps, weight_decay=self.weight_decay)
-        for index, beta in enumerate(self.betas):
-            check_fraction(f"betas[{index}]", beta)
+        check_betas(self.betas)
         tensors = [isinstance(value, Tensor) for value in (self.lr, *self.betas)]
         if self.foreach and any(tensors) and not self.capturable:
             raise ValueError("with foreach=True, lr and betas may be tensors only if capturable=True")

@@ -144,8 +144,8 @@ class FunctionalOptimizer(ABC):
                 waits for the device.
 
         Raises:
-            ValueError: for lists of unlike lengths, tensors of unlike shapes, or a state without a name that these
-                options need.
+            ValueError: for lists of unlike lengths, tensors of unlike shapes, gradients of another dtype or device
+                than the parameter's, or a state without a name that these options need.
             RuntimeError: for sparse gradients where they are not supported, and whatever the kernel raises.
         """
         self._check_lists(params, grads, state)
@@ -169,6 +169,7 @@ class FunctionalOptimizer(ABC):
         self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
         _check_shapes("the gradient", [param.shape for param in params], grads)
+        _check_place((params[0].dtype, params[0].device), grads)
         kernel = self.kernel(params)
         if {grad.layout for grad in grads} != {torch.strided}:
             if not self.sparse_gradients:
@@ -270,7 +271,24 @@ def _check_shapes(what: str, shapes: list[torch.Size], tensors: list[Tensor]) ->
             raise ValueError(f"{what} of a parameter of shape {list(shape)} has shape {list(tensor.shape)}")
 
 
+def _check_place(place: tuple[torch.dtype, torch.device], grads: list[Tensor]) -> None:
+    """Kernels refuse what does not fit, if they do, when the number of steps has been advanced."""
+    dtype, device = place
+    for wrong in {(grad.dtype, grad.device) for grad in grads} - {place}:
+        raise ValueError(
+            f"a gradient is of {wrong[0]} on {wrong[1]}, but its parameter of {dtype} on {device}: pass grad.to(param)"
+        )
+
+
 def check_fraction(name: str, value: float | Tensor) -> None:
     """Refuse a decay rate that is not in [0, 1)."""
     if not 0 <= value < 1:
         raise ValueError(f"{name} is at least 0 and below 1, got {value}")
+
+
+def check_betas(betas: Sequence[float | Tensor]) -> None:
+    """Refuse anything but two decay rates in [0, 1)."""
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"betas are two numbers, got {betas!r}")
+    for index, beta in enumerate(betas):
+        check_fraction(f"betas[{index}]", beta)

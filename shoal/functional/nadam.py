@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.optim.nadam import nadam
 
-from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, State, StateEntry, check_fraction
+from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, State, StateEntry, check_betas
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class NAdam(FunctionalOptimizer):
 
     def __post_init__(self) -> None:
         self._check(eps=self.eps, weight_decay=self.weight_decay, momentum_decay=self.momentum_decay)
-        for index, beta in enumerate(self.betas):
-            check_fraction(f"betas[{index}]", beta)
+        check_betas(self.betas)
 
     def _layout(self) -> dict[str, StateEntry]:
         product = StateEntry(like_parameter=False, initial=1.0)

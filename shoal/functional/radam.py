@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.optim.radam import radam
 
-from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, State, StateEntry, check_fraction
+from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, State, StateEntry, check_betas
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class RAdam(FunctionalOptimizer):
 
     def __post_init__(self) -> None:
         self._check(eps=self.eps, weight_decay=self.weight_decay)
-        for index, beta in enumerate(self.betas):
-            check_fraction(f"betas[{index}]", beta)
+        check_betas(self.betas)
 
     def _layout(self) -> dict[str, StateEntry]:
         return {"step": NUMBER, "exp_avg": LIKE_PARAMETER, "exp_avg_sq": LIKE_PARAMETER}

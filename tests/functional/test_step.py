@@ -208,6 +208,27 @@ def test_tensors_of_another_shape(kernel: dict[str, bool]) -> None:
     assert torch.equal(param, torch.ones(100))
 
 
+@pytest.mark.parametrize("optimizer", OPTIONS, ids=lambda optimizer: optimizer.__name__)
+@pytest.mark.parametrize("grad", [torch.ones(3, dtype=torch.float16), torch.ones(3, device="meta")], ids=str)
+def test_gradients_of_another_dtype_or_device_change_nothing(optimizer: Any, grad: torch.Tensor) -> None:
+    functional: Any = functional_optim_map[optimizer]()
+    params = [torch.ones(3)]
+    state = functional.init(params)
+    before = {name: tensors[0].clone() for name, tensors in state.items()}
+    with pytest.raises(ValueError, match=f"a gradient is of {grad.dtype} on {grad.device}, but its parameter"):
+        functional.step(params, [grad], state)
+    assert torch.equal(params[0], torch.ones(3))
+    assert all(torch.equal(state[name][0], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adamax", "NAdam", "RAdam"])
+@pytest.mark.parametrize("betas", [(0.9,), (0.9, 0.99, 0.999), 0.9])
+def test_betas_are_two(name: str, betas: Any) -> None:
+    optimizer: Any = functional_optim_map[getattr(torch.optim, name)]
+    with pytest.raises(ValueError, match="betas are two numbers"):
+        optimizer(betas=betas)
+
+
 def test_the_kernel_that_is_chosen() -> None:
     small, large = [torch.zeros(100)] * 20, [torch.zeros(100_000)]
     assert Adam().kernel(small) is Kernel.FUSED
