@@ -117,7 +117,7 @@ def _pick_kernel(optimizer: Optimizer, group: dict[str, Any]) -> None:
 def _unpick_kernel(optimizer: SGD) -> None:
     """Not in this step, if a run has its first gradient after others: torch 2.13's fused SGD fails without a buffer."""
     for group in optimizer.param_groups:
-        if group["fused"] and group["momentum"] and optimizer.defaults["fused"] is None:
+        if group.get("fused") and group["momentum"] and optimizer.defaults["fused"] is None:
             states = [optimizer.state.get(run, {}) for run in group["params"] if run.grad is not None]
             if len({state.get("momentum_buffer") is None for state in states}) == 2:
                 group["fused"] = None

@@ -59,6 +59,13 @@ class Unknown(optim.Optimizer):
             parameter.sub_(parameter.grad)
 
 
+class OwnOptions(optim.SGD):
+    def __init__(self, params):
+        optim.Optimizer.__init__(self, params, {})  # no "fused", no "momentum"
+
+    step = Unknown.step
+
+
 def test_unknown_classes_are_warned_of_once() -> None:
     with pytest.warns(UserWarning, match=r"Unknown is not known to be element-wise.*original\(\)"):
         step(Unknown)
@@ -72,3 +79,4 @@ def test_subclasses_of_what_is_element_wise_and_known_names_are_not() -> None:
         warnings.simplefilter("error")
         step(type("MyAdam", (optim.AdamW,), {}))
         step(type("Lion", (Unknown,), {}))
+        step(OwnOptions)
