@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from shoal.sharding.clipping import clip
 from shoal.sharding.gradients import Gradients
-from shoal.sharding.join import CountingJoinHook, JoinHook, raise_if_joined
+from shoal.sharding.join import CountingJoinHook, Join, JoinHook, raise_if_joined
 from shoal.sharding.options import numbers_of, take_numbers
 from shoal.sharding.partition import Slice
 from shoal.sharding.reduction import Reduction
@@ -37,7 +38,8 @@ class ReducedGradients(Gradients):
 
     def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
         self._zero = zero
-        self.reduction = Reduction(zero._parameters, zero._communication)
+        # To those that have joined, an iteration begins with the first bucket and not with the step.
+        self.reduction = Reduction(zero._parameters, zero._communication, partial(Join.notify_join_context, zero))
 
     @torch.no_grad()
     def watch(self, groups: Sequence[Sequence[Tensor]]) -> None:

@@ -11,7 +11,7 @@ With each bucket goes a header: whether this rank is live (see `Join`), and whic
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -38,13 +38,15 @@ class Reduction:
     Args:
         parameters: whose gradients.
         communication: of the process group.
+        announce: called before the first message of a backward pass.
 
     Attributes:
         divide_by_live: whether the mean is over the live ranks, and not over all.
         live: the ranks that had inputs of their own in the last reduction.
     """
 
-    def __init__(self, parameters: Parameters, communication: Communication) -> None:
+    def __init__(self, parameters: Parameters, communication: Communication, announce: Callable[[], object]) -> None:
+        self._announce = announce
         self.divide_by_live = False
         self.live = list(range(communication.ranks))
         self._parameters = parameters
@@ -155,6 +157,7 @@ class Reduction:
                 raise RuntimeError(
                     "in Join, gradients are reduced once per step: run all backward passes but the last in no_sync()"
                 )
+        self._announce()
         self._pending = self._training()
         params = self._parameters.params
         self._missing = {

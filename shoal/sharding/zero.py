@@ -164,7 +164,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self._overlap_with_ddp:
             return None
-        Join.notify_join_context(self)
+        if not isinstance(self._gradients, ReducedGradients):
+            Join.notify_join_context(self)
         with self._failures.named("in step() of ZeroRedundancyOptimizer"):
             if closure is None and self._element_wise and isinstance(self._gradients, ReducedGradients):
                 return self._step_as_they_come(self._gradients, kwargs)

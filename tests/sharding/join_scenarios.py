@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeRO
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal import Join, Joinable, JoinHook
+from shoal.sharding import partition
 from shoal.sharding.join import CountingJoinHook, raise_if_joined
 from shoal.sharding.zero import ZeroRedundancyOptimizer
 
@@ -436,11 +438,18 @@ def add_up(inputs: Sequence[int], joinables: int = 1, throw: bool = False, count
     }
 
 
-def reduced(inputs: Sequence[int], divide_by_live: bool = False, throw: bool = False, join: str = "shoal") -> Any:
+def reduced(
+    inputs: Sequence[int],
+    divide_by_live: bool = False,
+    throw: bool = False,
+    join: str = "shoal",
+    bucket_bytes: int = partition.BUCKET_BYTES,
+) -> Any:
     """Shoal's ZeroRedundancyOptimizer with its own reduction of gradients, and no DistributedDataParallel."""
     rank = dist.get_rank()
     module = build()
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, reduce_scatter=True, lr=RATE)
+    with mock.patch.object(partition, "BUCKET_BYTES", bucket_bytes):
+        optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, reduce_scatter=True, lr=RATE)
     context: Any = TorchJoin if join == "torch" else Join
 
     def step(iteration: int) -> None:

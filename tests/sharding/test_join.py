@@ -58,6 +58,8 @@ OTHERS: list[Call] = [
     ("add_up", {"inputs": [2, 4], "counter": True}),
     ("add_up", {"inputs": [2, 4], "throw": True}),
     ("reduced", {"inputs": [2, 4], "throw": True}),
+    *(("reduced", {"inputs": [2, 4], "throw": True, "join": join}) for join in ("shoal", "torch")),
+    *(("reduced", {"inputs": [4, 2, 3], "join": join, "bucket_bytes": 8}) for join in ("shoal", "torch")),
     ("reduced", {"inputs": [4, 2, 3], "divide_by_live": True}),
     ("reduced", {"inputs": [4, 2, 3], "join": "torch"}),
 ]
@@ -233,9 +235,15 @@ def test_shoals_own_reduction_to_the_mean_of_live_ranks(ask: Ask) -> None:
     expect_as_alone(ask("reduced", inputs=[4, 2, 3], divide_by_live=True))
 
 
-def test_shoals_own_reduction_goes_on_after_early_termination(ask: Ask) -> None:
-    said = ask("reduced", inputs=[2, 4], throw=True)
+@pytest.mark.parametrize("join", ["shoal", "torch"])
+def test_shoals_own_reduction_goes_on_after_early_termination(ask: Ask, join: str) -> None:
+    said = ask("reduced", inputs=[2, 4], throw=True, join=join)
     assert said[0]["a step later"] == said[1]["a step later"] != said[0]["values"]
+
+
+@pytest.mark.parametrize("join", ["shoal", "torch"])
+def test_shoals_own_reduction_in_more_buckets_than_are_under_way(ask: Ask, join: str) -> None:
+    expect_as_alone(ask("reduced", inputs=[4, 2, 3], join=join, bucket_bytes=8))
 
 
 def test_shoals_own_reduction_in_torchs_join(ask: Ask) -> None:
