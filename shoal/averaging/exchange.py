@@ -26,8 +26,7 @@ def compute_serially() -> None:
 
     For the reactor: a chunk is too small to be worth a parallel region, and the trainer has the cores. (4 peers on 2
     cores, 25M float32: 1.4 s a round with torch's default, 0.58 s so.) `torch.set_num_threads` sets the calling
-        thread's
-    number and the default of threads to come; a thread of no other use puts the default back.
+    thread's number and the default of threads to come; a thread of no other use puts the default back.
     """
     default = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -201,8 +200,8 @@ class Exchange:
 
 
 def _weighted_mean(contributions: dict[bytes, tuple[torch.Tensor, float]], out: torch.Tensor) -> None:
-    """Write the weighted mean into `out`, summed in the given order, in float32 (float64 for float64); zeros of
-    none."""
+    """Write the weighted mean into `out`, summed in the given order, in float32 (float64 for float64); zeros of none.
+    """
     total = sum(weight for _, weight in contributions.values())
     accumulator = out if out.dtype in (torch.float32, torch.float64) else torch.empty_like(out, dtype=torch.float32)
     if not contributions:

@@ -18,8 +18,7 @@ def keep_freed_buffers() -> None:
 
     ZeroMQ allocates every message that arrives, and one for every message that is sent. By default glibc gives a block
     of 1 MiB back to the kernel when it is freed, and every page of the next one costs a fault: 13% of the CPU time of
-        an
-    all-reduce (25M float32, 4 peers: 0.265 against 0.23 s per peer and round). Where there is no glibc, or its
+    an all-reduce (25M float32, 4 peers: 0.265 against 0.23 s per peer and round). Where there is no glibc, or its
     environment variables say otherwise, nothing is changed.
     """
     if any(name.startswith("MALLOC_") for name in os.environ):
