@@ -12,8 +12,9 @@ The sides, each with parameters, gradients and state of its own:
 - Shoal: `shoal.ContiguousParams`, the optimizer as its README makes it: no options.
 
 Sides take turns, operation by operation, so what slows the machine slows all, and no side finds its memory in a cache
-that it would not find there after a backward pass. How much of a step is not memory shows where steps are repeated. The *floor* is the bytes that an operation must move, at the rate at
-which torch copies as many bytes here. Medians count; every raw figure is in the JSON file.
+that it would not find there after a backward pass. "Step again" is the third step in a row, where memory counts least.
+The *floor* is the bytes that an operation must move, at the rate at which torch copies as many bytes here. Medians
+count; every raw figure is in the JSON file.
 """
 
 from __future__ import annotations
