@@ -200,7 +200,7 @@ class Exchange:
 
 
 def _weighted_mean(contributions: dict[bytes, tuple[torch.Tensor, float]], out: torch.Tensor) -> None:
-    """Write the weighted mean into `out`, summed in the given order, in float32 (float64 for float64); zeros of none."""
+    """Write the weighted mean into `out`, summed in order, in float32 (float64 for float64); of none, zeros."""
     total = sum(weight for _, weight in contributions.values())
     accumulator = out if out.dtype in (torch.float32, torch.float64) else torch.empty_like(out, dtype=torch.float32)
     if not contributions:
