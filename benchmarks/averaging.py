@@ -19,13 +19,14 @@ from pathlib import Path
 
 from benchmarks import costs, report
 from benchmarks.contenders import CONTENDERS, Contender, Result, compare
-from benchmarks.processes import end_on_signals
+from benchmarks.processes import WorkerError, end_on_signals
 from benchmarks.report import number
 from benchmarks.swarm import PEERS, Memory, Round, Swarm
 
 CODECS = ("none", "float16")
 SIDES = ("floor", "shoal", "hivemind")
 WARM_UPS = 2
+STARTS = 3  # of a swarm that hangs
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -38,13 +39,51 @@ class Bench:
         self._logs = logs
 
     def _start(self, stack: contextlib.ExitStack, contender: Contender, codec: str) -> tuple[Swarm, float]:
-        """A swarm that has averaged a few times, and its largest error; it lives as long as the stack."""
+        """A swarm that has averaged a few times, and its largest error; it lives as long as the stack. One that hangs
+        (hivemind at times does) is started anew."""
         module = f"benchmarks.workers.{contender.side}_averager"
         arguments = [codec, *contender.arguments]
         python = self._pythons[contender.side]
-        swarm = stack.enter_context(Swarm(python, module, self._elements, arguments, self._logs))
-        swarm.warm_up(WARM_UPS)
-        return swarm, swarm.check()
+        for attempt in range(1, STARTS + 1):
+            with contextlib.ExitStack() as trial:
+                swarm = trial.enter_context(Swarm(python, module, self._elements, arguments, self._logs))
+                try:
+                    swarm.warm_up(WARM_UPS)
+                    error = swarm.check()
+                except WorkerError as hang:
+                    if attempt == STARTS:
+                        raise
+                    say(f"{contender.name} is started anew: {hang}")
+                    continue
+                stack.push(trial.pop_all())
+                return swarm, error
+        raise AssertionError("unreachable")
+
+    def _memory(self, contender: Contender, codec: str) -> Memory:
+        for _ in range(STARTS):
+            with contextlib.ExitStack() as alone:
+                swarm, _ = self._start(alone, contender, codec)
+                try:
+                    return swarm.memory()
+                except WorkerError as hang:
+                    say(f"{contender.name} is started anew: {hang}")
+                    swarm.kill()
+        raise WorkerError(f"{contender.name} hangs in every round whose memory is measured")
+
+    def _round(
+        self,
+        stack: contextlib.ExitStack,
+        started: dict[tuple[str, ...], tuple[Swarm, float]],
+        contender: Contender,
+        codec: str,
+    ) -> Round:
+        """One round. If a peer hangs in it, it has failed, and other peers take the swarm's place."""
+        try:
+            return started[contender.swarm][0].round(contender.busy)
+        except WorkerError as hang:
+            started[contender.swarm][0].kill()
+            started[contender.swarm] = self._start(stack, contender, codec)
+            return Round.failed(str(hang).splitlines()[0])
 
     def run(self, contenders: Sequence[Contender], codec: str, rounds: int) -> list[Result]:
         """Measures all contenders with one codec."""
@@ -52,8 +91,7 @@ class Bench:
         memory: dict[tuple[str, ...], Memory] = {}
         for kind, contender in kinds.items():
             say(f"{codec}: memory of {' '.join(kind)}")
-            with contextlib.ExitStack() as alone:
-                memory[kind] = self._start(alone, contender, codec)[0].memory()
+            memory[kind] = self._memory(contender, codec)
         with contextlib.ExitStack() as together:
             say(f"{codec}: starting all peers")
             started = {kind: self._start(together, contender, codec) for kind, contender in kinds.items()}
@@ -61,7 +99,7 @@ class Bench:
             measured: dict[Contender, list[Round]] = {contender: [] for contender in contenders}
             for index in range(1, rounds + 1):
                 for contender in contenders:
-                    a_round = started[contender.swarm][0].round(contender.busy)
+                    a_round = self._round(together, started, contender, codec)
                     measured[contender].append(a_round)
                     outcome = a_round.failure or f"{a_round.seconds:.2f} s"
                     say(f"{codec}: round {index} of {rounds}, {contender.name}: {outcome}")
