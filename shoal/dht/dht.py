@@ -134,7 +134,7 @@ class DHT:
         if await_ready:
             try:
                 self.wait_until_ready(timeout)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: a DHT that was not made leaves nothing running
                 self.shutdown()
                 raise
 
@@ -149,7 +149,7 @@ class DHT:
             self._ready.result(timeout)
         except CancelledError:
             raise RuntimeError(_SHUT_DOWN) from None
-        except BaseException:
+        except BaseException:  # whatever ended the start; raised again, as in all of this file
             if self._ready.done() and self._dht_node is None:
                 self.shutdown()
             raise
@@ -171,7 +171,7 @@ class DHT:
                 num_replicas=self.num_replicas,
             )
             await dht_node.bootstrap(self.initial_peers, self.bootstrap_timeout)
-        except BaseException:
+        except BaseException:  # cancelled by shutdown(), too: the node must not go on listening
             await node.close()
             raise
         self._dht_node = dht_node
@@ -361,7 +361,7 @@ class DHT:
         with self._lock:  # so that shutdown() cancels it, or it is refused
             try:
                 future = self.reactor.submit(coroutine)
-            except BaseException:
+            except BaseException:  # it was not taken, and would warn that nobody awaits it
                 coroutine.close()
                 raise
             self._pending.add(future)

@@ -198,7 +198,7 @@ class Optimizer(torch.optim.Optimizer):
             self.tracker.report_local_progress(0.0)
         except Behind:
             log.info("the run has begun: the first step downloads the state")
-        except BaseException:
+        except BaseException:  # Ctrl-C too: an optimizer that was not made must not be counted by the others
             self.shutdown()
             raise
 

@@ -67,7 +67,7 @@ class Run:
             compute_serially()
             try:
                 await self.swarm.start()
-            except BaseException:
+            except BaseException:  # cancelled, too: who did not start must not stay listed
                 self.swarm.stop()
                 raise
             return StateDonor(

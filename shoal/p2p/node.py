@@ -307,7 +307,7 @@ class Node:
                 self._decline(peer, envelope, error)
             except (TimeoutError, P2PError) as error:
                 self._decline(peer, envelope, Unavailable(f"could not be handled: {error or 'deadline passed'}"))
-            except Exception:
+            except Exception:  # a defect of ours, as above
                 log.exception("handling a message of %r to %r failed", peer, envelope.service)
                 self._decline(peer, envelope, Unavailable("internal error"))
             else:
