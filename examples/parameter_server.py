@@ -218,8 +218,10 @@ def main() -> None:
         processes = [spawn.Process(target=target, args=(rank,)) for rank in range(arguments.trainers + len(TABLES))]
         for process in processes:
             process.start()
-        while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
-            wait([process.sentinel for process in processes if process.is_alive()])
+        running = {process.sentinel: process for process in processes}
+        while running and not any(process.exitcode for process in processes):
+            for sentinel in wait(list(running)):
+                running.pop(sentinel).join()  # type: ignore[index]
         for process in processes:
             process.terminate()  # when one has failed, the others would wait for it
             process.join()
