@@ -39,33 +39,12 @@ from shoal.averaging.messages import (
     Survey,
 )
 from shoal.averaging.plan import can_divide, chunk_elements, chunk_table, divide
+from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Ballot, Tip
 from shoal.p2p.transport import MAX_BUFFER_BYTES
 
 REMINDER_SECONDS = 0.5  # that a member has to say why it does not join
 MAX_GATHERED_BYTES = MAX_BUFFER_BYTES - 64 * MAX_MEMBERS  # of all members: with their keys they fit one buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """When a round begins.
-
-    Attributes:
-        sizes: elements of each flat buffer of the vector.
-        matchmaking_time: the longest wait, in seconds, from the CALL to BEGIN; where nobody calls, the first who joins
-            says how long it waits.
-        round_timeout: the longest time, in seconds, from BEGIN to COMMIT.
-        min_group: fewer members than this begin nothing.
-        target_group: as many members begin at once, whoever else is expected; None for no such number.
-        target_samples: a round is called when the members have so many samples; None if whoever joins calls it.
-    """
-
-    sizes: tuple[int, ...]
-    matchmaking_time: float
-    round_timeout: float
-    min_group: int = 1
-    target_group: int | None = None
-    target_samples: float | None = None
 
 
 class Phase(Enum):
@@ -210,7 +189,8 @@ class Coordinator:
     def _are_enough(self) -> bool:
         """Whether those who joined can make a round: as many as it takes, and somebody to reduce."""
         chosen = [self.joins[key].sender for key in self._chosen()]
-        return len(chosen) >= max(1, self.rules.min_group) and can_divide(chosen)
+        counted = chosen if self.rules.target_samples is None else [sender for sender in chosen if sender.contributes]
+        return len(counted) >= max(1, self.rules.min_group) and can_divide(chosen)
 
     def _chosen(self) -> list[bytes]:
         """The first who joined, as many as a group may have, and among them one who can reduce if there is any."""
@@ -229,8 +209,10 @@ class Coordinator:
         members = tuple(self.joins[key].sender for key in sorted(self._chosen()))
         joins = [self.joins[member.key] for member in members]
         reducers = sum(member.reduces for member in members)
-        elements = chunk_elements(sum(self.rules.sizes), reducers)
-        starts = divide(len(chunk_table(self.rules.sizes, elements)), members)
+        with_state = self.rules.averages_state(self.tip.epoch, joins)
+        sizes = self.rules.vector(self.tip.epoch, with_state)
+        elements = chunk_elements(sum(sizes), reducers)
+        starts = divide(len(chunk_table(sizes, elements)), members)
         self.ballot = Ballot(1 + max(join.attempt for join in joins), self.me)
         self.begin = Begin(
             tip=self.tip,
@@ -241,6 +223,7 @@ class Coordinator:
             states=tuple(join.state for join in joins),
             chunk_elements=elements,
             starts=starts,
+            with_state=with_state,
         )
         self.phase = Phase.RUNNING
         self.deadline = now + self.rules.round_timeout

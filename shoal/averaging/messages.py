@@ -128,7 +128,8 @@ class Elsewhere(msgspec.Struct, tag=7, array_like=True, frozen=True):
 
 class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True):
     """The round. `members` are in the order in which parts are summed; member i reduces the chunks from `starts[i]`
-    up to `starts[i + 1]`, each of `chunk_elements` elements; what they gathered is in the buffer."""
+    up to `starts[i + 1]`, each of `chunk_elements` elements; what they gathered is in the buffer. `with_state`: the
+    members' states are averaged in this round too (`Rules.vector`)."""
 
     tip: Tip
     ballot: Ballot
@@ -140,6 +141,7 @@ class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True):
     starts: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS)], ...], msgspec.Meta(max_length=MAX_MEMBERS + 1)
     ]
+    with_state: bool
 
     @property
     def round(self) -> bytes:

@@ -16,7 +16,7 @@ import msgspec
 
 from shoal.averaging.book import RuleBroken
 from shoal.averaging.contribution import Attempt, Contribution, Outcome
-from shoal.averaging.coordinator import Coordinator, Phase, Rules
+from shoal.averaging.coordinator import Coordinator, Phase
 from shoal.averaging.directory import Directory
 from shoal.averaging.errors import AveragingError, Behind, Rejected
 from shoal.averaging.lead import Lead
@@ -53,6 +53,7 @@ from shoal.averaging.messages import (
 from shoal.averaging.neighbourhood import Neighbourhood
 from shoal.averaging.participant import Participant
 from shoal.averaging.round import RoundDriver
+from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Tip
 from shoal.p2p.errors import P2PError, Refused, Unavailable
 from shoal.p2p.identity import PeerID

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.averaging.coordinator import Rules
 from shoal.averaging.member import Member, Role
 from shoal.averaging.messages import Begin, Have, Join, Repair, Terms
 from shoal.averaging.plan import ChunkSpan, divide
+from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Ballot, Tip
 
 TIP = Tip.genesis("run")
@@ -53,6 +53,7 @@ def begin_of(
         states=(b"",) * len(group),
         chunk_elements=CHUNK,
         starts=divide(chunks, group),
+        with_state=False,
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace as replace_struct
 
 from shoal.averaging.book import RuleBroken, root_of
-from shoal.averaging.coordinator import REMINDER_SECONDS, Coordinator, Phase, Rules, Send
+from shoal.averaging.coordinator import REMINDER_SECONDS, Coordinator, Phase, Send
 from shoal.averaging.member import MAX_MEMBERS, Member, Role
 from shoal.averaging.messages import (
     MAX_GATHER_BYTES,
@@ -26,6 +26,7 @@ from shoal.averaging.messages import (
     Source,
     Survey,
 )
+from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Ballot
 from shoal.p2p.transport import MAX_BUFFER_BYTES
 from tests.averaging.rounds import (

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import torch
 
 from shoal.averaging.contribution import Contribution, Fault, Outcome, SendTo
-from shoal.averaging.coordinator import Rules
 from shoal.averaging.directory import RECORD_SECONDS, DHTDirectory, Directory
 from shoal.averaging.errors import AveragingError
 from shoal.averaging.exchange import Exchange
 from shoal.averaging.member import Member, Role
 from shoal.averaging.messages import Begin, Commit, Terms
+from shoal.averaging.rules import Rules
 from shoal.averaging.swarm import Swarm
 from shoal.averaging.tip import Tip
 from shoal.compression import NoCompression

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from shoal.averaging.contribution import Contribution, Fault, Outcome, SendTo
-from shoal.averaging.coordinator import Rules
 from shoal.averaging.errors import AveragingError, Rejected
 from shoal.averaging.exchange import Exchange
 from shoal.averaging.messages import (
@@ -31,6 +30,7 @@ from shoal.averaging.messages import (
     Survey,
     Terms,
 )
+from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Ballot
 from shoal.compression import NoCompression
 from shoal.p2p.errors import Refused

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from shoal.averaging.contribution import Contribution, Fault, Outcome, SendTo
-from shoal.averaging.coordinator import Rules
 from shoal.averaging.errors import Behind
 from shoal.averaging.exchange import Exchange
 from shoal.averaging.manifest import CHUNK_ELEMENTS
 from shoal.averaging.messages import Begin
+from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Snapshot, StateDonor, download_state
 from shoal.compression import NoCompression
