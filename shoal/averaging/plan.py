@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shoal.averaging.load_balancing import best_shares
 from shoal.averaging.member import Member
 from shoal.averaging.messages import MAX_CHUNK_ELEMENTS, MAX_CHUNKS
 
@@ -49,30 +50,30 @@ def chunk_table(sizes: Sequence[int], elements: int) -> list[ChunkSpan]:
 
 def can_divide(members: Sequence[Member]) -> bool:
     """Whether these members can make a round: somebody is there to reduce."""
-    return any(_shares(members))
+    return any(_bandwidths(members))
 
 
-def _shares(members: Sequence[Member]) -> list[float]:
-    """How much of the vector each member reduces, in any unit."""
-    shares = [member.bandwidth if member.reduces else 0.0 for member in members]
-    if not any(shares):
-        shares = [1.0 if member.addresses or len(members) == 1 else 0.0 for member in members]
-    return shares
+def _bandwidths(members: Sequence[Member]) -> list[float]:
+    """With how much each member reduces, in any unit; 0 of those that do not reduce."""
+    bandwidths = [member.bandwidth if member.reduces else 0.0 for member in members]
+    if not any(bandwidths):
+        bandwidths = [1.0 if member.addresses or len(members) == 1 else 0.0 for member in members]
+    return bandwidths
 
 
 def divide(chunks: int, members: Sequence[Member]) -> tuple[int, ...]:
     """Where each member's chunks start, and `chunks` at the end: `len(members) + 1` numbers.
 
-    A round ends when the slowest reducer has moved its share, and a reducer's time is proportional to its share over
-    its bandwidth; so, with full duplex links and more than two reducers, shares proportional to bandwidth are the best.
-    Clients and members of bandwidth zero get nothing, unless nobody else is there to reduce.
+    The shares are those of the fastest round (`load_balancing.best_shares`), to a chunk. Clients and members of
+    bandwidth zero get nothing, unless nobody else is there to reduce. Raises NobodyReduces if all are clients.
     """
-    shares = _shares(members)
-    total = sum(shares)
-    if not total:
-        raise ValueError("no member of the group can reduce: all are clients")
+    bandwidths = _bandwidths(members)
+    parts = [b for member, b in zip(members, bandwidths, strict=True) if member.contributes]
+    auxiliary = [b for member, b in zip(members, bandwidths, strict=True) if not member.contributes]
+    shares = best_shares(parts, auxiliary)
+    own, lent = iter(shares[: len(parts)]), iter(shares[len(parts) :])
     starts, before = [0], 0.0
-    for share in shares:
-        before += share
-        starts.append(round(chunks * before / total))
-    return tuple(starts)
+    for member in members:
+        before += next(own if member.contributes else lent)
+        starts.append(min(chunks, round(chunks * before)))
+    return (*starts[:-1], chunks)
