@@ -149,11 +149,10 @@ class Join:
 
         counting = [isinstance(hook, CountingJoinHook) for hook in self._hooks]
         self._needs_messages = not all(counting)
-        # Optimizers announce their steps; to all others the heartbeat speaks.
-        self._announced = [
-            n for n, joinable in enumerate(joinables) if isinstance(joinable, Optimizer) and not counting[n]
-        ]
-        self._heard = [n for n in range(len(joinables)) if n not in self._announced]
+        # Optimizers announce their steps, if these are to be shadowed; to all others the heartbeat speaks.
+        optimizers = [n for n, joinable in enumerate(joinables) if isinstance(joinable, Optimizer) and not counting[n]]
+        self._announced = [n for n in optimizers if type(self._hooks[n]).main_hook is not JoinHook.main_hook]
+        self._heard = [n for n in range(len(joinables)) if n not in optimizers]
         self._announcing, self._as_before = ExitStack(), ExitStack()
 
     @staticmethod

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.sharding.communication import OVERLAP, Finish
 from shoal.sharding.memory import flat, flat_like
-from shoal.sharding.options import copy_options
+from shoal.sharding.options import copy_options, numbers_of, take_numbers
 from shoal.sharding.partition import Parcel, parcels_of
 from shoal.sharding.shard import Piece
 from shoal.sharding.zero import ZeroRedundancyOptimizer
@@ -34,6 +34,7 @@ def hook_with_zero_step(
 
     Every parameter in DDP's buckets is stepped: one that is not used in a pass has a gradient of zero
     (``find_unused_parameters`` does not change that). All backward passes step, so accumulate in ``ddp.no_sync()``.
+    In a `Join` of the model (and, if you like, the optimizer) joined ranks step their share with the others.
 
     Args:
         hook: reduces one bucket: ``allreduce_hook`` and the like of ``torch.distributed``.
@@ -54,7 +55,7 @@ def hook_with_zero_step(
         reductions.append((bucket, future))
         if bucket.is_last():
             for one, reduced in reductions:
-                overlap.step(one, reduced.wait())
+                overlap.step(one, reduced.wait(), live=_in_backward())
             reductions.clear()
         return future
 
@@ -71,9 +72,15 @@ def hook_with_zero_step_interleaved(
     overlap = _Overlap(zero, ddp)
 
     def reduce(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
-        return hook(state, bucket).then(lambda reduced: overlap.step(bucket, reduced.wait()))
+        live = _in_backward()
+        return hook(state, bucket).then(lambda reduced: overlap.step(bucket, reduced.wait(), live=live))
 
     return reduce
+
+
+def _in_backward() -> bool:
+    """Whether a hook of DDP is called by the backward pass, and not to shadow those of others in a `Join`."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class _Overlap:
@@ -84,15 +91,21 @@ class _Overlap:
             raise ValueError("make the ZeroRedundancyOptimizer with overlap_with_ddp=True to step it in a hook of DDP")
         if ddp.process_group != zero.process_group:
             raise ValueError("the model and its ZeroRedundancyOptimizer are of different process groups")
-        self._zero = zero
+        self._zero, self._ddp = zero, ddp
         self._lock = Lock()
         self._buckets: int | None = None  # of this pass, once the last is known
         self._stepped = 0
         self._sending: list[Finish] = []
         self._parcels: dict[tuple[int, ...], list[Parcel]] = {}
 
-    def step(self, bucket: dist.GradBucket, reduced: Any) -> Tensor:
-        """Steps the parameters of a bucket with its reduced gradients; the last waits until all ranks have all."""
+    def step(self, bucket: dist.GradBucket, reduced: Any, *, live: bool) -> Tensor:
+        """Steps the parameters of a bucket with its reduced gradients; the last waits until all ranks have all.
+
+        Args:
+            bucket: of DDP.
+            reduced: what its reduction gave.
+            live: whether this rank has inputs of its own; those without take the options of those with (see `Join`).
+        """
         buffer = bucket.buffer()
         result: Tensor = reduced if isinstance(reduced, Tensor) else reduced[0]
         with self._lock, torch.no_grad(), self._zero._failures.named("stepping in the backward pass of DDP"):
@@ -100,6 +113,8 @@ class _Overlap:
                 buffer.copy_(result.view_as(buffer))
             if bucket.is_last():
                 self._buckets = bucket.index() + 1
+            if self._stepped == 0 and (self._ddp._join_config.enable or self._zero._join_config.enable):
+                self._follow_live(live)
             self._stepped += 1
             try:
                 self._step(bucket)
@@ -111,6 +126,13 @@ class _Overlap:
                         finish()
                     self._zero._shard.settle()
         return result
+
+    def _follow_live(self, live: bool) -> None:
+        groups = self._zero.param_groups
+        header = torch.cat([torch.tensor([live], dtype=torch.float64), numbers_of(groups)])
+        headers = self._zero._communication.exchange(header)()
+        if not live:
+            take_numbers(groups, next(other for other in headers if other[0])[1:])
 
     def _step(self, bucket: dist.GradBucket) -> None:
         zero = self._zero

@@ -7,6 +7,7 @@ communication bucket by bucket keeps them all busy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
@@ -114,7 +115,8 @@ def cut_evenly(sizes: Sequence[Size], params: Sequence[int], loads: list[int]) -
     cuts, before = [0], 0
     for rank in range(1, ranks):
         before += loads[rank - 1]
-        wanted = min(max(round((load * rank / ranks - before) / itemsize), cuts[-1]), ends[-1])
+        # Half an element goes to the lower rank: of fewer elements than ranks, the first rank has one.
+        wanted = min(max(math.floor((load * rank / ranks - before) / itemsize + 0.5), cuts[-1]), ends[-1])
         cuts.append(max(cuts[-1], _nearest_cut(ends, wanted, unit)))
     cuts.append(ends[-1])
 

@@ -340,13 +340,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank without inputs does while the others step: it steps its share with their gradients and options.
 
-        With ``reduce_scatter`` the count of live ranks travels with the gradients.
+        With ``reduce_scatter`` the count of live ranks travels with the gradients. With ``overlap_with_ddp`` there is
+        nothing to do here: the model's hook shadows backward passes, and these step.
 
         Args:
             kwargs: of `Join`. With ``reduce_scatter``, ``divide_by_initial_world_size`` (default True) says whether
                 gradients are divided by the number of ranks, or by the number of live ones.
         """
-        return self._gradients.join_hook(**kwargs)
+        return JoinHook() if self._overlap_with_ddp else self._gradients.join_hook(**kwargs)
 
     @property
     def join_device(self) -> torch.device:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import shoal
-from shoal.sharding import Join
+from shoal.sharding import Join, hook_with_zero_step, hook_with_zero_step_interleaved
 from tests.sharding.zero_models import assert_equal, assert_same_on_all_ranks, batches, copies, loss_of
 
 
@@ -142,6 +144,41 @@ def check_join_of_ddp_and_zero() -> None:
                 optimizer.param_groups[0]["lr"] *= 0.5
         if rank == 0:
             assert_equal(ours.parameters(), plain.parameters(), join.__module__)
+        assert_same_on_all_ranks(ours.parameters())
+
+
+def check_join_of_ddp_that_steps_in_backward() -> None:
+    """Joined ranks step with the gradients and the learning rate of the live ones; `step` may be called, or not."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for number, (make, join, static) in enumerate(
+        product(
+            (hook_with_zero_step, hook_with_zero_step_interleaved),
+            (Join, torch.distributed.algorithms.Join),
+            (False, True),
+        )
+    ):
+        ours, plain = copies(2)
+        model, reference = (DDP(network, bucket_cap_mb=0.002, static_graph=static) for network in (ours, plain))
+        zero: Any = shoal.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=0.1)
+        model.register_comm_hook(None, make(allreduce_hook, model, zero))  # type: ignore[arg-type]
+        reference.register_comm_hook(None, allreduce_hook)
+        optimizer = torch.optim.Adam(reference.parameters(), lr=0.1)
+        inputs = batches(ranks + 2 - rank)  # the last rank joins first
+        with join([model, zero] if number % 3 else [model]):
+            for batch in inputs:
+                zero.zero_grad()
+                loss_of(model, batch).backward()
+                if number % 2:
+                    zero.step()
+                zero.param_groups[0]["lr"] *= 0.5
+        with torch.distributed.algorithms.Join([reference]):
+            for batch in inputs:
+                optimizer.zero_grad()
+                loss_of(reference, batch).backward()
+                optimizer.step()
+                optimizer.param_groups[0]["lr"] *= 0.5
+        if rank == 0:
+            assert_equal(ours.parameters(), plain.parameters(), (make.__name__, join.__module__, static))
         assert_same_on_all_ranks(ours.parameters())
 
 
