@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 
 from shoal.averaging.contribution import Contribution, Fault, Outcome, SendTo
-from shoal.averaging.coordinator import Rules
 from shoal.averaging.directory import DHTDirectory
 from shoal.averaging.donor import Snapshot, StateDonor
 from shoal.averaging.errors import AveragingError, Rejected
@@ -31,13 +30,15 @@ from shoal.averaging.options import (
     check_tensors,
     check_weight,
     refuse_not_built,
+    term_of,
 )
 from shoal.averaging.report import RoundReport
+from shoal.averaging.rules import Rules
 from shoal.averaging.shared_state import snapshot_of, state_of
 from shoal.averaging.swarm import Swarm
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import download_state
-from shoal.compression import Codec, NoCompression
+from shoal.compression import Compression, NoCompression
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.flat import FlatBuffer
@@ -100,8 +101,8 @@ class DecentralizedAverager:
         min_matchmaking_time: float = 5.0,
         allreduce_timeout: float | None = None,
         next_chunk_timeout: float | None = None,
-        compression: Codec | None = None,
-        state_compression: Codec | None = None,
+        compression: Compression | None = None,
+        state_compression: Compression | None = None,
         client_mode: bool | None = None,
         auxiliary: bool = False,
         bandwidth: float | None = None,
@@ -133,12 +134,13 @@ class DecentralizedAverager:
         self.shutdown_timeout = shutdown_timeout
         self.last_round: RoundReport | None = None
         self.lock_averaged_tensors = threading.Lock()
-        self._codec = compression if compression is not None else NoCompression()
-        self._state_codec = state_compression if state_compression is not None else NoCompression()
+        self._compression = compression if compression is not None else NoCompression()
+        self._state_compression = state_compression if state_compression is not None else NoCompression()
         self._tensors = tuple(averaged_tensors)
         self._memory = FlatBuffer.adopt(self._tensors)
         self._layout = self._memory.layout.on("cpu")
         self._output = FlatBuffer(self._layout)
+        self._codecs = self._compression.plan(self._layout)
         self._rules = Rules(
             sizes=tuple(spec.numel for spec in self._layout.buffers),
             matchmaking_time=min_matchmaking_time,
@@ -168,7 +170,7 @@ class DecentralizedAverager:
         role = Role.CLIENT if self.client_mode else Role.AUXILIARY if self.auxiliary else Role.NODE
         addresses = () if self.client_mode else tuple(str(address) for address in dht.visible_addresses())[:8]
         me = Member(node.peer_id.key, addresses, role, 1.0 if self.bandwidth is None else self.bandwidth)
-        options = {"compression": self._codec.spec, "target_group_size": str(self._rules.target_group)}
+        options = {"compression": term_of(self._compression.spec), "target_group_size": str(self._rules.target_group)}
         terms = Terms(options, self._layout.schema_hash)
         swarm = Swarm(
             node, DHTDirectory(dht, self.prefix), self.prefix, me, terms, self._rules, chunk_timeout=self._chunk_timeout
@@ -179,7 +181,6 @@ class DecentralizedAverager:
             self._take_snapshot,
             # What is shared may change at any time, so no snapshot that was taken before is offered again.
             lambda: Tip.genesis(f"{self.prefix} {next(self._snapshots)}"),
-            self._state_codec,
             allow=self._shares_state,
         )
         await swarm.start()
@@ -344,7 +345,7 @@ class DecentralizedAverager:
                     host.copy_(tensor)
 
         def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
-            return Exchange.of(self.peer_id.key, begin, inputs, self._output.flat, self._codec, send, fault)
+            return Exchange.of(self.peer_id.key, begin, inputs, self._output.flat, self._codecs, send, fault)
 
         return Contribution(weight, open_exchange, patience, prepare, data)
 
@@ -415,7 +416,7 @@ class DecentralizedAverager:
     async def _take_snapshot(self) -> Snapshot:
         assert self._swarm is not None
         data, tensors = await asyncio.get_running_loop().run_in_executor(None, self.get_current_state)
-        return snapshot_of(self._swarm.tip, data, tensors)
+        return snapshot_of(self._swarm.tip, data, tensors, self._state_compression)
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run it on the reactor, until this averager is shut down."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.averaging.manifest import MAX_CHUNKS, BufferShape, Manifest, StateChunk, state_chunks
 from shoal.averaging.tip import Digest, Tip
-from shoal.compression import Codec
+from shoal.compression import CodecPlan
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Node, Reply, Service
@@ -56,12 +56,14 @@ class Snapshot:
         layout: `Layout.to_wire()` of the buffers as msgpack, at most 1.5 MiB.
         buffers: the flat buffers: 1-D, contiguous, on the CPU.
         scalars: everything else, at most 64 MiB.
+        codecs: how the buffers are sent.
     """
 
     tip: Tip
     layout: bytes
     buffers: Sequence[Tensor]
     scalars: bytes
+    codecs: CodecPlan
 
 
 @dataclass(slots=True)
@@ -84,7 +86,6 @@ class StateDonor:
         service_name: the same at donors and newcomers, and unlike any other service's on the node.
         take_snapshot: makes a consistent copy of the state; may raise `Refused` with the reason why there is none now.
         current_tip: the name of the state that `take_snapshot` would copy.
-        codec: for the chunks of buffers.
         allow: whether newcomers are served at all; may be changed later.
     """
 
@@ -94,7 +95,6 @@ class StateDonor:
         service_name: str,
         take_snapshot: Callable[[], Awaitable[Snapshot]],
         current_tip: Callable[[], Tip],
-        codec: Codec,
         allow: bool = True,
     ) -> None:
         self.allow = allow
@@ -102,7 +102,6 @@ class StateDonor:
         self._service = transfer_service(service_name)
         self._take_snapshot = take_snapshot
         self._current_tip = current_tip
-        self._codec = codec
         self._held: dict[bytes, _Held] = {}  # by the manifest's id, the oldest first
         self._preparing: asyncio.Task[_Held] | None = None
         self._sweeper: asyncio.TimerHandle | None = None
@@ -158,7 +157,7 @@ class StateDonor:
     async def _prepare(self) -> _Held:
         try:
             snapshot = await self._take_snapshot()
-            manifest = await describe(snapshot, self._codec)
+            manifest = await describe(snapshot)
             held = _Held(snapshot, manifest, manifest.chunks, _now())
             self._held[manifest.id] = held
             if self._sweeper is None:
@@ -181,28 +180,33 @@ class StateDonor:
         if request.chunk >= len(held.chunks):
             raise Refused(f"the state has {len(held.chunks)} chunks, there is no number {request.chunk}")
         held.asked = _now()
-        return Reply(Chunk(), [_payload(held.snapshot, held.chunks[request.chunk], self._codec)])
+        return Reply(Chunk(), [_payload(held.snapshot, held.chunks[request.chunk])])
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _payload(snapshot: Snapshot, chunk: StateChunk, codec: Codec) -> memoryview:
+def _payload(snapshot: Snapshot, chunk: StateChunk) -> memoryview:
     if chunk.buffer is None:
         return memoryview(snapshot.scalars)[chunk.start : chunk.stop]
+    codec = snapshot.codecs.codec_of(chunk.buffer, chunk.start, chunk.stop)
     return codec.encode(snapshot.buffers[chunk.buffer][chunk.start : chunk.stop])
 
 
-async def describe(snapshot: Snapshot, codec: Codec) -> Manifest:
-    """The manifest of a snapshot whose chunks are sent with `codec`. Lets the loop run after each chunk.
+async def describe(snapshot: Snapshot) -> Manifest:
+    """The manifest of a snapshot. Lets the loop run after each chunk.
 
     Raises ValueError (msgspec.ValidationError) if the snapshot is larger than a manifest can say.
     """
     shapes = tuple(BufferShape(str(b.dtype).removeprefix("torch."), b.numel()) for b in snapshot.buffers)
     digests = bytearray()
     for chunk in state_chunks(len(snapshot.scalars), [shape.numel for shape in shapes]):
-        digests += blake3(_payload(snapshot, chunk, codec)).digest()
+        digests += blake3(_payload(snapshot, chunk)).digest()
         await asyncio.sleep(0)
-    made = Manifest(snapshot.tip, snapshot.layout, codec.name, shapes, len(snapshot.scalars), bytes(digests))
+    numbers: dict[str, int] = {}
+    runs = tuple(
+        (span.stop - span.start, numbers.setdefault(span.codec.name, len(numbers))) for span in snapshot.codecs.spans
+    )
+    made = Manifest(snapshot.tip, snapshot.layout, tuple(numbers), runs, shapes, len(snapshot.scalars), bytes(digests))
     return Manifest.decode(made.encode())  # so that bounds are checked here and not by every newcomer

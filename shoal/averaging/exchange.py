@@ -17,7 +17,7 @@ from shoal.averaging.book import Book, RuleBroken
 from shoal.averaging.contribution import Fault, SendTo
 from shoal.averaging.messages import Begin, Part, Repair, Result, Source
 from shoal.averaging.plan import chunk_table
-from shoal.compression import Codec
+from shoal.compression import CodecPlan
 from shoal.flat import bytes_of
 
 
@@ -42,7 +42,7 @@ class Exchange:
         book: what is owed to whom.
         inputs: flat 1-D CPU tensors, only read.
         outputs: of the same sizes and dtypes; hold the average when `book.complete`.
-        codec: how chunks travel.
+        codecs: of all elements; equal at all members.
         send: sends a message with buffers to members.
         fault: told of a member that broke a rule, with the reason.
     """
@@ -52,13 +52,13 @@ class Exchange:
         book: Book,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
-        codec: Codec,
+        codecs: CodecPlan,
         send: SendTo,
         fault: Fault,
     ) -> None:
         self.book = book
         self._inputs, self._outputs = inputs, outputs
-        self._codec = codec
+        self._codecs = [codecs.codec_of(chunk.buffer, chunk.start, chunk.stop) for chunk in book.chunks]
         self._send, self._fault = send, fault
         self._payloads: dict[int, dict[bytes, memoryview]] = {}
         self._started = False
@@ -71,7 +71,7 @@ class Exchange:
         begin: Begin,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
-        codec: Codec,
+        codecs: CodecPlan,
         send: SendTo,
         fault: Fault,
     ) -> Exchange:
@@ -82,10 +82,12 @@ class Exchange:
             raise RuleBroken(str(error)) from error
         if begin.starts[-1] != len(chunks):
             raise RuleBroken(f"BEGIN divides {begin.starts[-1]} chunks; the vector has {len(chunks)}")
-        return cls(Book(me, begin, chunks), inputs, outputs, codec, send, fault)
+        return cls(Book(me, begin, chunks), inputs, outputs, codecs, send, fault)
 
-    def start(self) -> None:
-        """Send the first parts, and reduce what is ready. Before this, the input is not read."""
+    def start(self, weight: float) -> None:
+        """Send the first parts, and reduce what is ready. Before this, the input is not read. `weight` is what it
+        weighs, which may be another than in BEGIN."""
+        self.book.weights[self.book.me] = weight
         self._started = True
         self._reduce(self.book.put_out(()))
         self._send_parts()
@@ -95,7 +97,9 @@ class Exchange:
         chunk = part.chunk
         if len(buffers) > 1:
             raise RuleBroken(f"a part with {len(buffers)} payloads")
-        if not self.book.part_arrived(sender, chunk, part.plan, bool(buffers)):
+        if bool(buffers) != (part.weight > 0):
+            raise RuleBroken(f"chunk {chunk} {'has' if buffers else 'lacks'} a payload, against its weight")
+        if not self.book.part_arrived(sender, chunk, part.plan, part.weight):
             return
         if buffers:
             self._check_size(chunk, buffers[0])
@@ -113,7 +117,7 @@ class Exchange:
             self._check_size(chunk, buffers[0])
             self.progressed += 1
             out = self._slice(self._outputs, chunk)
-            out.copy_(self._codec.decode(buffers[0], out.dtype, out.numel()))
+            out.copy_(self._codecs[chunk].decode(buffers[0], out.dtype, out.numel()))
             self._received(chunk, out)
         self._send_parts()
 
@@ -151,19 +155,19 @@ class Exchange:
 
     def _check_size(self, chunk: int, data: memoryview) -> None:
         span = self.book.chunks[chunk]
-        expected = self._codec.encoded_nbytes(span.stop - span.start, self._outputs[span.buffer].dtype)
+        expected = self._codecs[chunk].encoded_nbytes(span.stop - span.start, self._outputs[span.buffer].dtype)
         if data.nbytes != expected:
             raise RuleBroken(f"chunk {chunk} came as {data.nbytes} bytes instead of {expected}")
 
     def _send_parts(self) -> None:
         for owner, chunk in self.book.next_parts() if self._started else ():
-            weighs = self.book.weights[self.book.me] > 0
-            payload = [self._codec.encode(self._slice(self._inputs, chunk))] if weighs else []
-            self._send([owner], Part(self.book.begin.round, chunk, self.book.plan), payload)
+            weight = self.book.weights[self.book.me]
+            payload = [self._codecs[chunk].encode(self._slice(self._inputs, chunk))] if weight > 0 else []
+            self._send([owner], Part(self.book.begin.round, chunk, self.book.plan, weight), payload)
 
     def _reduce(self, chunks: Sequence[int]) -> None:
         for chunk in chunks if self._started else ():
-            out = self._slice(self._outputs, chunk)
+            out, codec = self._slice(self._outputs, chunk), self._codecs[chunk]
             contributions = self._contributions(chunk)
             _weighted_mean(contributions, out)
             if not _is_finite(out):
@@ -172,9 +176,9 @@ class Exchange:
                     if key not in finite:
                         self._fault(key, f"its chunk {chunk} has values that are not finite (NaN or infinity)")
                 _weighted_mean(finite, out)
-            encoded = self._codec.encode(out)
-            if self._codec.lossy:
-                out.copy_(self._codec.decode(encoded, out.dtype, out.numel()))
+            encoded = codec.encode(out)
+            if codec.lossy:
+                out.copy_(codec.decode(encoded, out.dtype, out.numel()))
             self._payloads.pop(chunk, None)
             self.book.reduced(chunk)
             live = [k for k in self.book.keys if k != self.book.me and k not in self.book.out and self.book.receives[k]]
@@ -192,7 +196,8 @@ class Exchange:
             if key == self.book.me and weight > 0 and self.book.receives[key]:
                 contributions[key] = (mine, weight)
             elif key in payloads:
-                contributions[key] = (self._codec.decode(payloads[key], mine.dtype, mine.numel()), weight)
+                decoded = self._codecs[chunk].decode(payloads[key], mine.dtype, mine.numel())
+                contributions[key] = (decoded, weight)
         return contributions
 
     def _received(self, chunk: int, out: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Final
 
 import msgspec
@@ -13,13 +14,15 @@ from blake3 import blake3
 from shoal.averaging.tip import DIGEST_BYTES, Tip
 from shoal.p2p.identity import PeerID
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 CHUNK_ELEMENTS: Final = 1 << 18
 """Elements of a flat buffer in one chunk: 1 MiB of float32, and at most the 4 MiB that fit into a message."""
 
 SCALAR_CHUNK_BYTES: Final = 1 << 20
 MAX_CHUNKS: Final = 1 << 16
 MAX_BUFFERS: Final = 256
+MAX_RUNS: Final = 1 << 16
+MAX_CODECS: Final = 16
 MAX_LAYOUT_BYTES: Final = 3 << 19
 MAX_SCALARS_BYTES: Final = 64 << 20
 ITEM_BYTES: Final = {
@@ -27,6 +30,13 @@ ITEM_BYTES: Final = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 """The dtypes that flat buffers have, by their torch names, and the size of an element."""
+
+
+CodecName = Annotated[str, msgspec.Meta(max_length=32)]
+Run = tuple[
+    Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNKS * CHUNK_ELEMENTS)],
+    Annotated[int, msgspec.Meta(ge=0, lt=MAX_CODECS)],
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +65,9 @@ class Manifest(msgspec.Struct, frozen=True):
     Attributes:
         tip: epoch, lineage and samples of the state.
         layout: `Layout.to_wire()` of the buffers as msgpack; not looked into here.
-        codec: the wire name of the codec in which chunks of buffers are sent. Scalars are sent as they are.
+        codecs: the wire names of the codecs in which elements of buffers are sent. Scalars are sent as they are.
+        runs: (elements, number of their codec in `codecs`), one run after another through all buffers; none is in two
+            of them.
         buffers: the flat buffers, in the layout's order.
         scalars_nbytes: bytes of everything in the state that is in no buffer.
         digests: blake3 of every chunk as it is sent, 32 bytes each, one after another.
@@ -66,7 +78,8 @@ class Manifest(msgspec.Struct, frozen=True):
 
     tip: Tip
     layout: Annotated[bytes, msgspec.Meta(max_length=MAX_LAYOUT_BYTES)]
-    codec: Annotated[str, msgspec.Meta(max_length=32)]
+    codecs: Annotated[tuple[CodecName, ...], msgspec.Meta(max_length=MAX_CODECS)]
+    runs: Annotated[tuple[Run, ...], msgspec.Meta(max_length=MAX_RUNS)]
     buffers: Annotated[tuple[BufferShape, ...], msgspec.Meta(max_length=MAX_BUFFERS)]
     scalars_nbytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_SCALARS_BYTES)]
     digests: Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNKS * DIGEST_BYTES)]
@@ -83,6 +96,16 @@ class Manifest(msgspec.Struct, frozen=True):
         if len(self.digests) != chunks * DIGEST_BYTES:
             raise ValueError(f"a state of {chunks} chunks has {chunks * DIGEST_BYTES} bytes of digests, not "
                              f"{len(self.digests)}")  # fmt: skip
+        self._check_runs()
+
+    def _check_runs(self) -> None:
+        if any(codec >= len(self.codecs) for _, codec in self.runs):
+            raise ValueError(f"elements have a codec that is not among the {len(self.codecs)} of the manifest")
+        numels = [numel for numel, _ in self.runs]
+        borders = list(accumulate(buffer.numel for buffer in self.buffers))
+        reached = {0, *accumulate(numels)}
+        if sum(numels) != sum(buffer.numel for buffer in self.buffers) or not reached.issuperset(borders):
+            raise ValueError("the runs of codecs do not cover the buffers, each from its beginning to its end")
 
     @classmethod
     def decode(cls, data: memoryview | bytes) -> Manifest:
@@ -96,7 +119,7 @@ class Manifest(msgspec.Struct, frozen=True):
             raise ValueError(f"not a manifest: {error}") from error
 
     def encode(self) -> bytes:
-        """The manifest as it is sent: at most 3.6 MiB."""
+        """The manifest as it is sent: at most 4 MiB."""
         return msgspec.msgpack.encode(self)
 
     @property
@@ -108,6 +131,16 @@ class Manifest(msgspec.Struct, frozen=True):
     def nbytes(self) -> int:
         """The size of the state in memory: of the buffers and the scalars."""
         return self.scalars_nbytes + sum(ITEM_BYTES[buffer.dtype] * buffer.numel for buffer in self.buffers)
+
+    @property
+    def spans(self) -> Iterator[tuple[int, int, int, str]]:
+        """The runs as (buffer, start, stop, name of the codec)."""
+        buffer = start = 0
+        for numel, codec in self.runs:
+            while start == self.buffers[buffer].numel:
+                buffer, start = buffer + 1, 0
+            yield buffer, start, start + numel, self.codecs[codec]
+            start += numel
 
     @property
     def chunk_digests(self) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,6 +53,13 @@ def check_tensors(tensors: Sequence[torch.Tensor]) -> None:
     for index, tensor in enumerate(tensors):
         if not tensor.is_floating_point():
             raise ValueError(f"averaged_tensors[{index}] is of {tensor.dtype}: only floating point can be averaged")
+
+
+def term_of(spec: str) -> str:
+    """A compression's `spec` as peers compare it: itself, or its beginning and its hash if it is long."""
+    if len(spec) <= 200:
+        return spec
+    return f"{spec[:160]}… ({hashlib.blake2b(spec.encode(), digest_size=16).hexdigest()})"
 
 
 def check_weight(weight: object, auxiliary: bool) -> None:

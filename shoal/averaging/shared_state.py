@@ -11,15 +11,21 @@ import torch
 from shoal.averaging.donor import Snapshot
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded
+from shoal.compression import Compression, NoCompression
 from shoal.flat import FlatBuffer, Layout
 
 
-def snapshot_of(tip: Tip, data: Any, tensors: Sequence[torch.Tensor]) -> Snapshot:
-    """A copy of `tensors` in flat memory, with `data` (plain data that msgpack can write)."""
+def snapshot_of(
+    tip: Tip,
+    data: Any,
+    tensors: Sequence[torch.Tensor],
+    compression: Compression = NoCompression(),  # noqa: B008
+) -> Snapshot:
+    """A copy of `tensors` in flat memory, with `data` (plain data that msgpack can write), to be sent so."""
     memory = FlatBuffer(Layout.of(tensors).on("cpu"))
     memory.copy_from(tensors)
     layout = msgspec.msgpack.encode(memory.layout.to_wire())
-    return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(data))
+    return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(data), compression.plan(memory.layout))
 
 
 def state_of(state: Downloaded) -> tuple[Any, list[torch.Tensor]]:

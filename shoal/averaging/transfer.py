@@ -21,7 +21,7 @@ from shoal.averaging.donor import Chunk, GetChunk, GetManifest, Offer, Snapshot,
 from shoal.averaging.download import DownloadPlan
 from shoal.averaging.errors import AveragingError
 from shoal.averaging.manifest import Manifest, StateChunk, choose
-from shoal.compression import codec_by_name
+from shoal.compression import CodecPlan, CodecSpan, codec_by_name
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Node, Reply, Service
@@ -40,8 +40,9 @@ class Downloaded:
     """A state that was downloaded, complete and verified.
 
     Attributes:
-        manifest: what it is; `manifest.tip`, `manifest.layout` and `manifest.codec` are meant for the caller.
+        manifest: what it is; `manifest.tip` and `manifest.layout` are meant for the caller.
         buffers: as many 1-D CPU tensors as `manifest.buffers` lists.
+        lossy: whether they may differ from the donors', because of how they were sent.
         scalars: as the donors gave them.
         chunks_from: how many chunks came from each donor.
         dropped: donors that offered or sent nothing usable, each with its reason.
@@ -51,6 +52,7 @@ class Downloaded:
 
     manifest: Manifest
     buffers: list[Tensor]
+    lossy: bool
     scalars: bytes
     chunks_from: dict[PeerID, int]
     dropped: dict[PeerID, str]
@@ -110,7 +112,7 @@ class _Fetch:
         self.scalars = bytearray(manifest.scalars_nbytes)
         self.nbytes = 0
         self._chunks = manifest.chunks
-        self._codec = codec_by_name(manifest.codec)
+        self.codecs = _codecs_of(manifest)
 
     def take(self, donor: PeerID, number: int, reply: Reply) -> None:
         """Keep the chunk with that number if `reply` brings it."""
@@ -126,11 +128,15 @@ class _Fetch:
                 self.scalars[chunk.start : chunk.stop] = payload
             else:
                 out = self.buffers[chunk.buffer][chunk.start : chunk.stop]
-                out.copy_(self._codec.decode(payload, out.dtype, out.numel()))
+                codec = self.codecs.codec_of(chunk.buffer, chunk.start, chunk.stop)
+                out.copy_(codec.decode(payload, out.dtype, out.numel()))
 
     def _payload_nbytes(self, chunk: StateChunk) -> int:
         numel = chunk.stop - chunk.start
-        return numel if chunk.buffer is None else self._codec.encoded_nbytes(numel, self.buffers[chunk.buffer].dtype)
+        if chunk.buffer is None:
+            return numel
+        codec = self.codecs.codec_of(chunk.buffer, chunk.start, chunk.stop)
+        return codec.encoded_nbytes(numel, self.buffers[chunk.buffer].dtype)
 
 
 class _Download:
@@ -204,6 +210,7 @@ class _Download:
         return Downloaded(
             manifest=fetch.manifest,
             buffers=fetch.buffers,
+            lossy=fetch.codecs.lossy,
             scalars=bytes(fetch.scalars),
             chunks_from=fetch.plan.chunks_from,
             dropped=self._dropped,
@@ -217,7 +224,8 @@ class _Download:
             if not isinstance(reply.body, Offer) or len(reply.buffers) != 1:
                 raise ValueError("sent no manifest when asked for it")
             manifest = Manifest.decode(memoryview(reply.buffers[0]))
-            codec_by_name(manifest.codec)
+            for name in manifest.codecs:
+                codec_by_name(name)
             if manifest.nbytes > self._max_nbytes:
                 raise ValueError(f"offers a state of {manifest.nbytes} bytes, more than the {self._max_nbytes} allowed")
         except (P2PError, TimeoutError, ValueError) as error:
@@ -253,6 +261,13 @@ class _Download:
         self._changed.clear()
         if self._node.closed:
             raise DownloadFailed("this node was closed during the download")
+
+
+def _codecs_of(manifest: Manifest) -> CodecPlan:
+    """How the buffers are sent."""
+    by_name = {name: codec_by_name(name) for name in manifest.codecs}
+    spans = (CodecSpan(buffer, start, stop, by_name[name]) for buffer, start, stop, name in manifest.spans)
+    return CodecPlan(tuple(spans), len(manifest.buffers))
 
 
 def _title(manifest: Manifest) -> str:

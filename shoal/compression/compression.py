@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.compression.info import CompressionInfo, TensorRole
@@ -37,19 +37,25 @@ class Compression(ABC):
         layout: FlatLayout,
         roles: TensorRole | Sequence[TensorRole] = TensorRole.UNSPECIFIED,
         keys: Sequence[str | int] | None = None,
+        exact: Collection[int] = (),
     ) -> CodecPlan:
         """Which codec is for which elements of the flat buffers of a layout. The same on all peers that are given the
         same.
+
+        Scalars (of shape ``()``) are never compressed, whatever this is: nothing would be gained, and optimizers keep
+        the counts of their steps in them.
 
         Args:
             layout: where the tensors are.
             roles: one for all tensors, or one for each.
             keys: of each tensor; its position in the layout by default.
+            exact: positions of tensors that are never compressed either.
 
         Raises:
             ValueError: if there is not one role and one key for each tensor, or no codec is given for a tensor.
         """
-        from shoal.compression.plan import CodecPlan  # it needs Codec, which is a Compression
+        from shoal.compression.none import NoCompression  # these need Codec, which is a Compression
+        from shoal.compression.plan import CodecPlan
 
         count = len(layout.entries)
         roles = [roles] * count if isinstance(roles, TensorRole) else roles
@@ -60,4 +66,8 @@ class Compression(ABC):
             CompressionInfo(key, entry.shape, layout.buffers[entry.buffer].dtype, role)
             for key, entry, role in zip(keys, layout.entries, roles, strict=True)
         ]
-        return CodecPlan.of(layout, [self.choose_compression(info) for info in infos])
+        codecs = [
+            NoCompression() if not info.shape or number in exact else self.choose_compression(info)
+            for number, info in enumerate(infos)
+        ]
+        return CodecPlan.of(layout, codecs)

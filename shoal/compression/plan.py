@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final, Protocol
 
 import torch
@@ -74,9 +74,23 @@ class CodecSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class _Group:
+    """The pieces of a chunk that have the same codec: their numbers and sizes, and all their elements."""
+
+    codec: Codec
+    numbers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
 class PiecewiseCodec(Codec):
-    """The codec of a chunk whose consecutive pieces have codecs of their own: their payloads one after the other, each
-    filled up to a multiple of 8 bytes. Made by :meth:`CodecPlan.codec_of`; fits chunks of one size only.
+    """The codec of a chunk whose consecutive pieces have codecs of their own. Made by :meth:`CodecPlan.codec_of`; fits
+    chunks of one size only.
+
+    The pieces of one codec are joined and encoded as one, so that many small tensors cost no more calls than two, and
+    share their codebooks. The payloads follow one another in the order in which their codecs first occur, each filled
+    up to a multiple of 8 bytes.
 
     Attributes:
         pieces: number of elements and codec of each.
@@ -84,11 +98,22 @@ class PiecewiseCodec(Codec):
 
     name: ClassVar[str] = "piecewise"
     pieces: tuple[tuple[int, Codec], ...]
+    _groups: tuple[_Group, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        numbers: dict[Codec, list[int]] = {}
+        for number, (_, codec) in enumerate(self.pieces):
+            numbers.setdefault(codec, []).append(number)
+        groups = []
+        for codec, own in numbers.items():
+            sizes = tuple(self.pieces[number][0] for number in own)
+            groups.append(_Group(codec, tuple(own), sizes, sum(sizes)))
+        object.__setattr__(self, "_groups", tuple(groups))
 
     @property
     def lossy(self) -> bool:  # type: ignore[override]  # of a plan, not of the class
         """Whether one of the pieces is."""
-        return any(codec.lossy for _, codec in self.pieces)
+        return any(group.codec.lossy for group in self._groups)
 
     @property
     def spec(self) -> str:
@@ -96,33 +121,38 @@ class PiecewiseCodec(Codec):
         return f"piecewise({', '.join(f'{numel} {codec.spec}' for numel, codec in self.pieces)})"
 
     def encoded_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """The sum over the pieces.
+        """The sum over the codecs.
 
         Raises:
             ValueError: if the chunk is not as large as the pieces together.
         """
-        if numel != sum(size for size, _ in self.pieces):
-            raise ValueError(f"{self.spec} is not for a chunk of {numel} elements")
-        return sum(_padded(codec.encoded_nbytes(size, dtype)) for size, codec in self.pieces)
+        if numel != sum(group.numel for group in self._groups):
+            raise ValueError(f"{self.spec:.200} is not for a chunk of {numel} elements")
+        return sum(_padded(group.codec.encoded_nbytes(group.numel, dtype)) for group in self._groups)
 
     def _encode(self, chunk: Tensor) -> memoryview:
         payload = payload_of(torch.empty(self.encoded_nbytes(chunk.numel(), chunk.dtype), dtype=torch.uint8))
-        at = first = 0
-        for size, codec in self.pieces:
-            piece = codec.encode(chunk[first : first + size])
-            payload[at : at + len(piece)] = piece
-            payload[at + len(piece) : at + _padded(len(piece))] = bytes(_padded(len(piece)) - len(piece))
-            at, first = at + _padded(len(piece)), first + size
+        pieces = torch.split_with_sizes(chunk, [size for size, _ in self.pieces])
+        at = 0
+        for group in self._groups:
+            encoded = group.codec.encode(torch.cat([pieces[number] for number in group.numbers]))
+            stop = at + _padded(len(encoded))
+            payload[at : at + len(encoded)] = encoded
+            payload[at + len(encoded) : stop] = bytes(stop - at - len(encoded))
+            at = stop
         return payload
 
     def _decode(self, payload: memoryview, dtype: torch.dtype, numel: int) -> Tensor:
         wide = dtype is torch.float64 or dtype not in REAL_FLOATS
         values = torch.empty(numel, dtype=dtype if wide else torch.float32)
-        at = first = 0
-        for size, codec in self.pieces:
-            nbytes = codec.encoded_nbytes(size, dtype)
-            values[first : first + size] = codec.decode(payload[at : at + nbytes], dtype, size)
-            at, first = at + _padded(nbytes), first + size
+        pieces = torch.split_with_sizes(values, [size for size, _ in self.pieces])
+        at = 0
+        for group in self._groups:
+            nbytes = group.codec.encoded_nbytes(group.numel, dtype)
+            decoded = group.codec.decode(payload[at : at + nbytes], dtype, group.numel)
+            parts = torch.split_with_sizes(decoded, group.sizes)
+            torch._foreach_copy_([pieces[number] for number in group.numbers], parts)
+            at += _padded(nbytes)
         return values
 
 
@@ -137,9 +167,11 @@ class CodecPlan:
     Attributes:
         spans: cover every buffer, in order, without gaps; neighbours in a buffer have different codecs. Padding goes
             with the tensor before it; what is before or without a tensor is not compressed.
+        buffers: how many there are, empty ones too.
     """
 
     spans: tuple[CodecSpan, ...]
+    buffers: int
 
     @staticmethod
     def of(layout: FlatLayout, codecs: Sequence[Codec]) -> CodecPlan:
@@ -161,7 +193,17 @@ class CodecPlan:
         for buffer, (here, spec) in enumerate(zip(starts, layout.buffers, strict=True)):
             stops = [start for start, _ in here[1:]] + [spec.numel]
             spans += [CodecSpan(buffer, start, stop, codec) for (start, codec), stop in zip(here, stops, strict=True)]
-        return CodecPlan(tuple(span for span in spans if span.start < span.stop))
+        return CodecPlan(tuple(span for span in spans if span.start < span.stop), len(layout.buffers))
+
+    def __add__(self, other: CodecPlan) -> CodecPlan:
+        """The plan of this one's buffers, followed by the other's."""
+        moved = tuple(replace(span, buffer=self.buffers + span.buffer) for span in other.spans)
+        return CodecPlan(self.spans + moved, self.buffers + other.buffers)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether any element has a lossy codec."""
+        return any(span.codec.lossy for span in self.spans)
 
     def codec_of(self, buffer: int, start: int, stop: int) -> Codec:
         """The codec of a chunk, elements [start, stop) of a buffer.

@@ -10,7 +10,7 @@ import torch
 from shoal.averaging.contribution import Fault, SendTo
 from shoal.averaging.exchange import Exchange
 from shoal.averaging.messages import Begin
-from shoal.compression import Codec
+from shoal.compression import Compression, TensorRole
 from shoal.flat import FlatBuffer, Layout
 
 
@@ -23,17 +23,17 @@ class GradientBuffers:
 
     Args:
         parameters: those that get gradients.
-        codec: how gradients travel.
+        compression: how gradients travel; the flags always exactly.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], codec: Codec) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], compression: Compression) -> None:
         self.parameters = list(parameters)
         self.samples = 0.0
         self._seen: set[int] = set()  # which parameters have got a gradient
         on_host = all(parameter.device.type == "cpu" for parameter in self.parameters)
         flags = torch.zeros(len(self.parameters))
         self.layout = Layout.of([*self.parameters, flags]).on("cpu")
-        self._codec = codec
+        self._codecs = compression.plan(self.layout, TensorRole.GRADIENT, exact=[len(self.parameters)])
         self._mine = FlatBuffer(self.layout)
         self._averaged = FlatBuffer(self.layout)
         *self._mean, self._used = self._mine.views()
@@ -81,7 +81,7 @@ class GradientBuffers:
 
     def open(self, me: bytes, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
         """The exchange of a round of these gradients."""
-        return Exchange.of(me, begin, self._mine.flat, self._averaged.flat, self._codec, send, fault)
+        return Exchange.of(me, begin, self._mine.flat, self._averaged.flat, self._codecs, send, fault)
 
     def use_local(self) -> None:
         """Take this peer's own mean for the average: there was no round."""

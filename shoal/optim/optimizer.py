@@ -12,13 +12,13 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.contribution import Contribution, Outcome
-from shoal.averaging.coordinator import Rules
 from shoal.averaging.donor import Snapshot
 from shoal.averaging.errors import AveragingError, Behind, Rejected
 from shoal.averaging.messages import Terms
-from shoal.averaging.options import refuse_not_built
+from shoal.averaging.options import refuse_not_built, term_of
+from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Tip
-from shoal.compression import Codec, NoCompression
+from shoal.compression import Compression, NoCompression
 from shoal.dht.dht import DHT
 from shoal.flat import Layout
 from shoal.optim import options
@@ -109,10 +109,10 @@ class Optimizer(torch.optim.Optimizer):
         use_local_updates: bool = False,
         client_mode: bool | None = None,
         auxiliary: bool = False,
-        grad_compression: Codec | None = None,
+        grad_compression: Compression | None = None,
         grad_averager_factory: Callable[..., Any] | None = None,
-        state_averaging_compression: Codec | None = None,
-        load_state_compression: Codec | None = None,
+        state_averaging_compression: Compression | None = None,
+        load_state_compression: Compression | None = None,
         average_opt_statistics: Iterable[str] = (),
         extra_tensors: Iterable[torch.Tensor] = (),
         averager_opts: Mapping[str, Any] | None = None,
@@ -135,7 +135,9 @@ class Optimizer(torch.optim.Optimizer):
         options.check_samples({"target_batch_size": target_batch_size}, least=1)
         if batch_size_per_step is not None:
             options.check_samples({"batch_size_per_step": batch_size_per_step}, least=0)
-        options.check_codecs({"grad_compression": grad_compression})
+        options.check_compressions(
+            {"grad_compression": grad_compression, "load_state_compression": load_state_compression}
+        )
         options.check_alpha(performance_ema_alpha)
         client_mode = dht.client_mode if client_mode is None else client_mode
         if dht.client_mode and not client_mode:
@@ -153,10 +155,11 @@ class Optimizer(torch.optim.Optimizer):
         self.param_groups, self.state = wrapped.param_groups, wrapped.state
         self._ready = True
 
-        codec = grad_compression or NoCompression()
+        grad_compression = grad_compression or NoCompression()
+        self._load_state_compression = load_state_compression or NoCompression()
         extra_tensors = list(extra_tensors)
         self._replica = Replica(wrapped, self.scheduler, extra_tensors, Tip.genesis(run_id))
-        self._gradients = GradientBuffers(self._replica.trained, codec)
+        self._gradients = GradientBuffers(self._replica.trained, grad_compression)
         self._state_changed = asyncio.Event()
         self._machine = options.machine()
         # Every argument that must be equal in a run, by its name; what a peer may choose for itself is not here.
@@ -164,7 +167,7 @@ class Optimizer(torch.optim.Optimizer):
             "target_batch_size": str(target_batch_size),
             "optimizer": type(wrapped).__name__,
             "scheduler": type(self.scheduler).__name__,
-            "grad_compression": codec.spec,
+            "grad_compression": term_of(grad_compression.spec),
             "matchmaking_time": f"{matchmaking_time:g}",
             "averaging_timeout": f"{averaging_timeout:g}",
             "allreduce_timeout": str(allreduce_timeout),
@@ -399,7 +402,7 @@ class Optimizer(torch.optim.Optimizer):
             raise Refused("this peer is behind the others itself")
 
         try:
-            return await asyncio.to_thread(self._replica.snapshot)
+            return await asyncio.to_thread(self._replica.snapshot, self._load_state_compression)
         except ValueError as error:
             log.warning("a newcomer can't have this peer's state: %s", error)
             raise Refused(str(error)) from error

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from shoal.compression import Codec, NoCompression
+from shoal.compression import Compression, NoCompression
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
@@ -54,11 +54,11 @@ def check_times(arguments: Mapping[str, object]) -> None:
             raise ValueError(f"{name}={value!r}: give a positive number of seconds, at most a day (86400)")
 
 
-def check_codecs(arguments: Mapping[str, object]) -> None:
-    """Raise ValueError if something else than a codec is given for one."""
+def check_compressions(arguments: Mapping[str, object]) -> None:
+    """Raise ValueError if something else than a compression is given for one."""
     for name, value in arguments.items():
-        if value is not None and not isinstance(value, Codec):
-            raise ValueError(f"{name}={value!r}: give a codec, such as shoal.compression.Float16Compression()")
+        if value is not None and not isinstance(value, Compression):
+            raise ValueError(f"{name}={value!r}: give a compression, such as shoal.compression.Float16Compression()")
 
 
 def check_alpha(alpha: object) -> None:

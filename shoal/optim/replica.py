@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.averaging.donor import Snapshot
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded
+from shoal.compression import Compression
 from shoal.optim.gradients import GradientBuffers
 from shoal.optim.state import TrainingState
 
@@ -72,10 +73,11 @@ class Replica:
             self.tip = tip
         self.digest = self._state.digest()
 
-    def snapshot(self) -> Snapshot:
-        """A copy for a newcomer. Raises ValueError if the optimizer holds something that can't be sent."""
+    def snapshot(self, compression: Compression) -> Snapshot:
+        """A copy for a newcomer, to be sent so. Raises ValueError if the optimizer holds something that can't be
+        sent."""
         with self._lock:
-            return self._state.snapshot(self.tip)
+            return self._state.snapshot(self.tip, compression)
 
     def load(self, state: Downloaded) -> None:
         """Take over a downloaded state. Raises ValueError, and changes nothing, if it does not fit."""

@@ -9,17 +9,16 @@ from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 from shoal.averaging.contribution import Contribution, Outcome
-from shoal.averaging.coordinator import Rules
 from shoal.averaging.directory import DHTDirectory
 from shoal.averaging.donor import Snapshot, StateDonor
 from shoal.averaging.errors import AveragingError
 from shoal.averaging.exchange import compute_serially
 from shoal.averaging.member import MAX_ADDRESSES, Member, Role
 from shoal.averaging.messages import Terms
+from shoal.averaging.rules import Rules
 from shoal.averaging.swarm import Swarm
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded, download_state
-from shoal.compression import NoCompression
 from shoal.dht.dht import DHT
 from shoal.p2p.identity import PeerID
 
@@ -70,9 +69,7 @@ class Run:
             except BaseException:  # cancelled, too: who did not start must not stay listed
                 self.swarm.stop()
                 raise
-            return StateDonor(
-                self.dht.node, self._state_service, self._take_snapshot, lambda: self.swarm.tip, NoCompression()
-            )
+            return StateDonor(self.dht.node, self._state_service, self._take_snapshot, lambda: self.swarm.tip)
 
         self._donor = self._wait(start())
 

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.averaging.donor import Snapshot
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded
+from shoal.compression import Compression, TensorRole
 from shoal.flat import FlatBuffer, Layout, bytes_of
 from shoal.optim.plain import plain, restored
 
@@ -83,9 +84,9 @@ class TrainingState:
             hasher.update(bytes_of(flat.detach().cpu()))
         return hasher.digest()
 
-    def snapshot(self, tip: Tip) -> Snapshot:
-        """A copy of everything, for a newcomer. Raises ValueError if the optimizer holds something that is not plain
-        data."""
+    def snapshot(self, tip: Tip, compression: Compression) -> Snapshot:
+        """A copy of everything, for a newcomer, to be sent so. Raises ValueError if the optimizer holds something that
+        is not plain data, or if the compression has no codec for a tensor."""
         statistics = self._statistics()
         tensors = [*self.parameters]
         tensors += [self.optimizer.state[self.parameters[s.parameter]][s.name] for s in statistics]
@@ -110,7 +111,10 @@ class TrainingState:
         except TypeError as error:
             raise ValueError(f"the optimizer's state can't be shared: {error}") from error
         layout = msgspec.msgpack.encode(memory.layout.to_wire())
-        return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(scalars))
+        roles = [TensorRole.PARAMETER] * len(self.parameters) + [TensorRole.OPTIMIZER] * len(statistics)
+        roles += [TensorRole.UNSPECIFIED] * len(self.extra_tensors)
+        codecs = compression.plan(memory.layout, roles)
+        return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(scalars), codecs)
 
     def load(self, state: Downloaded) -> None:
         """Take over a downloaded state. Raises ValueError, and changes nothing, if it does not fit this model."""

@@ -18,8 +18,9 @@ from tests.averaging.rounds import TIP
 def downloaded(snapshot: Snapshot, buffers: Sequence[torch.Tensor], layout: bytes) -> Downloaded:
     shapes = tuple(BufferShape(str(b.dtype).removeprefix("torch."), b.numel()) for b in buffers)
     chunks = len(buffers) + 1  # small buffers, and the data
-    manifest = Manifest(TIP, layout, "none", shapes, len(snapshot.scalars), bytes(32 * chunks))
-    return Downloaded(manifest, list(buffers), snapshot.scalars, {}, {}, 0, 0.0)
+    runs = tuple((shape.numel, 0) for shape in shapes)
+    manifest = Manifest(TIP, layout, ("none",), runs, shapes, len(snapshot.scalars), bytes(32 * chunks))
+    return Downloaded(manifest, list(buffers), False, snapshot.scalars, {}, {}, 0, 0.0)
 
 
 def test_data_and_tensors_come_back() -> None:

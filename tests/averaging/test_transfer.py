@@ -14,7 +14,7 @@ from shoal.averaging.donor import KEEP_SECONDS, Chunk, GetChunk, GetManifest, Of
 from shoal.averaging.manifest import CHUNK_ELEMENTS, BufferShape, Manifest
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded, DownloadFailed, Snapshot, StateDonor, download_state
-from shoal.compression import Codec, Float16Compression, NoCompression
+from shoal.compression import Codec, Float16Compression
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
@@ -22,27 +22,30 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Answer, Node, Reply
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from tests.codecs import codecs_of
 
 NAME = "state/test"
 
 
-def snapshot(epoch: int = 7, chunks: int = 12) -> Snapshot:
+def snapshot(epoch: int = 7, chunks: int = 12, codec: Codec | None = None) -> Snapshot:
     """A state of float32, int64 and bool buffers, about `chunks` chunks altogether; the same for the same epoch."""
     generator = torch.Generator().manual_seed(epoch)
+    buffers = [
+        torch.randn((chunks - 5) * CHUNK_ELEMENTS + 3, generator=generator),
+        torch.randint(1 << 60, (CHUNK_ELEMENTS,), generator=generator),
+        torch.rand(100, generator=generator) < 0.5,
+        torch.empty(0),
+    ]
     return Snapshot(
         Tip(epoch, bytes([epoch]) * 32, 32.0 * epoch),
         b"layout",
-        [
-            torch.randn((chunks - 5) * CHUNK_ELEMENTS + 3, generator=generator),
-            torch.randint(1 << 60, (CHUNK_ELEMENTS,), generator=generator),
-            torch.rand(100, generator=generator) < 0.5,
-            torch.empty(0),
-        ],
+        buffers,
         random.Random(epoch).randbytes(1_100_000),
+        codecs_of(buffers, codec),
     )
 
 
-def donate(node: Node, state: Snapshot | None = None, codec: Codec | None = None) -> list[Snapshot]:
+def donate(node: Node, state: Snapshot | None = None) -> list[Snapshot]:
     """Let `node` serve `state`; returns the list of snapshots taken, of which the first entry is what it serves."""
     current = [state or snapshot()]
     taken: list[Snapshot] = []
@@ -52,7 +55,7 @@ def donate(node: Node, state: Snapshot | None = None, codec: Codec | None = None
         taken.append(current[0])
         return current[0]
 
-    StateDonor(node, NAME, take, lambda: current[0].tip, codec or NoCompression())
+    StateDonor(node, NAME, take, lambda: current[0].tip)
     return taken
 
 
@@ -127,7 +130,7 @@ def test_five_donors_of_which_one_lies_one_dies_one_dawdles_and_one_differs():
     async def scenario() -> None:
         world = World(2, bandwidth=4e6)
         state = snapshot(chunks=40)
-        manifest = await describe(state, NoCompression())
+        manifest = await describe(state)
         newcomer, (honest, liar, mortal, slow, other) = await swarm(world, 5)
         donate(honest, state)
         donate(mortal, state)
@@ -159,7 +162,7 @@ def test_five_donors_of_which_one_lies_one_dies_one_dawdles_and_one_differs():
 def test_a_slow_donor_does_not_hold_up_the_last_chunks():
     async def scenario() -> None:
         state = snapshot()
-        manifest = await describe(state, NoCompression())
+        manifest = await describe(state)
         newcomer, (good, slow) = await swarm(World(3), 2)
         donate(good, state)
 
@@ -178,7 +181,7 @@ def test_a_slow_donor_does_not_hold_up_the_last_chunks():
 def test_if_all_donors_of_the_majority_fail_the_next_state_is_tried():
     async def scenario() -> None:
         newcomer, donors = await swarm(World(4), 3)
-        manifest = await describe(snapshot(8), NoCompression())
+        manifest = await describe(snapshot(8))
 
         def refuses(number: int) -> Reply:
             raise Refused("changed my mind")
@@ -205,7 +208,7 @@ def test_a_donor_that_offers_late_still_helps():
             await asyncio.sleep(3)
             return state
 
-        StateDonor(donors[2], NAME, takes_its_time, lambda: state.tip, NoCompression())
+        StateDonor(donors[2], NAME, takes_its_time, lambda: state.tip)
         result = await download(newcomer, donors)
         assert_same(result, state)
         assert result.chunks_from[donors[2].peer_id] > 2
@@ -218,8 +221,8 @@ def test_without_a_usable_donor_the_error_names_each_with_its_reason():
         world = World(6)
         newcomer, donors = await swarm(world, 5)
         unwilling, ignorant, corrupt, gone, garbled = donors
-        StateDonor(unwilling, NAME, snapshot, lambda: snapshot().tip, NoCompression(), allow=False)  # type: ignore[arg-type]
-        manifest = await describe(snapshot(), NoCompression())
+        StateDonor(unwilling, NAME, snapshot, lambda: snapshot().tip, allow=False)  # type: ignore[arg-type]
+        manifest = await describe(snapshot())
         donate_by(corrupt, manifest, lambda number: Reply(Chunk(), [b"short"]))
         garbled.serve(transfer_service(NAME), lambda peer, message, buffers: Reply(Offer(), [b"not a manifest"]))
         world.kill(gone.peer_id)
@@ -274,7 +277,8 @@ def test_a_state_larger_than_the_newcomer_allows_is_refused_before_anything_is_a
 ):
     async def scenario() -> None:
         newcomer, donors = await swarm(World(9), 1)
-        huge = Manifest(Tip(1, bytes(32), 1.0), b"", "none", (BufferShape("float64", 1 << 33),), 0, bytes(32 << 15))
+        shape = BufferShape("float64", 1 << 33)
+        huge = Manifest(Tip(1, bytes(32), 1.0), b"", ("none",), ((1 << 33, 0),), (shape,), 0, bytes(32 << 15))
         donate_by(donors[0], huge, lambda number: Reply(Chunk(), [b""]))
         monkeypatch.setattr(torch, "empty", None)
         with pytest.raises(DownloadFailed, match=f"offers a state of {8 << 33} bytes, more than the {1 << 30} allowed"):
@@ -289,10 +293,11 @@ def test_a_codec_shrinks_what_is_sent_and_all_newcomers_decode_the_same():
         nodes = [await world.spawn_node() for _ in range(4)]
         world.introduce()
         for donor in nodes[2:]:
-            donate(donor, codec=Float16Compression())
+            donate(donor, snapshot(codec=Float16Compression()))
         one, other = await asyncio.gather(download(nodes[0], nodes[2:]), download(nodes[1], nodes[2:]))
         assert one.nbytes < 0.8 * one.manifest.nbytes
-        assert one.manifest.codec == "float16"
+        assert one.manifest.codecs == ("float16",)
+        assert one.lossy
         state = snapshot()
         assert torch.equal(one.buffers[0], state.buffers[0].half().float())
         assert torch.equal(one.buffers[1], state.buffers[1])
@@ -313,7 +318,7 @@ def test_the_state_is_one_moments_while_the_donor_trains_on():
             return Tip(epoch, bytes(32), float(epoch))
 
         async def take() -> Snapshot:
-            return Snapshot(tip(), b"", [parameters.clone()], b"")
+            return Snapshot(tip(), b"", [parameters.clone()], b"", codecs_of([parameters]))
 
         async def trains() -> None:
             nonlocal epoch
@@ -323,7 +328,7 @@ def test_the_state_is_one_moments_while_the_donor_trains_on():
                 epoch += 1
 
         for donor in donors:
-            StateDonor(donor, NAME, take, tip, NoCompression())
+            StateDonor(donor, NAME, take, tip)
         donors[0].spawn(trains())
         await asyncio.sleep(10.1)
         result = await download(newcomer, donors)
@@ -369,7 +374,7 @@ def test_a_download_in_progress_is_not_cut_off_by_newer_snapshots():
         def tip() -> Tip:
             return Tip(epoch, bytes(32), float(epoch))
 
-        StateDonor(nodes[3], NAME, take, tip, NoCompression())
+        StateDonor(nodes[3], NAME, take, tip)
         downloads = []
         for epoch in (1, 2, 3):  # `tip` reads it
             downloads.append(asyncio.create_task(download(nodes[epoch - 1], nodes[3:])))
@@ -407,7 +412,7 @@ def test_a_donor_that_stops_tells_those_who_wait():
             await asyncio.sleep(10_000)
             raise AssertionError
 
-        donor = StateDonor(node, NAME, never, lambda: snapshot().tip, NoCompression())
+        donor = StateDonor(node, NAME, never, lambda: snapshot().tip)
         asyncio.get_running_loop().call_later(1, donor.close)
         with pytest.raises(DownloadFailed, match="does not share its state any more"):
             await download(newcomer, [node])

@@ -24,7 +24,8 @@ def manifest(epoch: int = 3, samples: float = 100.0, digest: int = 0, **changes:
     fields = {
         "tip": Tip(epoch, bytes(32), samples),
         "layout": b"",
-        "codec": "none",
+        "codecs": ("none", "float16"),
+        "runs": ((CHUNK_ELEMENTS, 0), (1, 1), (5, 0)),
         "buffers": (BufferShape("float32", CHUNK_ELEMENTS + 1), BufferShape("int64", 0), BufferShape("bool", 5)),
         "scalars_nbytes": 10,
         "digests": bytes([digest]) * 4 * 32,
@@ -45,6 +46,14 @@ def test_chunks_are_the_scalars_and_then_each_buffer():
     assert manifest().nbytes == 10 + 4 * (CHUNK_ELEMENTS + 1) + 5
 
 
+def test_codecs_are_those_of_runs_through_all_buffers():
+    assert list(manifest().spans) == [
+        (0, 0, CHUNK_ELEMENTS, "none"),
+        (0, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, "float16"),
+        (2, 0, 5, "none"),
+    ]
+
+
 def test_a_manifest_survives_the_wire_and_its_id_covers_every_field():
     original = manifest()
     assert Manifest.decode(original.encode()) == original
@@ -53,10 +62,11 @@ def test_a_manifest_survives_the_wire_and_its_id_covers_every_field():
         manifest(samples=101.0),
         manifest(digest=1),
         manifest(layout=b"x"),
-        manifest(codec="float16"),
+        manifest(codecs=("none", "uniform_8bit")),
+        manifest(runs=((CHUNK_ELEMENTS, 1), (1, 1), (5, 0))),
         manifest(scalars_nbytes=11),
     ]
-    assert len({other.id for other in [original, *others]}) == 7
+    assert len({other.id for other in [original, *others]}) == 8
 
 
 @pytest.mark.parametrize(
@@ -72,7 +82,16 @@ def test_a_manifest_survives_the_wire_and_its_id_covers_every_field():
         ({"scalars_nbytes": 1 << 25}, "of digests"),
         ({"tip": Tip(1 << 60, bytes(32), 0.0)}, "Expected `int`"),
         ({"tip": Tip(1, bytes(31), 0.0)}, "length >= 32"),
-        ({"format": 2}, "format 1, not 2"),
+        ({"format": 1}, "format 2, not 1"),
+        ({"codecs": ("none",)}, "not among the 1 of the manifest"),
+        ({"codecs": ("none", "x" * 33)}, "length <= 32"),
+        ({"codecs": ("none",) * 17}, "codecs"),
+        ({"runs": ((CHUNK_ELEMENTS + 1, 0),)}, "do not cover the buffers"),
+        ({"runs": ((CHUNK_ELEMENTS, 0), (6, 0))}, "do not cover the buffers"),
+        ({"runs": ((CHUNK_ELEMENTS + 1, 0), (5, 0), (1, 0))}, "do not cover the buffers"),
+        ({"runs": ((CHUNK_ELEMENTS + 1, 0), (0, 0), (5, 0))}, "Expected `int` >= 1"),
+        ({"runs": ((CHUNK_ELEMENTS + 1, 16), (5, 0))}, "runs"),
+        ({"runs": ((1, 0),) * (1 << 17)}, "runs"),
     ],
 )
 def test_a_manifest_that_is_absurd_or_contradicts_itself_is_refused(changes: dict[str, object], complaint: str):

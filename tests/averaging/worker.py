@@ -36,7 +36,7 @@ def die_when(where: str, number: int) -> None:
         kind = Part if where == "part" else Result
         original_init = Exchange.__init__
 
-        def init(self: Exchange, book: Any, inputs: Any, outputs: Any, codec: Any, send: Any, fault: Any) -> None:
+        def init(self: Exchange, book: Any, inputs: Any, outputs: Any, codecs: Any, send: Any, fault: Any) -> None:
             def counting(keys: Any, message: Any, buffers: Any) -> None:
                 nonlocal sent
                 sent += isinstance(message, kind)
@@ -45,7 +45,7 @@ def die_when(where: str, number: int) -> None:
                     die()
                 send(keys, message, buffers)
 
-            original_init(self, book, inputs, outputs, codec, counting, fault)
+            original_init(self, book, inputs, outputs, codecs, counting, fault)
 
         Exchange.__init__ = init  # type: ignore[method-assign]
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -26,9 +27,9 @@ TIP = Tip.genesis("run").after(bytes(32), 5.0)
 def downloaded(snapshot: Snapshot, **scalars: Any) -> Downloaded:
     """The snapshot as it arrives; `scalars` are put in place of its own."""
     raw = msgspec.msgpack.decode(snapshot.scalars) | scalars
-    given = Snapshot(snapshot.tip, snapshot.layout, snapshot.buffers, msgspec.msgpack.encode(raw))
-    manifest = asyncio.run(describe(given, NoCompression()))
-    return Downloaded(manifest, [buffer.clone() for buffer in given.buffers], given.scalars, {}, {}, 0, 0.0)
+    given = replace(snapshot, scalars=msgspec.msgpack.encode(raw))
+    manifest = asyncio.run(describe(given))
+    return Downloaded(manifest, [buffer.clone() for buffer in given.buffers], False, given.scalars, {}, {}, 0, 0.0)
 
 
 Made = tuple[nn.Sequential, TrainingState]
@@ -62,7 +63,7 @@ def everything(made: Made) -> list[torch.Tensor]:
 def test_all_of_it_arrives_and_training_goes_on_alike() -> None:
     donor = trained(2)
     newcomer = trained(0, seed=5)
-    snapshot = donor[1].snapshot(TIP)
+    snapshot = donor[1].snapshot(TIP, NoCompression())
     assert snapshot.tip == TIP
     newcomer[1].load(downloaded(snapshot))
     for _ in range(2):
@@ -85,7 +86,7 @@ def test_all_of_it_arrives_and_training_goes_on_alike() -> None:
 def test_a_snapshot_is_of_one_moment() -> None:
     donor = trained(1)
     before = everything(donor)
-    state = downloaded(donor[1].snapshot(TIP))
+    state = downloaded(donor[1].snapshot(TIP, NoCompression()))
     with torch.no_grad():
         for parameter in donor[0].parameters():
             parameter.zero_()
@@ -97,13 +98,13 @@ def test_a_snapshot_is_of_one_moment() -> None:
 
 def test_statistics_that_the_donor_does_not_have_are_dropped() -> None:
     newcomer = trained(2, seed=5)
-    newcomer[1].load(downloaded(trained(0)[1].snapshot(TIP)))
+    newcomer[1].load(downloaded(trained(0)[1].snapshot(TIP, NoCompression())))
     assert not newcomer[1].optimizer.state
 
 
 def test_how_a_step_is_computed_is_each_peers_own() -> None:
     donor, newcomer = trained(1, foreach=True), trained(0, foreach=False)
-    newcomer[1].load(downloaded(donor[1].snapshot(TIP)))
+    newcomer[1].load(downloaded(donor[1].snapshot(TIP, NoCompression())))
     assert newcomer[1].optimizer.param_groups[0]["foreach"] is False
 
 
@@ -111,7 +112,7 @@ def test_a_learning_rate_in_a_tensor() -> None:
     donor, newcomer = trained(0), trained(0, seed=5)
     for made, rate in ((donor, 0.25), (newcomer, 0.5)):
         made[1].optimizer.param_groups[0]["lr"] = torch.tensor(rate)
-    newcomer[1].load(downloaded(donor[1].snapshot(TIP)))
+    newcomer[1].load(downloaded(donor[1].snapshot(TIP, NoCompression())))
     assert newcomer[1].optimizer.param_groups[0]["lr"].item() == 0.25
 
 
@@ -119,28 +120,29 @@ def test_what_cannot_be_sent_is_said() -> None:
     donor = trained(0)
     donor[1].optimizer.param_groups[0]["hook"] = object()
     with pytest.raises(ValueError, match="can't be shared: there is a object in it"):
-        donor[1].snapshot(TIP)
+        donor[1].snapshot(TIP, NoCompression())
 
 
 def other_model(_: Made) -> Downloaded:
     model = make_model(width=21)
-    return downloaded(TrainingState(torch.optim.SGD(model.parameters(), lr=1.0), None, []).snapshot(TIP))
+    made = TrainingState(torch.optim.SGD(model.parameters(), lr=1.0), None, [])
+    return downloaded(made.snapshot(TIP, NoCompression()))
 
 
 def other_dtype(_: Made) -> Downloaded:
     model = make_model().double()
     made = TrainingState(torch.optim.SGD(model.parameters(), lr=1.0), None, [torch.zeros(3)])
-    return downloaded(made.snapshot(TIP), scheduler={})
+    return downloaded(made.snapshot(TIP, NoCompression()), scheduler={})
 
 
 def forged(**scalars: Any) -> Callable[[Made], Downloaded]:
-    return lambda made: downloaded(made[1].snapshot(TIP), **scalars)
+    return lambda made: downloaded(made[1].snapshot(TIP, NoCompression()), **scalars)
 
 
 def wrong_layout(made: Made) -> Downloaded:
-    snapshot = made[1].snapshot(TIP)
+    snapshot = made[1].snapshot(TIP, NoCompression())
     layout = msgspec.msgpack.encode(Layout.of([torch.zeros(5)]).to_wire())
-    return downloaded(Snapshot(snapshot.tip, layout, snapshot.buffers, snapshot.scalars))
+    return downloaded(replace(snapshot, layout=layout))
 
 
 GROUP = {"lr": 0.1, "betas": [0.9, 0.99]}

@@ -20,10 +20,10 @@ from shoal.averaging.messages import Begin, Commit, Terms
 from shoal.averaging.rules import Rules
 from shoal.averaging.swarm import Swarm
 from shoal.averaging.tip import Tip
-from shoal.compression import NoCompression
 from shoal.dht.node import DHTNode
 from shoal.p2p.node import Node
 from shoal.simulation.world import World
+from tests.codecs import codecs_of
 
 SCHEMA = bytes(32)
 TERMS = Terms({}, SCHEMA)
@@ -92,7 +92,7 @@ class Peer:
         auxiliary)."""
 
         def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
-            return Exchange.of(self.key, begin, [self.vector], [self.output], NoCompression(), send, fault)
+            return Exchange.of(self.key, begin, [self.vector], [self.output], codecs_of([self.vector]), send, fault)
 
         if weight is None:
             weight = 1.0 if self.swarm.me.contributes else 0.0

@@ -32,11 +32,11 @@ from shoal.averaging.messages import (
 )
 from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Ballot
-from shoal.compression import NoCompression
 from shoal.p2p.errors import Refused
 from shoal.p2p.node import Node
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from tests.codecs import codecs_of
 from tests.simulation.swarms import TERMS, Board, Peer, mean, results_by_tip, spawn_peer, spawn_swarm
 
 
@@ -105,7 +105,7 @@ def test_a_stranger_has_no_say() -> None:
             (Survey(begin.tip, begin.round, mine, (), None), "the sender does not hold that ballot"),
             (Survey(begin.tip, begin.round, Ballot(50, begin.ballot.coordinator), (), None), "does not hold"),
             (Repair(begin.round, mine, ()), "the sender does not hold that ballot"),
-            (Part(begin.round, 0, begin.ballot), "not a member of the round|is not mine to reduce"),
+            (Part(begin.round, 0, begin.ballot, 1.0), "not a member of the round|is not mine to reduce"),
             (Result(begin.round, 0, begin.ballot), "not its to reduce"),
             (Fetch(bytes(16), 0), "does not have that round's result"),
         ]
@@ -215,14 +215,14 @@ def send_a_part_to_who_does_not_reduce_it(exchange: Exchange, begin: Begin, send
     me, book = exchange.book.me, exchange.book
     chunk = next(chunk for chunk, owner in enumerate(book.owners) if owner != me)
     others = [key for key in book.keys if key not in (me, book.owners[chunk])]
-    send(others[:1], Part(begin.round, chunk, begin.ballot), [exchange.chunk_bytes(chunk)])
+    send(others[:1], Part(begin.round, chunk, begin.ballot, 1.0), [exchange.chunk_bytes(chunk)])
 
 
 def of_its_first_part(change: Callable[[SendTo, bytes, Part, memoryview], None]) -> Sabotage:
     def sabotage(exchange: Exchange, begin: Begin, send: SendTo) -> None:
         me, book = exchange.book.me, exchange.book
         chunk, owner = next((chunk, owner) for chunk, owner in enumerate(book.owners) if owner != me)
-        change(send, owner, Part(begin.round, chunk, begin.ballot), exchange.chunk_bytes(chunk))
+        change(send, owner, Part(begin.round, chunk, begin.ballot, 1.0), exchange.chunk_bytes(chunk))
 
     return sabotage
 
@@ -263,7 +263,7 @@ def test_chunks_that_do_not_belong_there_put_their_sender_out(kind: str, who: in
 
         def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
             exchange = Exchange.of(
-                rogue.key, begin, [rogue.vector], [rogue.output], NoCompression(), send, fault
+                rogue.key, begin, [rogue.vector], [rogue.output], codecs_of([rogue.vector]), send, fault
             )  # fmt: skip
             sabotage(exchange, begin, send)
             return exchange
@@ -304,7 +304,7 @@ def test_chunks_of_strangers_are_not_kept_for_a_round_to_come() -> None:
         peers, stranger = await swarm_and_stranger(World(6))
         waiting = peers[0].spawn_round()  # the others do not come yet
         await asyncio.sleep(0.1)
-        part = Part(bytes(16), 0, Ballot(1, stranger.peer_id.key))
+        part = Part(bytes(16), 0, Ballot(1, stranger.peer_id.key), 1.0)
         with pytest.raises(Refused, match="no member"):
             await stranger.call_for_buffers(
                 peers[0].node.peer_id, peers[0].swarm.service, part, timeout=1, buffers=[bytes(4000)]

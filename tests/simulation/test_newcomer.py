@@ -19,9 +19,9 @@ from shoal.averaging.messages import Begin
 from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Snapshot, StateDonor, download_state
-from shoal.compression import NoCompression
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from tests.codecs import codecs_of
 from tests.simulation.swarms import Board, Peer, results_by_tip, spawn_peer, spawn_swarm
 
 ELEMENTS = 2_000
@@ -51,9 +51,10 @@ class Trainer:
 
     def donate(self) -> None:
         async def take() -> Snapshot:
-            return Snapshot(self.tip, b"layout", [self.state.clone(), self.ballast.clone()], b"")
+            buffers = [self.state.clone(), self.ballast.clone()]
+            return Snapshot(self.tip, b"layout", buffers, b"", codecs_of(buffers))
 
-        StateDonor(self.peer.node, NAME, take, lambda: self.tip, NoCompression())
+        StateDonor(self.peer.node, NAME, take, lambda: self.tip)
 
     async def catch_up(self, donors: list[Trainer]) -> None:
         peers = [donor.peer.node.peer_id for donor in donors]
@@ -72,7 +73,7 @@ class Trainer:
             samples += 1.0
 
         def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
-            return Exchange.of(peer.key, begin, [peer.vector], [peer.output], NoCompression(), send, fault)
+            return Exchange.of(peer.key, begin, [peer.vector], [peer.output], codecs_of([peer.vector]), send, fault)
 
         outcome = await swarm.average(Contribution(samples, open_exchange, tip=self.tip), 30.0)
         self.state += peer.output

@@ -10,18 +10,14 @@ import torch
 from shoal.averaging.manifest import CHUNK_ELEMENTS
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded, Snapshot, StateDonor, download_state
-from shoal.compression import NoCompression
 from shoal.p2p.node import Node
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from tests.codecs import codecs_of
 
 NAME = "state/swarm"
-STATE = Snapshot(
-    Tip(5, bytes(32), 160.0),
-    b"layout",
-    [torch.randint(127, (12 * CHUNK_ELEMENTS,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))],
-    b"scalars",
-)
+BUFFERS = [torch.randint(127, (12 * CHUNK_ELEMENTS,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))]
+STATE = Snapshot(Tip(5, bytes(32), 160.0), b"layout", BUFFERS, b"scalars", codecs_of(BUFFERS))
 
 
 async def scenario(seed: int) -> tuple[list[Downloaded], str]:
@@ -40,7 +36,7 @@ async def scenario(seed: int) -> tuple[list[Downloaded], str]:
         return await download_state(newcomer, NAME, peers, timeout=300, rng=random.Random(number))
 
     for donor in donors:
-        StateDonor(donor, NAME, take, lambda: STATE.tip, NoCompression())
+        StateDonor(donor, NAME, take, lambda: STATE.tip)
     tasks = [newcomer.spawn(downloads(newcomer, number)) for number, newcomer in enumerate(newcomers)]
     await asyncio.sleep(1.5)
     world.partition([[node.peer_id for node in donors[:8]], [node.peer_id for node in nodes[8:]]])
