@@ -41,6 +41,7 @@ class Book:
     missing: int = field(init=False)
     plan: Ballot = field(init=False)  # under which `owners` stands
     _reduced: dict[int, None] = field(default_factory=dict)
+    _weighed: dict[bytes, float] = field(default_factory=dict)  # what a member's parts weigh, once one has come
 
     def __post_init__(self) -> None:
         begin = self.begin
@@ -99,9 +100,9 @@ class Book:
 
     # -- as a reducer
 
-    def part_arrived(self, sender: bytes, chunk: int, plan: Ballot, has_payload: bool) -> bool:
+    def part_arrived(self, sender: bytes, chunk: int, plan: Ballot, weight: float) -> bool:
         """A member's part of one of my chunks has come, by `plan`; returns whether it is wanted. Raises RuleBroken if
-        it does not belong here."""
+        it does not belong here. What it weighs, its first part says."""
         if sender not in self.weights:
             raise RuleBroken("it is not a member of the round")
         if chunk >= len(self.chunks):
@@ -114,8 +115,9 @@ class Book:
             raise RuleBroken("an auxiliary member contributes nothing")
         if sender in self.parts[chunk]:
             raise RuleBroken(f"chunk {chunk} came twice")
-        if has_payload != (self.weights[sender] > 0):
-            raise RuleBroken(f"chunk {chunk} {'has' if has_payload else 'lacks'} a payload, against its weight")
+        if weight != self._weighed.setdefault(sender, weight):
+            raise RuleBroken(f"chunk {chunk} weighs {weight:g}, and what it sent before {self._weighed[sender]:g}")
+        self.weights[sender] = weight
         self.parts[chunk][sender] = None
         return True
 

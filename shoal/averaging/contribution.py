@@ -18,15 +18,17 @@ SendTo = Callable[[Sequence[bytes], Part | Result, Sequence[memoryview]], None]
 Fault = Callable[[bytes, str], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Contribution:
     """What a peer brings to a round.
 
     Attributes:
-        weight: of its input in the mean, at least 0 (then it only receives).
+        weight: of its input in the mean, at least 0 (then it only receives); may be changed until `prepare` has ended.
         open: makes the exchange of a round: `open(begin, send, fault)`.
         patience: how many seconds to wait for others.
         prepare: awaited between BEGIN and the first byte, if given: may wait for the input to be free.
+        excused: whether `prepare` waits for what the user will allow: then the others are asked not to take that for a
+            fault.
         gathered: bytes that all members of the round get; at most 64 KiB.
         tip: the state that the input was made from: a round of any other tip raises `Behind`. None: of any tip.
         machine: names all on which the bits of a local step depend.
@@ -38,6 +40,7 @@ class Contribution:
     patience: float = 15.0
     prepare: Callable[[], Awaitable[None]] | None = None
     gathered: bytes = b""
+    excused: Callable[[], bool] = lambda: False
     tip: Tip | None = None
     machine: str = ""
     state: bytes = b""
@@ -90,3 +93,4 @@ class Attempt:
     outcome: Outcome | None = None
     error: AveragingError | None = None
     progressed: tuple[int, float] = (0, 0.0)  # the exchange's counter, and since when it stands there
+    asked_to_wait: float = float("-inf")  # when a member last said that its user has not allowed the round yet

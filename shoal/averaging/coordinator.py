@@ -97,6 +97,7 @@ class Coordinator:
     settled: bytes = b""  # the digest of the result, once every member has every chunk in some version
     commit: Commit | None = None
     deadline: float | None = None  # of the phase
+    opened_by: bytes = b""  # whose JOIN began the gathering, if one did
     took_over: bool = False
     reminded: bool = False  # those that have not joined were called once more before BEGIN without them
 
@@ -146,7 +147,12 @@ class Coordinator:
             )
         self.joins[key] = join
         self.gathered[key] = gathered
-        actions = self._gather(now + join.patience) if self.phase is Phase.COUNTING else []
+        actions: list[Send] = []
+        if self.phase is Phase.COUNTING:
+            actions = self._gather(now + join.patience)
+            self.opened_by = key
+        elif key == self.opened_by and self.rules.target_samples is None:
+            self.deadline, self.reminded = now + join.patience, False  # it may have changed its mind
         return actions + self.tick(now)
 
     def _gather(self, deadline: float) -> list[Send]:
@@ -170,6 +176,13 @@ class Coordinator:
         """A member that was called is in a round of another coordinator: wait how that ends, then call again."""
         if self.phase is Phase.GATHERING:
             self.deadline, self.reminded = now + REMINDER_SECONDS, False
+        return []
+
+    def wait(self, now: float) -> list[Send]:
+        """A member's user lets the others wait: the time of the round counts from then on. (Not where samples are
+        counted: no user has a say there.)"""
+        if self.phase in (Phase.RUNNING, Phase.SURVEYING) and self.rules.target_samples is None:
+            self.deadline = now + self.rules.round_timeout
         return []
 
     def wake_at(self) -> float | None:

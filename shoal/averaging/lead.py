@@ -105,6 +105,11 @@ class Lead:
     def done(self, peer: PeerID, done: Done) -> None:
         self._act(self.coordinator.finished(peer.key, done, self._connected(), self._now()))
 
+    def waiting(self, peer: PeerID) -> None:
+        """A member's user has not allowed the round yet."""
+        if peer.key in self.coordinator.live():
+            self._act(self.coordinator.wait(self._now()))
+
     def broken(self, peer: PeerID, broken: Broken) -> None:
         """A member can't go on with another. Out goes who broke a rule, who is lost to us too, and who speaks of
         itself. Where we still reach the other, it may be about to be lost to us too: that is waited for first."""

@@ -8,6 +8,7 @@
 | Join → Joined or Elsewhere | member → coordinator | my input is ready; I heard you, or: somebody else coordinates |
 | Begin | coordinator → members | the members, and who reduces which chunks |
 | Part, Result | member ↔ reducer | a chunk (in the buffer) of my input; of the average |
+| Waiting | member → members | my user has not allowed this round yet: my silence is no fault |
 | Done | member → coordinator | I have every chunk, and this is their digest |
 | Orphaned | member → successor | our coordinator is lost: take over |
 | Broken | member → coordinator | I can't go on with that peer, because … |
@@ -150,11 +151,13 @@ class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True):
 
 class Part(msgspec.Struct, tag=9, array_like=True, frozen=True):
     """The sender's input of that chunk; no buffer if its weight is zero (it only asks for the result). `plan` is the
-    ballot of the BEGIN or the Repair by which the sender knows who reduces what."""
+    ballot of the BEGIN or the Repair by which the sender knows who reduces what; `weight` is that of all its parts, and
+    may be another than in BEGIN."""
 
     round: Round
     chunk: Chunk
     plan: Ballot
+    weight: Weight
 
 
 class Result(msgspec.Struct, tag=10, array_like=True, frozen=True):
@@ -291,7 +294,14 @@ class Follows(msgspec.Struct, tag=25, array_like=True, frozen=True):
     ballot: Ballot
 
 
+class Waiting(msgspec.Struct, tag=26, array_like=True, frozen=True):
+    """The sender is in that round and well, but its user has not allowed it to send yet."""
+
+    round: Round
+
+
 Message = (
     Hello | Progress | Count | Call | Join | Joined | Elsewhere | Begin | Part | Result | Done | Broken | Survey | Have
     | Repair | Fetch | Commit | Abort | Ping | Pong | Digests | Committed | Orphaned | Leave | Follows
+    | Waiting
 )  # fmt: skip

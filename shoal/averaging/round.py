@@ -30,6 +30,7 @@ from shoal.averaging.messages import (
     Repair,
     Result,
     Survey,
+    Waiting,
 )
 from shoal.averaging.participant import Participant
 from shoal.p2p.errors import P2PError, Refused
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 MAX_EARLY = 64  # chunks of one member by a plan (a BEGIN or a Repair) that has not come yet
 MAX_EARLY_BYTES = 1 << 28  # of all members together
 FETCHES = 8  # chunks fetched at a time
+EXCUSE_SECONDS = 3.0  # so long nobody is complained of after a member said that its user lets it wait
 
 
 class RoundDriver:
@@ -55,7 +57,9 @@ class RoundDriver:
         me: this peer as a member.
         participant: its promises.
         membership: who is known.
-        chunk_timeout: seconds of silence after which a member that holds up a round is complained of.
+        chunk_timeout: seconds that an answer may take.
+        sender_timeout, reducer_timeout: seconds of silence after which one that owes parts, or results, is complained
+            of.
         changed: called when `attempt` has got an outcome or an error.
     """
 
@@ -67,11 +71,14 @@ class RoundDriver:
         participant: Participant,
         membership: Membership,
         chunk_timeout: float,
+        sender_timeout: float,
+        reducer_timeout: float,
         changed: Callable[[], None],
     ) -> None:
         self._node, self._service, self._me = node, service, me
         self._participant, self._membership = participant, membership
         self._chunk_timeout = chunk_timeout
+        self._sender_timeout, self._reducer_timeout = sender_timeout, reducer_timeout
         self._changed = changed
         self.attempt: Attempt | None = None
         self._last: Exchange | None = None  # of the last commit: serves those that missed it
@@ -130,10 +137,11 @@ class RoundDriver:
             elif isinstance(result, BaseException):
                 raise result
         if attempt.contribution.prepare is not None:
+            self._ask_to_wait(attempt)
             await attempt.contribution.prepare()
         if attempt.exchange is None or self._participant.begin is not begin:
             return
-        attempt.exchange.start()
+        attempt.exchange.start(attempt.contribution.weight)
         self._follow_plan(begin.round)
 
     def _follow_plan(self, round_id: bytes) -> None:
@@ -386,20 +394,39 @@ class RoundDriver:
     def _send(self, keys: Sequence[bytes], message: Part | Result, buffers: Sequence[memoryview]) -> None:
         self._node.notify([PeerID(key) for key in keys], self._service, message, buffers)
 
+    def _ask_to_wait(self, attempt: Attempt) -> bool:
+        """Whether this peer's user lets the others wait; then they are told."""
+        begin = self._participant.begin
+        if begin is None or not attempt.contribution.excused():
+            return False
+        others = {member.key: None for member in begin.members} | {begin.ballot.coordinator: None}
+        peers = [PeerID(key) for key in others if key != self._me.key]
+        self._node.notify([peer for peer in peers if self._node.is_connected(peer)], self._service, Waiting(begin.round))
+        return True
+
+    def on_waiting(self, peer: PeerID, message: Waiting) -> None:
+        """A member's user has not allowed the round yet. Raises Refused if that is no member of this peer's round."""
+        attempt, begin = self.attempt, self._participant.begin
+        if attempt is None or begin is None or begin.round != message.round:
+            return  # the round has ended meanwhile, or its BEGIN is still on its way
+        if all(member.key != peer.key for member in begin.members):
+            raise Refused("only a member of a round can ask for patience in it")
+        attempt.asked_to_wait = self._now()
+
     def check_stalled(self) -> None:
         """Complain of those that hold up the round, if nothing has come for too long."""
         attempt = self.attempt
         if attempt is None or attempt.exchange is None or self._participant.begin is None:
             return
         now, (count, since) = self._now(), attempt.progressed
-        if attempt.exchange.progressed != count or attempt.exchange.book.complete:
+        waits = self._ask_to_wait(attempt) or now - attempt.asked_to_wait < EXCUSE_SECONDS
+        if waits or attempt.exchange.progressed != count or attempt.exchange.book.complete:
             attempt.progressed = (attempt.exchange.progressed, now)
             return
-        # A reducer that waits for a part looks like one that stalls, so it may complain first.
         late: dict[bytes, None] = {}
-        if now - since > self._chunk_timeout:
+        if now - since > self._sender_timeout:
             late.update(attempt.exchange.book.waiting_for())
-        if now - since > 2 * self._chunk_timeout:
+        if now - since > self._reducer_timeout:
             late.update(attempt.exchange.book.owed_results())
         for key in late:
             self.complain(key, f"nothing came from it for {now - since:.1f} s", fault=False)

@@ -12,16 +12,12 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import msgspec
-
-from shoal.averaging.book import RuleBroken
 from shoal.averaging.contribution import Attempt, Contribution, Outcome
-from shoal.averaging.coordinator import Coordinator, Phase
+from shoal.averaging.coordination import Coordination
 from shoal.averaging.directory import Directory
 from shoal.averaging.errors import AveragingError, Behind, Rejected
-from shoal.averaging.lead import Lead
 from shoal.averaging.liveness import Liveness
-from shoal.averaging.member import Member, Role
+from shoal.averaging.member import Member
 from shoal.averaging.membership import Membership
 from shoal.averaging.messages import (
     MAX_GATHER_BYTES,
@@ -49,6 +45,7 @@ from shoal.averaging.messages import (
     Result,
     Survey,
     Terms,
+    Waiting,
 )
 from shoal.averaging.neighbourhood import Neighbourhood
 from shoal.averaging.participant import Participant
@@ -63,8 +60,6 @@ log = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_TIMEOUT = 5.0  # `next_chunk_timeout` when none is given, in seconds
 JOIN_TIMEOUT = 10.0
-WAIT_FOR_TIP = 2.0  # how long a message about a tip to come is kept: COMMIT reaches members at different times
-SETTLE_SECONDS = 1.0  # before a run's first commit, BEGIN waits until nobody new was found for so long
 
 
 class Swarm:
@@ -78,6 +73,9 @@ class Swarm:
         terms: what must be equal in the run.
         rules: when a round begins; the same for all members.
         chunk_timeout: seconds of silence after which a member that holds up a round is left out.
+        sender_timeout, reducer_timeout: the same of those that owe parts (`chunk_timeout` when None), and of those that
+            owe results (twice `sender_timeout`).
+        request_timeout: seconds that the coordinator may take to answer.
         on_commit: called with every commit that this peer follows.
     """
 
@@ -91,9 +89,15 @@ class Swarm:
         rules: Rules,
         *,
         chunk_timeout: float | None = None,
+        sender_timeout: float | None = None,
+        reducer_timeout: float | None = None,
+        request_timeout: float = JOIN_TIMEOUT,
         on_commit: Callable[[Commit], None] = lambda commit: None,
     ) -> None:
         chunk_timeout = DEFAULT_CHUNK_TIMEOUT if chunk_timeout is None else chunk_timeout
+        sender_timeout = chunk_timeout if sender_timeout is None else sender_timeout
+        # A reducer that waits for a part looks like one that stalls, so it may complain first.
+        reducer_timeout = 2 * sender_timeout if reducer_timeout is None else reducer_timeout
         self.node, self.me, self.rules = node, me, rules
         self.participant = Participant(me.key, Tip.genesis(run_id))
         self.membership = Membership(run_id, me)
@@ -112,17 +116,33 @@ class Swarm:
         self.behind: Tip | None = None  # a state that outranks ours, of which a member told
         self._changed = asyncio.Event()
         self._round = RoundDriver(
-            node, self.service, me, self.participant, self.membership, chunk_timeout, self._changed.set
+            node,
+            self.service,
+            me,
+            self.participant,
+            self.membership,
+            chunk_timeout,
+            sender_timeout,
+            reducer_timeout,
+            self._changed.set,
         )
         self._liveness = Liveness(node, self.service, chunk_timeout, self._waited_for, self._lost)
-        self._chunk_timeout = chunk_timeout
         self._on_commit_callback = on_commit
-        self._lead: Lead | None = None
-        self._tip_waiters: list[asyncio.Future[None]] = []
+        self._request_timeout = request_timeout
+        self._coordination = Coordination(
+            node,
+            self.service,
+            me,
+            self.participant,
+            self.membership,
+            self.neighbourhood,
+            self._round,
+            rules,
+            chunk_timeout,
+            self._heard,
+        )
         self._report: Progress | None = None
         self._reported_to: tuple[bytes, Tip] | None = None
-        self._settled_at = 0.0
-        self._met = 1
         self._tasks: list[asyncio.Task[Any]] = []
         self._stop_listening: Callable[[], None] = lambda: None
 
@@ -134,7 +154,7 @@ class Swarm:
 
     async def start(self) -> None:
         """Serve, be listed, and meet the members that are there."""
-        self._settled_at = self._now() + SETTLE_SECONDS
+        self._coordination.settle()
         self._stop_listening = self.node.on_lost(lambda peer, reason: self._lost(peer.key))
         self.node.serve(self.service, self._handle)
         await self.neighbourhood.start()
@@ -149,8 +169,7 @@ class Swarm:
         self.neighbourhood.stop()
         for task in self._tasks:
             task.cancel()
-        if self._lead is not None:
-            self._lead.stop()
+        self._coordination.stop()
 
     def move(self, tip: Tip) -> None:
         """Be at another state: it was downloaded, or made alone. All are told: a JOIN for the old tip is void."""
@@ -177,7 +196,7 @@ class Swarm:
         report, coordinator = self._report, self.neighbourhood.coordinator()
         assert report is not None
         self._reported_to = (coordinator.key, report.tip)
-        answer = await self.node.call_for_buffers(coordinator.peer, self.service, report, timeout=JOIN_TIMEOUT)
+        answer = await self.node.call_for_buffers(coordinator.peer, self.service, report, timeout=self._request_timeout)
         match answer.body:
             case Count():
                 self.called = self.called or (answer.body.called and answer.body.tip == self.tip)
@@ -245,6 +264,13 @@ class Swarm:
             attempt.joined = (coordinator.key, self.tip)
             self.node.spawn(self._join(attempt, coordinator))
 
+    def rejoin(self) -> None:
+        """What the JOIN said has changed: say it anew. Nothing to do once the round has begun."""
+        attempt = self._round.attempt
+        if attempt is not None and self.participant.begin is None:
+            attempt.joined = None
+            self._changed.set()
+
     def _check_terms(self) -> None:
         difference = self.neighbourhood.mismatch()
         if difference is not None:
@@ -266,7 +292,7 @@ class Swarm:
         buffers = [given.gathered] if given.gathered else []
         try:
             answer = await self.node.call_for_buffers(
-                coordinator.peer, self.service, join, timeout=JOIN_TIMEOUT, buffers=buffers
+                coordinator.peer, self.service, join, timeout=self._request_timeout, buffers=buffers
             )
         except (P2PError, TimeoutError) as error:
             if isinstance(error, Refused) and not isinstance(error, Unavailable):
@@ -312,18 +338,17 @@ class Swarm:
                 self._round.on_chunk(peer, message, buffers)
                 return None
             case Done():
-                if self._lead is not None and self._lead.coordinator.begin is not None:
-                    self._lead.done(peer, message)
+                self._coordination.done(peer, message)
                 return None
             case Progress():
-                return self._on_progress(peer, message)
+                return self._coordination.on_progress(peer, message)
             case Join():
-                return self._on_join(peer, message, bytes(buffers[0]) if buffers else b"")
+                return self._coordination.on_join(peer, message, bytes(buffers[0]) if buffers else b"")
             case Begin():
                 self._on_begin(peer, message, buffers)
                 return None
             case Orphaned():
-                self._on_orphaned(peer, message, buffers)
+                self._coordination.on_orphaned(peer, message, buffers)
                 return None
             case Survey() if message.tip != self.tip and not self._committed(message.round):
                 return self.neighbourhood.hello()
@@ -333,6 +358,10 @@ class Swarm:
                 return self._round.on_repair(peer, message)
             case Fetch() | Digests():
                 return self._round.on_fetch(message)
+            case Waiting():
+                self._round.on_waiting(peer, message)
+                self._coordination.waiting(peer, message)
+                return None
             case Hello():
                 return self.neighbourhood.on_hello(peer, message)
             case Ping():
@@ -346,8 +375,9 @@ class Swarm:
             reason = "BEGIN from a peer that is no member"
             self.node.notify([peer], self.service, Broken(begin.round, self.me.key, False, reason))
             raise Refused(reason)
-        if self._round.attempt is not None and self._lead is not None and peer == self.node.peer_id:
-            self._round.attempt.join_to_begin = self._lead.join_to_begin
+        lead = self._coordination.lead
+        if self._round.attempt is not None and lead is not None and peer == self.node.peer_id:
+            self._round.attempt.join_to_begin = lead.join_to_begin
         self._round.on_begin(peer, begin, buffers)
 
     def _on_notice(self, peer: PeerID, message: Any) -> None:
@@ -357,14 +387,12 @@ class Swarm:
             case Commit():
                 self._on_commit(peer, message)
             case Broken():
-                if self._lead is not None and _round_of(self._lead.coordinator) == message.round:
-                    self._lead.broken(peer, message)
+                self._coordination.broken(peer, message)
             case Abort():
                 self._round.on_abort(peer, message)
                 self._join_again(peer)
             case Elsewhere():
-                if self._lead is not None:
-                    self._lead.elsewhere(peer)
+                self._coordination.elsewhere(peer)
                 self.node.spawn(self._go_elsewhere(peer, message.coordinator))
             case Leave():
                 self._lost(peer.key)
@@ -390,72 +418,6 @@ class Swarm:
             if self.neighbourhood.coordinator().peer != peer:
                 # One of the two does not know somebody whom the other knows: tell each other.
                 self.node.spawn(self.neighbourhood.meet_peer(peer))
-
-    # -- as coordinator
-
-    async def _on_progress(self, peer: PeerID, report: Progress) -> Answer:
-        if peer.key not in self.membership.members:
-            return self.neighbourhood.hello()
-        standing = await self._standing(peer, report.tip)
-        if standing is not None:
-            return standing
-        return self._leading().progress(peer, report)
-
-    async def _on_join(self, peer: PeerID, join: Join, gathered: bytes) -> Answer:
-        if join.sender.key != peer.key:
-            raise Refused("JOIN in the name of another peer")
-        if len(gathered) > MAX_GATHER_BYTES:
-            raise Refused(f"gather is {len(gathered)} bytes long; at most {MAX_GATHER_BYTES} are allowed")
-        if join.terms.difference(self.neighbourhood.terms) is not None:
-            return self.neighbourhood.hello()  # which of the two gives way, Hello tells
-        self.node.learn(peer, join.sender.multiaddrs())
-        self.neighbourhood.spoke(peer, join.sender)
-        standing = await self._standing(peer, join.tip)
-        if standing is not None:
-            return standing
-        if join.view and join.view != self.membership.fingerprint():
-            return self.neighbourhood.hello()
-        self._leading().join(peer, join, gathered)
-        return Joined(self.tip)
-
-    async def _standing(self, peer: PeerID, tip: Tip) -> Answer:
-        """None if this peer coordinates for that tip; else what to answer instead."""
-        if tip.epoch == self.tip.epoch + 1:
-            await self._wait_for_tip(tip)
-        self.neighbourhood.told(peer, tip)
-        if tip != self.tip:
-            return self.neighbourhood.hello()
-        if self._lead is not None and not self._lead.over:
-            return None
-        coordinator = self.neighbourhood.coordinator()
-        return None if coordinator.key == self.me.key else Elsewhere(coordinator)
-
-    async def _wait_for_tip(self, tip: Tip) -> None:
-        loop = asyncio.get_running_loop()
-        until = loop.time() + WAIT_FOR_TIP
-        while self.tip != tip and loop.time() < until:
-            waiter: asyncio.Future[None] = loop.create_future()
-            self._tip_waiters.append(waiter)
-            await asyncio.wait([waiter], timeout=until - loop.time())
-
-    def _leading(self) -> Lead:
-        """This peer's coordination of its tip, begun if need be."""
-        if self._lead is None or self._lead.over:
-            settled = self._settled_at if self.tip.epoch == 0 else 0.0
-            veterans = (
-                frozenset(self.participant.commit.members) if self.participant.commit is not None else frozenset()
-            )
-            self._follow_lead(Coordinator(self.me.key, self.tip, self.rules, settled, veterans))
-        assert self._lead is not None
-        return self._lead
-
-    def _follow_lead(self, coordinator: Coordinator) -> None:
-        if self._lead is not None:
-            self._lead.stop()
-        self._lead = Lead(
-            coordinator, self.node, self.service, self.neighbourhood.connected, self._heard, self._chunk_timeout
-        )
-        self._lead.members_changed()
 
     def _on_commit(self, peer: PeerID, commit: Commit) -> None:
         if commit.tip != self.tip:
@@ -486,43 +448,19 @@ class Swarm:
         self._report = None
         if self.behind is not None and not self.behind.outranks(self.tip):
             self.behind = None
-        if self._lead is not None and self._lead.coordinator.tip != self.tip:
-            self._lead.stop()
-            self._lead = None
-        for waiter in self._tip_waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._tip_waiters.clear()
+        self._coordination.new_tip()
         self._changed.set()
 
     # -- who is there
 
     def _review(self) -> None:
         """Members came or went: does somebody else coordinate now?"""
-        if self.tip.epoch == 0 and len(self.membership.members) > self._met:
-            self._settled_at = self._now() + SETTLE_SECONDS
-            if self._lead is not None:
-                self._lead.coordinator.settled_at = self._settled_at
-        self._met = len(self.membership.members)
+        self._coordination.members_changed()
         coordinator = self.neighbourhood.coordinator()
-        if self._lead is not None and not self._lead.over:
-            phase = self._lead.coordinator.phase
-            if coordinator.key != self.me.key and phase in (Phase.COUNTING, Phase.GATHERING):
-                self._resign(coordinator)  # somebody before us in the order has appeared
-            else:
-                self._lead.members_changed()
         here = (coordinator.key, self.tip)
         if self._report is not None and self._report.tip == self.tip and self._reported_to != here:
             self.node.spawn(self._report_again())
         self._changed.set()
-
-    def _resign(self, other: Member) -> None:
-        """Coordinate this tip no more: those who reported or joined here are sent to `other`."""
-        assert self._lead is not None
-        told = [PeerID(key) for key in {**self._lead.coordinator.counts, **self._lead.coordinator.joins}]
-        self._lead.stop()
-        self._lead = None
-        self.node.notify([p for p in told if p != self.node.peer_id], self.service, Elsewhere(other))
 
     async def _report_again(self) -> None:
         try:
@@ -535,11 +473,8 @@ class Swarm:
         if not tip.outranks(self.tip):
             return
         self.behind = tip
-        lead = self._lead
-        if lead is not None and lead.coordinator.phase in (Phase.COUNTING, Phase.GATHERING):
-            # The round of our tip was committed without us: none is begun any more, and those who wait hear where.
-            self._resign(self.membership.members.get(peer.key, self.me))
-        if self._coordinator_of_round() is None:
+        self._coordination.others_are_past(peer)
+        if self._coordination.coordinator_of_round() is None:
             self._round.leave()  # an orphan of a round that the others are past
         attempt = self._round.attempt
         if self.participant.begin is None and attempt is not None and attempt.contribution.tip is None:
@@ -555,79 +490,21 @@ class Swarm:
             # It may have been the coordinator, and may have died before all had its COMMIT.
             others = [PeerID(k) for k in commit.members if k not in (key, self.me.key)]
             self.node.notify([p for p in others if self.node.is_connected(p)], self.service, commit)
-        coordinator = self._coordinator_of_round()
+        coordinator = self._coordination.coordinator_of_round()
         in_round = begin is not None and any(member.key == key for member in begin.members)
         if in_round and coordinator not in (None, self.me.key):  # if we coordinate, the review has told `Lead`
             self._round.complain(key, "the connection to it was lost", fault=False)
-        self._succeed()
-
-    def _coordinator_of_round(self) -> bytes | None:
-        """Who coordinates the round that this peer is in; None if that one is lost, or gave way to another."""
-        ballot, lead = self.participant.ballot, self._lead
-        if ballot is None or not self.node.is_connected(PeerID(ballot.coordinator)):
-            return None
-        if ballot.coordinator == self.me.key and (lead is None or lead.coordinator.phase is Phase.ABORTED):
-            return None
-        return ballot.coordinator
-
-    def _succeed(self) -> None:
-        """If nobody coordinates the round that this peer is in: take over, or tell the one whose turn it is."""
-        begin, ballot = self.participant.begin, self.participant.ballot
-        if begin is None or ballot is None or self._coordinator_of_round() is not None:
-            return
-        successor = self._successor(begin)
-        if successor == self.me.key:
-            self._take_over(begin)
-        elif successor is not None and self._round.attempt is not None:
-            # It may not even have the BEGIN.
-            gathered = msgspec.msgpack.encode(self._round.attempt.gathered)
-            self.node.notify([PeerID(successor)], self.service, Orphaned(begin, ballot), [gathered])
-
-    def _on_orphaned(self, peer: PeerID, orphaned: Orphaned, buffers: Sequence[memoryview]) -> None:
-        """A member of a round has lost its coordinator and takes this peer for the successor."""
-        begin, commit = orphaned.begin, self.participant.commit
-        if all(member.key != peer.key for member in begin.members):
-            raise Refused("only a member of a round can ask to take it over")
-        if commit is not None and commit.round == begin.round:
-            self.node.notify([peer], self.service, commit)
-            return
-        if self.tip != begin.tip:
-            self.node.notify([peer], self.service, self.neighbourhood.hello())
-            return
-        if self.participant.begin is None:
-            try:
-                self._round.enter(peer, begin, buffers, relayed=True)
-            except RuleBroken as error:
-                raise Refused(str(error)) from error
-        if self.participant.begin is not None and self.participant.begin.round == begin.round:
-            self.participant.heard_of(orphaned.ballot)
-            self._succeed()  # unless the coordinator is still there for this peer
-
-    def _take_over(self, begin: Begin) -> None:
-        log.info("%r takes over the round of epoch %d", self.node.peer_id, begin.tip.epoch)
-        gone = [m.key for m in begin.members if m.key != self.me.key and not self.node.is_connected(m.peer)]
-        coordinator = Coordinator.successor(self.me.key, begin, self.participant.attempt, gone, self.rules)
-        if self._round.attempt is not None:
-            coordinator.gathered = dict(self._round.attempt.gathered)
-        self._follow_lead(coordinator)
-        assert self._lead is not None
-        self._lead.take_over()
-
-    def _successor(self, begin: Begin) -> bytes | None:
-        keys = {member.key for member in begin.members}
-        for member in self.membership.candidates(begin.tip.epoch):
-            if member.key in keys and member.role is not Role.CLIENT and self.node.is_connected(member.peer):
-                return member.key
-        return None
+        self._coordination.succeed()
 
     def _waited_for(self) -> list[bytes]:
         """On whom this peer waits now; also the moment to see whether a round gets on, and has a coordinator."""
         if self._round.attempt is not None and len(self.neighbourhood.connected()) < max(2, self.rules.min_group):
             self.neighbourhood.look()
         self._round.check_stalled()
-        self._succeed()
-        if self._lead is not None and not self._lead.over and self._lead.coordinator.phase is not Phase.COUNTING:
-            return self._lead.watched
+        self._coordination.succeed()
+        watched = self._coordination.watched
+        if watched is not None:
+            return watched
         attempt, ballot = self._round.attempt, self.participant.ballot
         if self.participant.begin is not None and ballot is not None:
             return [ballot.coordinator]
@@ -635,7 +512,3 @@ class Swarm:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _round_of(coordinator: Coordinator) -> bytes | None:
-    return coordinator.begin.round if coordinator.begin is not None else None

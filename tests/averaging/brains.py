@@ -169,7 +169,7 @@ class Brain:
     def send_parts(self) -> None:
         assert self.book is not None
         for owner, chunk in self.book.next_parts():
-            self.say(owner, Part(self.book.begin.round, chunk, self.book.plan))
+            self.say(owner, Part(self.book.begin.round, chunk, self.book.plan, 1.0))
 
     def look_again(self) -> None:
         early, self.early = self.early, []
@@ -190,7 +190,7 @@ class Brain:
             return
         # RuleBroken here would put out a member that obeys all rules: then the test fails.
         if isinstance(message, Part):
-            if self.book.part_arrived(sender, message.chunk, message.plan, True) and self.book.is_ready(message.chunk):
+            if self.book.part_arrived(sender, message.chunk, message.plan, message.weight) and self.book.is_ready(message.chunk):
                 self.reduce([message.chunk])
         else:
             if self.book.result_arrived(sender, content.chunk, content.plan):

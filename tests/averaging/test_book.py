@@ -29,7 +29,7 @@ def book() -> Book:
 
 def fill(book: Book, chunk: int, *senders: int) -> None:
     for sender in senders:
-        assert book.part_arrived(key(sender), chunk, PLAN, True)
+        assert book.part_arrived(key(sender), chunk, PLAN, 1.0)
 
 
 # -- parts out
@@ -107,32 +107,38 @@ def test_a_chunk_is_ready_when_every_live_member_has_sent_its_part(book: Book) -
 
 
 @pytest.mark.parametrize(
-    ("sender", "chunk", "payload", "reason"),
+    ("sender", "chunk", "reason"),
     [
-        (9, 2, True, "it is not a member of the round"),
-        (1, 8, True, "a part of chunk 8; the round has 8"),
-        (1, 16383, True, "the round has 8"),
-        (1, 4, True, "chunk 4 is not mine to reduce"),
-        (5, 2, True, "an auxiliary member contributes nothing"),
-        (4, 2, True, "chunk 2 has a payload, against its weight"),
-        (1, 2, False, "chunk 2 lacks a payload, against its weight"),
-        (3, 2, True, "chunk 2 came twice"),
+        (9, 2, "it is not a member of the round"),
+        (1, 8, "a part of chunk 8; the round has 8"),
+        (1, 16383, "the round has 8"),
+        (1, 4, "chunk 4 is not mine to reduce"),
+        (5, 2, "an auxiliary member contributes nothing"),
+        (3, 2, "chunk 2 came twice"),
     ],
 )
-def test_a_part_that_does_not_belong_here_is_refused(sender: int, chunk: int, payload: bool, reason: str) -> None:
+def test_a_part_that_does_not_belong_here_is_refused(sender: int, chunk: int, reason: str) -> None:
     group: tuple[Member, ...] = (*members(1, 2, 3, 4), member(5, Role.AUXILIARY, bandwidth=0.0))
     book = book_of(2, begin_of(group, weights=(1.0, 1.0, 1.0, 0.0, 0.0)))
-    assert book.part_arrived(key(3), 2, PLAN, True)
+    assert book.part_arrived(key(3), 2, PLAN, 1.0)
     with pytest.raises(RuleBroken, match=reason):
-        book.part_arrived(key(sender), chunk, PLAN, payload)
+        book.part_arrived(key(sender), chunk, PLAN, 1.0)
     assert book.parts == {2: {key(3): None}, 3: {}}, "what was refused was counted"
+
+
+def test_a_member_weighs_what_its_first_part_says_and_no_other() -> None:
+    book = book_of(2, begin_of(members(1, 2, 3, 4)))
+    assert book.part_arrived(key(3), 2, PLAN, 7.5)
+    assert book.weights[key(3)] == 7.5
+    with pytest.raises(RuleBroken, match="chunk 3 weighs 8, and what it sent before 7.5"):
+        book.part_arrived(key(3), 3, PLAN, 8.0)
 
 
 def test_a_member_of_weight_zero_asks_with_an_empty_part(book: Book) -> None:
     book = book_of(2, begin_of(members(1, 2, 3, 4), weights=(1.0, 1.0, 1.0, 0.0)))
     fill(book, 2, 1, 3)
     assert not book.is_ready(2)
-    assert book.part_arrived(key(4), 2, PLAN, False)
+    assert book.part_arrived(key(4), 2, PLAN, 0.0)
     assert book.is_ready(2)
 
 
@@ -217,9 +223,9 @@ def test_a_new_reducer_collects_the_parts_again(book: Book) -> None:
     book.put_out([key(4)])
     _, ready = book.repair(Repair(book.begin.round, LATER, (Source(7, key(2), b""),)))
     assert 7 not in ready
-    assert book.part_arrived(key(1), 7, LATER, True)
+    assert book.part_arrived(key(1), 7, LATER, 1.0)
     assert not book.is_ready(7)
-    assert book.part_arrived(key(3), 7, LATER, True)
+    assert book.part_arrived(key(3), 7, LATER, 1.0)
     assert book.is_ready(7)
     assert 7 not in [chunk for _, chunk in book.next_parts()], "a part of it is not sent to itself"
 
@@ -227,10 +233,10 @@ def test_a_new_reducer_collects_the_parts_again(book: Book) -> None:
 def test_what_was_on_its_way_when_a_chunk_changed_hands_is_no_fault(book: Book) -> None:
     book.repair(Repair(book.begin.round, LATER, (Source(7, key(1), b""), Source(6, key(2), b""))))
     assert not book.result_arrived(key(4), 7, PLAN)
-    assert not book.part_arrived(key(1), 0, PLAN, True)
+    assert not book.part_arrived(key(1), 0, PLAN, 1.0)
     for wrong in (
         lambda: book.result_arrived(key(4), 7, LATER),
-        lambda: book.part_arrived(key(1), 0, LATER, True),
+        lambda: book.part_arrived(key(1), 0, LATER, 1.0),
     ):
         with pytest.raises(RuleBroken):
             wrong()
@@ -249,7 +255,7 @@ def test_a_repair_that_comes_twice_changes_nothing_more(book: Book) -> None:
     book.put_out([key(4)])
     repair = Repair(book.begin.round, LATER, (Source(7, key(2), b""), Source(6, key(1), b"")))
     book.repair(repair)
-    assert book.part_arrived(key(1), 7, LATER, True)
+    assert book.part_arrived(key(1), 7, LATER, 1.0)
     book.repair(repair)
     assert list(book.parts[7]) == [key(1)]
     assert [chunk for _, chunk in book.next_parts()].count(6) == 1

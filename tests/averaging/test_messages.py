@@ -43,6 +43,7 @@ from shoal.averaging.messages import (
     Source,
     Survey,
     Terms,
+    Waiting,
 )
 from shoal.averaging.tip import Ballot, Tip
 from shoal.p2p.multiaddr import MAX_LENGTH
@@ -62,7 +63,7 @@ GOOD: list[msgspec.Struct] = [
     Joined(TIP),
     Elsewhere(member(2)),
     BEGIN,
-    Part(ROUND, 3, BALLOT),
+    Part(ROUND, 3, BALLOT, 1.0),
     Result(ROUND, 3, BALLOT),
     Done(ROUND, BALLOT, ROOT),
     Broken(ROUND, key(1), True, "it sent garbage"),
@@ -79,6 +80,7 @@ GOOD: list[msgspec.Struct] = [
     Orphaned(BEGIN, BALLOT),
     Leave(),
     Follows(BALLOT),
+    Waiting(ROUND),
 ]
 
 decoder = msgspec.msgpack.Decoder(Message)
@@ -97,7 +99,7 @@ def test_a_message_survives_the_wire(message: msgspec.Struct) -> None:
 
 def test_every_message_has_a_number_of_its_own() -> None:
     tags = [kind.__struct_config__.tag for kind in get_args(Message)]
-    assert len(set(tags)) == len(tags) == 25
+    assert len(set(tags)) == len(tags) == 26
 
 
 BAD_AMOUNTS = [-1.0, -1e-300, math.nan, math.inf, -math.inf, 2e300, "1", None]
@@ -188,7 +190,7 @@ def test_a_field_beyond_its_bound_is_refused(message: msgspec.Struct) -> None:
 
 def test_the_bounds_themselves_are_allowed() -> None:
     over_the_wire(msgspec.structs.replace(join_of(member(1)), weight=1e15, attempt=(1 << 52) - 1, patience=86400.0))
-    over_the_wire(Part(ROUND, MAX_CHUNKS - 1, BALLOT))
+    over_the_wire(Part(ROUND, MAX_CHUNKS - 1, BALLOT, 1.0))
     over_the_wire(Have(BALLOT, (ROOT,) * MAX_CHUNKS, None, TOO_MANY_KEYS[:MAX_MEMBERS], None, None))
     over_the_wire(Abort(ROUND, "x" * 256))
 

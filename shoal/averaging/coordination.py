@@ -1,0 +1,286 @@
+"""One peer's part as coordinator: whether it is its turn, and who takes over when a coordinator is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from shoal.averaging.book import RuleBroken
+from shoal.averaging.coordinator import Coordinator, Phase
+from shoal.averaging.lead import Lead
+from shoal.averaging.member import Member, Role
+from shoal.averaging.membership import Membership
+from shoal.averaging.messages import (
+    MAX_GATHER_BYTES,
+    Begin,
+    Broken,
+    Done,
+    Elsewhere,
+    Join,
+    Joined,
+    Orphaned,
+    Progress,
+    Waiting,
+)
+from shoal.averaging.neighbourhood import Neighbourhood
+from shoal.averaging.participant import Participant
+from shoal.averaging.round import RoundDriver
+from shoal.averaging.rules import Rules
+from shoal.averaging.tip import Tip
+from shoal.p2p.errors import Refused
+from shoal.p2p.identity import PeerID
+from shoal.p2p.node import Answer, Node, Service
+
+log = logging.getLogger(__name__)
+
+WAIT_FOR_TIP = 2.0  # how long a message about a tip to come is kept: COMMIT reaches members at different times
+SETTLE_SECONDS = 1.0  # before a run's first commit, BEGIN waits until nobody new was found for so long
+
+
+class Coordination:
+    """Coordinates the rounds of one peer's tip when it is its turn, and takes over those that are orphaned.
+
+    Args:
+        node, service: over which the run's messages go.
+        me: this peer as a member.
+        participant: its promises.
+        membership, neighbourhood: who is known, and who is connected.
+        driver: of the round that this peer is in.
+        rules: when a round begins.
+        chunk_timeout: seconds that a member may take to answer a survey.
+        heard: called with the tip of a member that is past a round.
+
+    Attributes:
+        lead: what this peer coordinates, if it does.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        service: Service,
+        me: Member,
+        participant: Participant,
+        membership: Membership,
+        neighbourhood: Neighbourhood,
+        driver: RoundDriver,
+        rules: Rules,
+        chunk_timeout: float,
+        heard: Callable[[PeerID, Tip], None],
+    ) -> None:
+        self._node, self._service, self._me = node, service, me
+        self._participant, self._membership, self._neighbourhood = participant, membership, neighbourhood
+        self._round, self._rules, self._chunk_timeout, self._heard = driver, rules, chunk_timeout, heard
+        self.lead: Lead | None = None
+        self._tip_waiters: list[asyncio.Future[None]] = []
+        self._settled_at = 0.0
+        self._met = 1
+
+    def settle(self) -> None:
+        """Before the run's first commit: not everybody may have been found yet, so BEGIN waits."""
+        self._settled_at = asyncio.get_running_loop().time() + SETTLE_SECONDS
+
+    def stop(self) -> None:
+        """This peer leaves the run."""
+        if self.lead is not None:
+            self.lead.stop()
+
+    def done(self, peer: PeerID, done: Done) -> None:
+        """A member has all chunks."""
+        if self.lead is not None and self.lead.coordinator.begin is not None:
+            self.lead.done(peer, done)
+
+    def broken(self, peer: PeerID, broken: Broken) -> None:
+        """A member can't go on with another."""
+        if self.lead is not None and _round_of(self.lead.coordinator) == broken.round:
+            self.lead.broken(peer, broken)
+
+    def waiting(self, peer: PeerID, waiting: Waiting) -> None:
+        """A member's user has not allowed the round yet."""
+        if self.lead is not None and _round_of(self.lead.coordinator) == waiting.round:
+            self.lead.waiting(peer)
+
+    def elsewhere(self, peer: PeerID) -> None:
+        """A member that was called is in a round of another coordinator."""
+        if self.lead is not None:
+            self.lead.elsewhere(peer)
+
+    def new_tip(self) -> None:
+        """The tip has changed: what was about the old one is over."""
+        if self.lead is not None and self.lead.coordinator.tip != self._participant.tip:
+            self.lead.stop()
+            self.lead = None
+        for waiter in self._tip_waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._tip_waiters.clear()
+
+    def members_changed(self) -> None:
+        """Members came or went: does somebody else coordinate now?"""
+        if self._participant.tip.epoch == 0 and len(self._membership.members) > self._met:
+            self.settle()
+            if self.lead is not None:
+                self.lead.coordinator.settled_at = self._settled_at
+        self._met = len(self._membership.members)
+        coordinator = self._neighbourhood.coordinator()
+        if self.lead is not None and not self.lead.over:
+            phase = self.lead.coordinator.phase
+            if coordinator.key != self._me.key and phase in (Phase.COUNTING, Phase.GATHERING):
+                self.resign(coordinator)  # somebody before us in the order has appeared
+            else:
+                self.lead.members_changed()
+
+    def others_are_past(self, peer: PeerID) -> None:
+        """A member is at a better state: the round of our tip was committed without us. None is begun any more, and
+        those who wait hear where."""
+        lead = self.lead
+        if lead is not None and lead.coordinator.phase in (Phase.COUNTING, Phase.GATHERING):
+            self.resign(self._membership.members.get(peer.key, self._me))
+
+    @property
+    def watched(self) -> list[bytes] | None:
+        """On whom a round that this peer coordinates waits; None if there is none."""
+        if self.lead is None or self.lead.over or self.lead.coordinator.phase is Phase.COUNTING:
+            return None
+        return self.lead.watched
+
+    # -- members report and join
+
+    async def on_progress(self, peer: PeerID, report: Progress) -> Answer:
+        """A member reports its samples; the answer is what all have, or where to report instead."""
+        if peer.key not in self._membership.members:
+            return self._neighbourhood.hello()
+        standing = await self._standing(peer, report.tip)
+        if standing is not None:
+            return standing
+        return self._leading().progress(peer, report)
+
+    async def on_join(self, peer: PeerID, join: Join, gathered: bytes) -> Answer:
+        """A member's input is ready. Raises Refused for what breaks a rule."""
+        if join.sender.key != peer.key:
+            raise Refused("JOIN in the name of another peer")
+        if len(gathered) > MAX_GATHER_BYTES:
+            raise Refused(f"gather is {len(gathered)} bytes long; at most {MAX_GATHER_BYTES} are allowed")
+        if join.terms.difference(self._neighbourhood.terms) is not None:
+            return self._neighbourhood.hello()  # which of the two gives way, Hello tells
+        self._node.learn(peer, join.sender.multiaddrs())
+        self._neighbourhood.spoke(peer, join.sender)
+        standing = await self._standing(peer, join.tip)
+        if standing is not None:
+            return standing
+        if join.view and join.view != self._membership.fingerprint():
+            return self._neighbourhood.hello()
+        self._leading().join(peer, join, gathered)
+        return Joined(self._participant.tip)
+
+    async def _standing(self, peer: PeerID, tip: Tip) -> Answer:
+        """None if this peer coordinates for that tip; else what to answer instead."""
+        if tip.epoch == self._participant.tip.epoch + 1:
+            await self._wait_for_tip(tip)
+        self._neighbourhood.told(peer, tip)
+        if tip != self._participant.tip:
+            return self._neighbourhood.hello()
+        if self.lead is not None and not self.lead.over:
+            return None
+        coordinator = self._neighbourhood.coordinator()
+        return None if coordinator.key == self._me.key else Elsewhere(coordinator)
+
+    async def _wait_for_tip(self, tip: Tip) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + WAIT_FOR_TIP
+        while self._participant.tip != tip and loop.time() < until:
+            waiter: asyncio.Future[None] = loop.create_future()
+            self._tip_waiters.append(waiter)
+            await asyncio.wait([waiter], timeout=until - loop.time())
+
+    def _leading(self) -> Lead:
+        """This peer's coordination of its tip, begun if need be."""
+        if self.lead is None or self.lead.over:
+            settled = self._settled_at if self._participant.tip.epoch == 0 else 0.0
+            veterans = (
+                frozenset(self._participant.commit.members) if self._participant.commit is not None else frozenset()
+            )
+            self._follow_lead(Coordinator(self._me.key, self._participant.tip, self._rules, settled, veterans))
+        assert self.lead is not None
+        return self.lead
+
+    def _follow_lead(self, coordinator: Coordinator) -> None:
+        if self.lead is not None:
+            self.lead.stop()
+        self.lead = Lead(
+            coordinator, self._node, self._service, self._neighbourhood.connected, self._heard, self._chunk_timeout
+        )
+        self.lead.members_changed()
+
+    def resign(self, other: Member) -> None:
+        """Coordinate this tip no more: those who reported or joined here are sent to `other`."""
+        assert self.lead is not None
+        told = [PeerID(key) for key in {**self.lead.coordinator.counts, **self.lead.coordinator.joins}]
+        self.lead.stop()
+        self.lead = None
+        self._node.notify([p for p in told if p != self._node.peer_id], self._service, Elsewhere(other))
+
+    def coordinator_of_round(self) -> bytes | None:
+        """Who coordinates the round that this peer is in; None if that one is lost, or gave way to another."""
+        ballot, lead = self._participant.ballot, self.lead
+        if ballot is None or not self._node.is_connected(PeerID(ballot.coordinator)):
+            return None
+        if ballot.coordinator == self._me.key and (lead is None or lead.coordinator.phase is Phase.ABORTED):
+            return None
+        return ballot.coordinator
+
+    def succeed(self) -> None:
+        """If nobody coordinates the round that this peer is in: take over, or tell the one whose turn it is."""
+        begin, ballot = self._participant.begin, self._participant.ballot
+        if begin is None or ballot is None or self.coordinator_of_round() is not None:
+            return
+        successor = self._successor(begin)
+        if successor == self._me.key:
+            self._take_over(begin)
+        elif successor is not None and self._round.attempt is not None:
+            # It may not even have the BEGIN.
+            gathered = msgspec.msgpack.encode(self._round.attempt.gathered)
+            self._node.notify([PeerID(successor)], self._service, Orphaned(begin, ballot), [gathered])
+
+    def on_orphaned(self, peer: PeerID, orphaned: Orphaned, buffers: Sequence[memoryview]) -> None:
+        """A member of a round has lost its coordinator and takes this peer for the successor."""
+        begin, commit = orphaned.begin, self._participant.commit
+        if all(member.key != peer.key for member in begin.members):
+            raise Refused("only a member of a round can ask to take it over")
+        if commit is not None and commit.round == begin.round:
+            self._node.notify([peer], self._service, commit)
+            return
+        if self._participant.tip != begin.tip:
+            self._node.notify([peer], self._service, self._neighbourhood.hello())
+            return
+        if self._participant.begin is None:
+            try:
+                self._round.enter(peer, begin, buffers, relayed=True)
+            except RuleBroken as error:
+                raise Refused(str(error)) from error
+        if self._participant.begin is not None and self._participant.begin.round == begin.round:
+            self._participant.heard_of(orphaned.ballot)
+            self.succeed()  # unless the coordinator is still there for this peer
+
+    def _take_over(self, begin: Begin) -> None:
+        log.info("%r takes over the round of epoch %d", self._node.peer_id, begin.tip.epoch)
+        gone = [m.key for m in begin.members if m.key != self._me.key and not self._node.is_connected(m.peer)]
+        coordinator = Coordinator.successor(self._me.key, begin, self._participant.attempt, gone, self._rules)
+        if self._round.attempt is not None:
+            coordinator.gathered = dict(self._round.attempt.gathered)
+        self._follow_lead(coordinator)
+        assert self.lead is not None
+        self.lead.take_over()
+
+    def _successor(self, begin: Begin) -> bytes | None:
+        keys = {member.key for member in begin.members}
+        for member in self._membership.candidates(begin.tip.epoch):
+            if member.key in keys and member.role is not Role.CLIENT and self._node.is_connected(member.peer):
+                return member.key
+        return None
+
+
+def _round_of(coordinator: Coordinator) -> bytes | None:
+    return coordinator.begin.round if coordinator.begin is not None else None
