@@ -10,9 +10,9 @@ What this room promises to `optim`:
 - a peer that breaks the rules is left out with a reason that it is told, and the round of the others goes on.
 
 How to read it: `tip.py`, `member.py` and `messages.py` are the words; `membership.py`, `coordinator.py`,
-`participant.py`, `plan.py` and `book.py` decide (plain classes: events in, actions out, no I/O, no torch); `swarm.py`
-drives them on a `shoal.p2p.Node`; `exchange.py` moves and sums the bytes; `manifest.py`, `download.py` and
-`transfer.py` hand a whole state to a newcomer; `averager.py` is the public face.
+`participant.py`, `rules.py`, `plan.py` and `book.py` decide (plain classes: events in, actions out, no I/O, no torch);
+`swarm.py` and `coordination.py` drive them on a `shoal.p2p.Node`; `exchange.py` moves and sums the bytes;
+`manifest.py`, `download.py` and `transfer.py` hand a whole state to a newcomer; `averager.py` is the public face.
 """
 
 from __future__ import annotations
