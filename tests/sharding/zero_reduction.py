@@ -132,16 +132,16 @@ def check_join_of_ddp_and_zero() -> None:
         inputs = batches(ranks + 2 - rank)  # the last rank joins first
         with join([model, zero]):
             for batch in inputs:
+                zero.param_groups[0]["lr"] *= 0.5
                 zero.zero_grad()
                 loss_of(model, batch).backward()
                 zero.step()
-                zero.param_groups[0]["lr"] *= 0.5
         with torch.distributed.algorithms.Join([reference]):
             for batch in inputs:
+                optimizer.param_groups[0]["lr"] *= 0.5
                 optimizer.zero_grad()
                 loss_of(reference, batch).backward()
                 optimizer.step()
-                optimizer.param_groups[0]["lr"] *= 0.5
         if rank == 0:
             assert_equal(ours.parameters(), plain.parameters(), join.__module__)
         assert_same_on_all_ranks(ours.parameters())
@@ -166,17 +166,17 @@ def check_join_of_ddp_that_steps_in_backward() -> None:
         inputs = batches(ranks + 2 - rank)  # the last rank joins first
         with join([model, zero] if number % 3 else [model]):
             for batch in inputs:
+                zero.param_groups[0]["lr"] *= 0.5
                 zero.zero_grad()
                 loss_of(model, batch).backward()
                 if number % 2:
                     zero.step()
-                zero.param_groups[0]["lr"] *= 0.5
         with torch.distributed.algorithms.Join([reference]):
             for batch in inputs:
+                optimizer.param_groups[0]["lr"] *= 0.5
                 optimizer.zero_grad()
                 loss_of(reference, batch).backward()
                 optimizer.step()
-                optimizer.param_groups[0]["lr"] *= 0.5
         if rank == 0:
             assert_equal(ours.parameters(), plain.parameters(), (make.__name__, join.__module__, static))
         assert_same_on_all_ranks(ours.parameters())
