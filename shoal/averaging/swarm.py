@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from shoal.averaging.contribution import Attempt, Contribution, Outcome
+from shoal.averaging.coordination import Coordination
 from shoal.averaging.directory import Directory
 from shoal.averaging.errors import AveragingError, Behind, Rejected
 from shoal.averaging.liveness import Liveness
@@ -44,6 +45,7 @@ from shoal.averaging.messages import (
     Result,
     Survey,
     Terms,
+    Waiting,
 )
 from shoal.averaging.neighbourhood import Neighbourhood
 from shoal.averaging.participant import Participant
@@ -53,8 +55,6 @@ from shoal.averaging.tip import Tip
 from shoal.p2p.errors import P2PError, Refused, Unavailable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Answer, Node, Service
-
-from shoal.averaging.coordination import Coordination
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,9 @@ class Swarm:
         terms: what must be equal in the run.
         rules: when a round begins; the same for all members.
         chunk_timeout: seconds of silence after which a member that holds up a round is left out.
+        sender_timeout, reducer_timeout: the same of those that owe parts (`chunk_timeout` when None), and of those that
+            owe results (twice `sender_timeout`).
+        request_timeout: seconds that the coordinator may take to answer.
         on_commit: called with every commit that this peer follows.
     """
 
@@ -86,9 +89,15 @@ class Swarm:
         rules: Rules,
         *,
         chunk_timeout: float | None = None,
+        sender_timeout: float | None = None,
+        reducer_timeout: float | None = None,
+        request_timeout: float = JOIN_TIMEOUT,
         on_commit: Callable[[Commit], None] = lambda commit: None,
     ) -> None:
         chunk_timeout = DEFAULT_CHUNK_TIMEOUT if chunk_timeout is None else chunk_timeout
+        sender_timeout = chunk_timeout if sender_timeout is None else sender_timeout
+        # A reducer that waits for a part looks like one that stalls, so it may complain first.
+        reducer_timeout = 2 * sender_timeout if reducer_timeout is None else reducer_timeout
         self.node, self.me, self.rules = node, me, rules
         self.participant = Participant(me.key, Tip.genesis(run_id))
         self.membership = Membership(run_id, me)
@@ -107,10 +116,19 @@ class Swarm:
         self.behind: Tip | None = None  # a state that outranks ours, of which a member told
         self._changed = asyncio.Event()
         self._round = RoundDriver(
-            node, self.service, me, self.participant, self.membership, chunk_timeout, self._changed.set
+            node,
+            self.service,
+            me,
+            self.participant,
+            self.membership,
+            chunk_timeout,
+            sender_timeout,
+            reducer_timeout,
+            self._changed.set,
         )
         self._liveness = Liveness(node, self.service, chunk_timeout, self._waited_for, self._lost)
         self._on_commit_callback = on_commit
+        self._request_timeout = request_timeout
         self._coordination = Coordination(
             node,
             self.service,
@@ -178,7 +196,7 @@ class Swarm:
         report, coordinator = self._report, self.neighbourhood.coordinator()
         assert report is not None
         self._reported_to = (coordinator.key, report.tip)
-        answer = await self.node.call_for_buffers(coordinator.peer, self.service, report, timeout=JOIN_TIMEOUT)
+        answer = await self.node.call_for_buffers(coordinator.peer, self.service, report, timeout=self._request_timeout)
         match answer.body:
             case Count():
                 self.called = self.called or (answer.body.called and answer.body.tip == self.tip)
@@ -246,6 +264,13 @@ class Swarm:
             attempt.joined = (coordinator.key, self.tip)
             self.node.spawn(self._join(attempt, coordinator))
 
+    def rejoin(self) -> None:
+        """What the JOIN said has changed: say it anew. Nothing to do once the round has begun."""
+        attempt = self._round.attempt
+        if attempt is not None and self.participant.begin is None:
+            attempt.joined = None
+            self._changed.set()
+
     def _check_terms(self) -> None:
         difference = self.neighbourhood.mismatch()
         if difference is not None:
@@ -267,7 +292,7 @@ class Swarm:
         buffers = [given.gathered] if given.gathered else []
         try:
             answer = await self.node.call_for_buffers(
-                coordinator.peer, self.service, join, timeout=JOIN_TIMEOUT, buffers=buffers
+                coordinator.peer, self.service, join, timeout=self._request_timeout, buffers=buffers
             )
         except (P2PError, TimeoutError) as error:
             if isinstance(error, Refused) and not isinstance(error, Unavailable):
@@ -333,6 +358,10 @@ class Swarm:
                 return self._round.on_repair(peer, message)
             case Fetch() | Digests():
                 return self._round.on_fetch(message)
+            case Waiting():
+                self._round.on_waiting(peer, message)
+                self._coordination.waiting(peer, message)
+                return None
             case Hello():
                 return self.neighbourhood.on_hello(peer, message)
             case Ping():
