@@ -20,13 +20,14 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TYPED := shoal tests $(wildcard examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-contiguous clean
+.PHONY: help demo albert test lint bench bench-contiguous clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train a small GPT with several peers on this machine; kills one, takes in another (ARGS=...)"
 	@echo "make test    run the tests (PYTEST_ARGS=...)"
 	@echo "make lint    style, types and the arrows between rooms"
+	@echo "make albert  pretrain ALBERT with two peers and a monitor on this machine (ARGS=...)"
 	@echo "make bench   time averaging against hivemind, which gets an environment of its own (ARGS=...)"
 	@echo "make bench-contiguous    time ContiguousParams against torch's optimizers and contiguous-params (ARGS=...)"
 	@echo "make clean   remove the environments, caches and output"
@@ -46,6 +47,10 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed $(BENCH_VENV)/.installed
 	$(VENV)/bin/python -m benchmarks.averaging --hivemind-python $(BENCH_VENV)/bin/python $(ARGS)
+
+albert: $(VENV)/.installed
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[albert]'
+	$(VENV)/bin/python -m examples.albert $(ARGS)
 
 bench-contiguous: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps contiguous-params==1.0.0
