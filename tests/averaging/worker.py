@@ -18,6 +18,7 @@ import shoal
 from shoal.averaging.exchange import Exchange
 from shoal.averaging.lead import Lead
 from shoal.averaging.messages import Begin, Commit, Part, Result
+from shoal.compression import compression_by_spec
 
 
 def say(**message: Any) -> None:
@@ -69,7 +70,10 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     dht = shoal.DHT(options.get("initial_peers", []), start=True)
     tensor = torch.zeros(options["elements"])
-    averager = shoal.DecentralizedAverager([tensor], dht, start=True, **options["averager"])
+    given = options["averager"]
+    if "compression" in given:
+        given["compression"] = compression_by_spec(given["compression"])
+    averager = shoal.DecentralizedAverager([tensor], dht, start=True, **given)
     swarm = averager._swarm
     assert swarm is not None
     commits: list[list[str]] = []  # of each: the tip that it was made from, and the digest

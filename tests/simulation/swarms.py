@@ -20,6 +20,7 @@ from shoal.averaging.messages import Begin, Commit, Terms
 from shoal.averaging.rules import Rules
 from shoal.averaging.swarm import Swarm
 from shoal.averaging.tip import Tip
+from shoal.compression import CodecPlan
 from shoal.dht.node import DHTNode
 from shoal.p2p.node import Node
 from shoal.simulation.world import World
@@ -67,6 +68,7 @@ class Peer:
     vector: torch.Tensor
     output: torch.Tensor
     dht: DHTNode | None = None
+    codecs: CodecPlan | None = None
     commits: list[Commit] = field(default_factory=list)
 
     @property
@@ -92,7 +94,8 @@ class Peer:
         auxiliary)."""
 
         def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
-            return Exchange.of(self.key, begin, [self.vector], [self.output], codecs_of([self.vector]), send, fault)
+            codecs = self.codecs or codecs_of([self.vector])
+            return Exchange.of(self.key, begin, [self.vector], [self.output], codecs, send, fault)
 
         if weight is None:
             weight = 1.0 if self.swarm.me.contributes else 0.0
