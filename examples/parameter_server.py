@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache, partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -41,6 +42,8 @@ import shoal
 
 VOCABULARY, CONTEXT, WIDTH, HIDDEN = 1000, 4, 64, 128
 BATCH, LR = 256, 3e-3
+PATIENCE = 60
+"""Seconds that a call of another process, or a collective of the trainers, may take. After that it is an error."""
 TABLES = ("table0", "table1")
 UNKNOWN = 0
 
@@ -185,11 +188,17 @@ def run(rank: int, trainers: int, steps: int, check: bool, folder: Path) -> None
     """One process: a trainer or a table."""
     torch.set_num_threads(1)
     names = [f"trainer{trainer}" for trainer in range(trainers)] + list(TABLES)
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder / 'rpc'}")
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder / 'rpc'}", rpc_timeout=PATIENCE)
     rpc.init_rpc(names[rank], rank=rank, world_size=len(names), rpc_backend_options=options)  # type: ignore[no-untyped-call]
     good = True
     if rank < trainers:
-        init_process_group("gloo", init_method=f"file://{folder / 'dense'}", rank=rank, world_size=trainers)
+        init_process_group(
+            "gloo",
+            init_method=f"file://{folder / 'dense'}",
+            rank=rank,
+            world_size=trainers,
+            timeout=timedelta(seconds=PATIENCE),
+        )
         tokens, held_out = read_tokens()
         dense = train(rank, steps, tokens)
         torch.distributed.barrier()
@@ -223,7 +232,7 @@ def main() -> None:
             for sentinel in wait(list(running)):
                 running.pop(sentinel).join()  # type: ignore[index]
         for process in processes:
-            process.terminate()  # when one has failed, the others would wait for it
+            process.kill()  # when one has failed, the others would wait for it
             process.join()
     if any(process.exitcode for process in processes):
         sys.exit("the model is not as good as it has to be, or a process failed: see above")

@@ -67,6 +67,7 @@ class _Fit:
     """
 
     dtype: torch.dtype
+    device: torch.device
     shapes: list[torch.Size]
     places: list[int]
 
@@ -78,7 +79,8 @@ class _Fit:
             return None
         if optimizer.kernel(params) is not Kernel.FUSED:
             return None
-        return cls(params[0].dtype, [param.shape for param in params], [param.data_ptr() for param in params])
+        first = params[0]
+        return cls(first.dtype, first.device, [p.shape for p in params], [p.data_ptr() for p in params])
 
     def holds(self, params: list[Tensor], gradients: Sequence[Tensor | None]) -> bool:
         """Whether nothing moved, and every parameter has a gradient that fits too."""
@@ -86,6 +88,7 @@ class _Fit:
             [param.data_ptr() for param in params] == self.places
             and [None if gradient is None else gradient.shape for gradient in gradients] == self.shapes
             and all([g.dtype is self.dtype and g.is_contiguous() for g in gradients if g is not None])  # noqa: C419
+            and {g.device for g in gradients if g is not None} == {self.device}
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
@@ -22,7 +23,8 @@ class QHM(FunctionalOptimizer):
     Args:
         lr: the learning rate. The paper's is that of SGD with momentum divided by ``1 - momentum``.
         momentum: the paper's beta, at least 0 and below 1; 0.999 is a good beginning.
-        nu: the weight of the buffer against the gradient; 0.7 is a good beginning.
+        nu: the weight of the buffer against the gradient; 0.7 is a good beginning. Any finite number: some of
+            the methods that the paper shows to be QHM lie outside of 0 to 1.
         weight_decay: at least 0.
         weight_decay_type: ``"grad"`` adds ``weight_decay * param`` to the gradient; ``"direct"`` multiplies the
             parameter by ``1 - lr * weight_decay`` instead.
@@ -47,6 +49,8 @@ class QHM(FunctionalOptimizer):
     def __post_init__(self) -> None:
         self._check(weight_decay=self.weight_decay)
         check_fraction("momentum", self.momentum)
+        if not math.isfinite(self.nu):
+            raise ValueError(f"nu is a finite number, got {self.nu}")
         if self.weight_decay_type not in ("grad", "direct"):
             raise ValueError(f'weight_decay_type is "grad" or "direct", got {self.weight_decay_type!r}')
 

@@ -153,6 +153,7 @@ def test_the_torch_optimizer_steps_the_functional_one_and_leaves_alone_what_has_
     [
         ({"lr": -1}, "lr is at least 0"),
         ({"momentum": 1.0}, "momentum is at least 0 and below 1, got 1.0"),
+        ({"nu": float("nan")}, "nu is a finite number, got nan"),
         ({"weight_decay": -1}, "weight_decay is at least 0"),
         ({"weight_decay_type": "decoupled"}, 'weight_decay_type is "grad" or "direct", got \'decoupled\''),
     ],

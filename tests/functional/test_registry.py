@@ -220,6 +220,13 @@ def test_a_state_dict_of_torch_optim_is_taken_over(optimizer: Any) -> None:
     assert torch.equal(ours, theirs)
 
 
+def test_a_gradient_of_another_device_is_refused_before_the_kernel() -> None:
+    bound = bind(Adam, [torch.ones(3)])
+    with pytest.raises(ValueError, match=r"a gradient is of torch.float32 on meta, but its parameter of .* on cpu"):
+        bound.step([torch.ones(3, device="meta")])
+    assert bound.state_dict()["state"][0]["step"] == 0
+
+
 def test_states_that_do_not_fit_change_nothing() -> None:
     bound = bind(Adam, [torch.ones(3)])
     bound.step([torch.ones(3)])
