@@ -5,49 +5,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import random
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-from shoal.averaging.contribution import Contribution, Fault, Outcome, SendTo
-from shoal.averaging.directory import DHTDirectory
+from shoal.averaging.contribution import Contribution, Outcome
+from shoal.averaging.control import AveragingStage, Gathered, StepControl
+from shoal.averaging.directory import DHTDirectory, Directory
 from shoal.averaging.donor import Snapshot, StateDonor
 from shoal.averaging.errors import AveragingError, Rejected
-from shoal.averaging.exchange import Exchange, compute_serially
+from shoal.averaging.exchange import compute_serially
 from shoal.averaging.gathered import encode_gathered, told
 from shoal.averaging.hold import Hold
 from shoal.averaging.member import Member, Role
-from shoal.averaging.messages import Begin, Terms
-from shoal.averaging.options import (
-    NOT_BUILT,
-    NOT_BUILT_IN_STEP,
-    check_group,
-    check_role,
-    check_tensors,
-    check_weight,
-    refuse_not_built,
-    term_of,
-)
+from shoal.averaging.messages import Terms
+from shoal.averaging.options import check_bits, check_group, check_role, check_tensors, check_weight_of_role, term_of
 from shoal.averaging.report import RoundReport
 from shoal.averaging.rules import Rules
+from shoal.averaging.runs import Runs, next_bits
 from shoal.averaging.shared_state import snapshot_of, state_of
 from shoal.averaging.swarm import Swarm
 from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import download_state
-from shoal.compression import Compression, NoCompression
+from shoal.averaging.transfer import NothingShared, download_state
+from shoal.averaging.vector import Vector
+from shoal.compression import Compression, CompressionInfo, NoCompression
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.flat import FlatBuffer
 from shoal.p2p.identity import PeerID
 
-T = TypeVar("T")
-Gathered = dict[PeerID, Any]
+log = logging.getLogger(__name__)
 
-DEFAULT_TIMEOUT = 60.0  # of a step, in seconds beyond `min_matchmaking_time`
+T = TypeVar("T")
+State = tuple[Any, list[torch.Tensor]]
+
+DEFAULT_TIMEOUT = 60.0  # of a step, in seconds beyond the time at which it is scheduled
+REQUEST_TIMEOUT = 10.0
 SHUT_DOWN = "the averager was shut down"
 RETRY_SECONDS = 0.05  # after a round that failed: what fails at once is not to keep the reactor busy
 
@@ -70,23 +68,38 @@ class DecentralizedAverager:
         prefix: names the run: averagers of one prefix meet.
         target_group_size: begin a round as soon as so many have joined, and never with more; None: whoever is there.
         min_group_size: never begin with fewer.
+        initial_group_bits: "0"s and "1"s. If there are any, a step averages with those who have the same bits only, and
+            its round moves the bits on by this peer's place in the group. So the averages of groups of
+            `target_group_size` M out of M**d peers spread to all peers in d rounds (Moshpit SGD).
         min_matchmaking_time: at most so many seconds are waited for members that are known and have not joined. (The
             reference waits at least so long; here a round begins as soon as all have joined.)
-        allreduce_timeout: seconds from the beginning of a round to its result; 60 when None.
+        request_timeout: seconds that whoever coordinates may take to answer; 10 when None.
+        averaging_alpha: tensors become alpha * average + (1 - alpha) * what they were. With another number than 1 they
+            are not the same bits on all members.
+        part_size_bytes: of what is sent and reduced at a time, as float32 before compression; from 16 KiB to 4 MiB.
+        allreduce_timeout: seconds from the beginning of a round to its result; 60 when None. Does not count while a
+            member waits for its trigger.
         next_chunk_timeout: seconds of silence after which a member that holds up a round is left out; 5 when None.
+        sender_timeout: the same of members that owe parts; `next_chunk_timeout` when None.
+        reducer_timeout: the same of members that owe averages; twice `sender_timeout` when None.
         compression: how chunks travel; must be equal on all peers.
         state_compression: how `load_state_from_peers` sends tensors.
-        client_mode: never listen and reduce nothing, but get the exact average; None: as the DHT.
-        auxiliary: only reduce: lend bandwidth, contribute and receive nothing.
+        tensor_infos: name and role of each tensor, for a `compression` that chooses by them; equal on all peers.
         bandwidth: how much this peer can carry, in any unit that all peers share; its part of the reducing is in
             proportion.
-        allow_state_sharing: answer `load_state_from_peers` of others.
+        min_vector_size: members that would reduce fewer elements than this reduce none.
+        client_mode: never listen and reduce nothing, but get the exact average; None: as the DHT.
+        auxiliary: only reduce: lend bandwidth, contribute and receive nothing.
+        allow_state_sharing: answer `load_state_from_peers` of others; by default nodes do.
         shutdown_timeout: seconds that `shutdown` waits for the round that is under way to end.
-        initial_group_bits, request_timeout, averaging_alpha, part_size_bytes, sender_timeout, reducer_timeout,
-            tensor_infos, min_vector_size, declare_state_period, daemon: of the reference; not built yet.
+        declare_state_period, daemon: accepted and without effect. The reference lists donors in the DHT ever so often;
+            here every member of the run is asked. There is no process that could be a daemon.
 
-    Raises NotImplementedError that names an argument that is not built yet, and ValueError if a tensor is not of
-    floating point, shares memory with another, or if the options contradict.
+    Attributes:
+        last_round: a `RoundReport` of the last step that succeeded, or None.
+        state_sharing_priority: `load_state_from_peers` of others prefers peers with more. 0 at first.
+
+    Raises ValueError if a tensor is not of floating point, shares memory with another, or if the options contradict.
     """
 
     def __init__(
@@ -98,60 +111,71 @@ class DecentralizedAverager:
         prefix: str,
         target_group_size: int | None = None,
         min_group_size: int = 2,
+        initial_group_bits: str = "",
         min_matchmaking_time: float = 5.0,
+        request_timeout: float | None = None,
+        averaging_alpha: float = 1.0,
+        part_size_bytes: int = 1 << 20,
         allreduce_timeout: float | None = None,
         next_chunk_timeout: float | None = None,
-        compression: Compression | None = None,
-        state_compression: Compression | None = None,
-        client_mode: bool | None = None,
-        auxiliary: bool = False,
-        bandwidth: float | None = None,
-        allow_state_sharing: bool | None = None,
-        shutdown_timeout: float = 5.0,
-        initial_group_bits: str = "",
-        request_timeout: float = 3.0,
-        averaging_alpha: float = 1.0,
-        part_size_bytes: int = 2**19,
         sender_timeout: float | None = None,
         reducer_timeout: float | None = None,
-        tensor_infos: Any = None,
+        compression: Compression | None = None,
+        state_compression: Compression | None = None,
+        tensor_infos: Sequence[CompressionInfo] | None = None,
+        bandwidth: float | None = None,
         min_vector_size: int = 0,
-        declare_state_period: float = 30,
+        auxiliary: bool = False,
+        allow_state_sharing: bool | None = None,
+        declare_state_period: float = 30.0,
+        client_mode: bool | None = None,
         daemon: bool = True,
+        shutdown_timeout: float = 5.0,
     ) -> None:
-        refuse_not_built(locals(), NOT_BUILT)
         client_mode = dht.client_mode if client_mode is None else client_mode
         check_role(client_mode, auxiliary, bandwidth)
         check_group(target_group_size, min_group_size)
-        check_tensors(averaged_tensors)
-        self.dht = dht
-        self.prefix = prefix
-        self.client_mode = client_mode
-        self.auxiliary = auxiliary
-        self.bandwidth = bandwidth
+        check_bits(initial_group_bits)
+        check_tensors(averaged_tensors, tensor_infos)
+        if not 0 < averaging_alpha <= 1:
+            raise ValueError(f"averaging_alpha={averaging_alpha}: give a number over 0 and at most 1")
+        self.dht, self.prefix = dht, prefix
+        self.client_mode, self.auxiliary, self.bandwidth = client_mode, auxiliary, bandwidth
+        self.min_matchmaking_time, self.shutdown_timeout = min_matchmaking_time, shutdown_timeout
+        self.request_timeout = REQUEST_TIMEOUT if request_timeout is None else request_timeout
+        self.averaging_alpha = averaging_alpha
+        self.state_sharing_priority = 0.0
         self._shares_state = not client_mode and not auxiliary if allow_state_sharing is None else allow_state_sharing
-        self.min_matchmaking_time = min_matchmaking_time
-        self.shutdown_timeout = shutdown_timeout
         self.last_round: RoundReport | None = None
         self.lock_averaged_tensors = threading.Lock()
         self._compression = compression if compression is not None else NoCompression()
         self._state_compression = state_compression if state_compression is not None else NoCompression()
         self._tensors = tuple(averaged_tensors)
         self._memory = FlatBuffer.adopt(self._tensors)
-        self._layout = self._memory.layout.on("cpu")
-        self._output = FlatBuffer(self._layout)
-        self._codecs = self._compression.plan(self._layout)
+        self._on_host = all(spec.device.type == "cpu" for spec in self._memory.layout.buffers)
+        layout = self._memory.layout.on("cpu")
+        self._vector = Vector(layout, self._compression, tensor_infos, self._memory if self._on_host else None)
         self._rules = Rules(
-            sizes=tuple(spec.numel for spec in self._layout.buffers),
+            sizes=self._vector.sizes,
             matchmaking_time=min_matchmaking_time,
             round_timeout=60.0 if allreduce_timeout is None else allreduce_timeout,
             min_group=min_group_size,
             target_group=target_group_size,
+            chunk_elements=part_size_bytes // 4,
+            smallest_span=min_vector_size,
         )
-        self._chunk_timeout = next_chunk_timeout
+        self._timeouts = {
+            "chunk_timeout": next_chunk_timeout,
+            "sender_timeout": sender_timeout,
+            "reducer_timeout": reducer_timeout,
+        }
         self._swarm: Swarm | None = None
+        self._runs = Runs(self._make_swarm)
+        self._bits = initial_group_bits
+        self._tips: dict[str, Tip] = {}  # at which this peer left the runs of group bits
         self._donor: StateDonor | None = None
         self._turn = asyncio.Lock()  # one step at a time: they share the memory, and this peer's place in a round
+        self._joining: tuple[StepControl, Contribution, Swarm] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._snapshots = itertools.count()
         if start:
@@ -166,25 +190,33 @@ class DecentralizedAverager:
 
     async def _start(self) -> None:
         compute_serially()
-        node, dht = self.dht.node, self.dht.dht_node
-        role = Role.CLIENT if self.client_mode else Role.AUXILIARY if self.auxiliary else Role.NODE
-        addresses = () if self.client_mode else tuple(str(address) for address in dht.visible_addresses())[:8]
-        me = Member(node.peer_id.key, addresses, role, 1.0 if self.bandwidth is None else self.bandwidth)
-        options = {"compression": term_of(self._compression.spec), "target_group_size": str(self._rules.target_group)}
-        terms = Terms(options, self._layout.schema_hash)
-        swarm = Swarm(
-            node, DHTDirectory(dht, self.prefix), self.prefix, me, terms, self._rules, chunk_timeout=self._chunk_timeout
-        )
+        swarm = self._make_swarm(self.prefix, DHTDirectory(self.dht.dht_node, self.prefix), self._rules)
         self._donor = StateDonor(
-            node,
+            self.dht.node,
             f"state/{self.prefix}",
             self._take_snapshot,
             # What is shared may change at any time, so no snapshot that was taken before is offered again.
             lambda: Tip.genesis(f"{self.prefix} {next(self._snapshots)}"),
             allow=self._shares_state,
+            priority=lambda: self.state_sharing_priority,
         )
         await swarm.start()
         self._swarm = swarm
+
+    def _make_swarm(self, run_id: str, directory: Directory, rules: Rules) -> Swarm:
+        node = self.dht.node
+        addresses = () if self.client_mode else tuple(map(str, self.dht.dht_node.visible_addresses()))[:8]
+        me = Member(node.peer_id.key, addresses, self.mode, 1.0 if self.bandwidth is None else self.bandwidth)
+        terms = Terms(self._agreed_options(), self.schema_hash)
+        times: Any = self._timeouts
+        return Swarm(node, directory, run_id, me, terms, rules, request_timeout=self.request_timeout, **times)
+
+    def _agreed_options(self) -> dict[str, str]:
+        """The options that must be equal on all peers."""
+        return {
+            "compression": term_of(self._compression.spec),
+            "target_group_size": str(self._rules.target_group),
+        }
 
     def is_alive(self) -> bool:
         """Whether this averager is reachable."""
@@ -200,6 +232,7 @@ class DecentralizedAverager:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._runs.forget()
             swarm.stop()
             if self._donor is not None:
                 self._donor.close()
@@ -212,21 +245,50 @@ class DecentralizedAverager:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
+    # -- what it is
+
     @property
     def peer_id(self) -> PeerID:
         """This peer, as it is named in the result of `step`."""
         return self.dht.peer_id
 
     @property
+    def mode(self) -> Role:
+        """What this peer does in a round."""
+        return Role.CLIENT if self.client_mode else Role.AUXILIARY if self.auxiliary else Role.NODE
+
+    @property
+    def total_size(self) -> int:
+        """How many numbers are averaged."""
+        return sum(tensor.numel() for tensor in self._tensors)
+
+    @property
+    def schema_hash(self) -> bytes:
+        """Equal (32 bytes) for averagers of tensors of the same shapes and dtypes in the same order."""
+        return self._vector.layout.schema_hash
+
+    @property
     def allow_state_sharing(self) -> bool:
-        """Whether this averager answers `load_state_from_peers` of others; may be changed at any time."""
+        """Whether this averager answers `load_state_from_peers` of others; may be changed at any time. Raises
+        ValueError for a client, which others do not ask."""
         return self._shares_state
 
     @allow_state_sharing.setter
     def allow_state_sharing(self, value: bool) -> None:
+        if value and self.client_mode:
+            raise ValueError("allow_state_sharing=True: an averager in client mode can't be asked for its state")
         self._shares_state = value
         if self._donor is not None:
             self._donor.allow = value
+
+    def get_group_bits(self) -> str:
+        """With whom the next step averages: see `initial_group_bits`."""
+        return self._bits
+
+    def set_group_bits(self, group_bits: str) -> None:
+        """Average with others from the next step on. Raises ValueError for anything but "0"s and "1"s."""
+        check_bits(group_bits)
+        self._bits = group_bits
 
     # -- averaging
 
@@ -258,7 +320,7 @@ class DecentralizedAverager:
         require_trigger: bool = False,
         *,
         wait: Literal[False],
-    ) -> Future[Gathered]: ...
+    ) -> StepControl: ...
     @overload
     def step(
         self,
@@ -269,7 +331,7 @@ class DecentralizedAverager:
         allow_retries: bool = True,
         require_trigger: bool = False,
         wait: bool = True,
-    ) -> Gathered | Future[Gathered]: ...
+    ) -> Gathered | StepControl: ...
     def step(
         self,
         gather: Any = None,
@@ -279,7 +341,7 @@ class DecentralizedAverager:
         allow_retries: bool = True,
         require_trigger: bool = False,
         wait: bool = True,
-    ) -> Gathered | Future[Gathered]:
+    ) -> Gathered | StepControl:
         """Take part in one round: on return the tensors hold the weighted mean, the same bits on all members.
 
         Args:
@@ -287,34 +349,48 @@ class DecentralizedAverager:
             scheduled_time: when the round shall begin at the latest, in seconds of `get_dht_time()`; by default in
                 `min_matchmaking_time` seconds.
             weight: of this peer's tensors in the mean, at least 0; 1 by default, 0 for an auxiliary.
-            timeout: seconds until this fails; by default 60 beyond `min_matchmaking_time`.
+            timeout: seconds until this fails; by default 60 beyond `scheduled_time`.
             allow_retries: join another round if one fails, as long as `timeout` allows.
-            require_trigger: of the reference; not built yet.
-            wait: return the result; if False, a future of it.
+            require_trigger: join a round, but do not read the tensors before `allow_allreduce` of the control is
+                called; the other members wait for it. Only with `wait=False`.
+            wait: return the result; if False, a `StepControl`, which is a future of it.
 
-        Steps of one averager are taken one after another, in the order in which they were called.
+        Steps of one averager are taken one after another, in the order in which they were called. A round writes the
+        tensors when it has succeeded, and not before: one that fails, is cancelled or tried again averages nothing
+        twice.
 
         Returns: what all members gathered, by peer id; None of a member that gathered nothing, or nothing that can be
             read, and of all if this peer missed the round and only got its result.
         Raises AveragingError if there is no result in time or the averager is shut down, ValueError for arguments that
-            make no sense, NotImplementedError for such as are not built yet.
+            make no sense.
         """
-        refuse_not_built(locals(), NOT_BUILT_IN_STEP)
         if self._swarm is None:
             raise RuntimeError("this averager was not started, or was shut down")
+        if wait and require_trigger:
+            raise ValueError("require_trigger=True needs wait=False: who waits can't call allow_allreduce()")
         if weight is None:
             weight = 0.0 if self.auxiliary else 1.0
-        check_weight(weight, self.auxiliary)
+        check_weight_of_role(weight, self.auxiliary)
         now = get_dht_time()
-        patience = self.min_matchmaking_time if scheduled_time is None else max(0.0, scheduled_time - now)
+        scheduled_time = now + self.min_matchmaking_time if scheduled_time is None else scheduled_time
+        patience = max(0.0, scheduled_time - now)
         timeout = patience + DEFAULT_TIMEOUT if timeout is None else timeout
-        if scheduled_time is not None and patience > timeout:
+        if patience > timeout:
             raise ValueError(f"scheduled_time is in {patience:.1f} s, which does not fit within timeout={timeout}")
-        data = encode_gathered(gather)
-        future = self._submit(self._step(float(weight), data, patience, timeout, allow_retries))
-        return future.result() if wait else future
+        control = StepControl(scheduled_time, now + timeout, allow_retries, weight, encode_gathered(gather))
+        if not require_trigger:
+            control.allow_allreduce()
+        control.attach(self._submit(self._step(control)), lambda: self._call_soon(self._reschedule, control))
+        if not wait:
+            return control
+        try:
+            return control.result()
+        except BaseException:
+            control.cancel()  # Ctrl-C: nobody waits for it any more
+            raise
 
-    async def _step(self, weight: float, data: bytes, patience: float, timeout: float, retries: bool) -> Gathered:
+    async def _step(self, control: StepControl) -> Gathered:
+        timeout = control.get_timeout()
         deadline = asyncio.get_running_loop().time() + timeout
         try:
             async with asyncio.timeout_at(deadline):
@@ -323,91 +399,163 @@ class DecentralizedAverager:
             raise AveragingError(f"no result within {timeout:.3g} s: the step before did not end") from None
         hold = Hold(self.lock_averaged_tensors)
         try:
-            outcome = await self._average(self._contribution(weight, data, patience, hold), deadline, retries)
-            gathered = told(outcome)
-            if not self.auxiliary:
-                await self._hold_until(deadline, hold)  # a round that was missed has not taken it
-                for tensor, output in zip(self._memory.flat, self._output.flat, strict=True):
-                    tensor.copy_(output)
+            outcome = await self._try(control, hold, deadline)
         finally:
             hold.release()
             self._turn.release()
         self.last_round = RoundReport.of(outcome)
-        return gathered
+        return told(outcome)
 
-    def _contribution(self, weight: float, data: bytes, patience: float, hold: Hold) -> Contribution:
-        on_host = all(spec.device.type == "cpu" for spec in self._memory.layout.buffers)
-        inputs = self._memory.flat if on_host else FlatBuffer(self._layout).flat
+    async def _try(self, control: StepControl, hold: Hold, deadline: float) -> Outcome:
+        """One round; and another, as long as there is time, if it fails."""
+        loop = asyncio.get_running_loop()
+        while True:
+            control.stage = AveragingStage.LOOKING_FOR_GROUP
+            try:
+                async with self._run_of_step(deadline) as swarm:
+                    return await self._aggregate(swarm, control, hold, deadline)
+            except Rejected:
+                raise
+            except AveragingError as error:
+                if not control.allow_retries or loop.time() >= deadline - 2 * RETRY_SECONDS:
+                    raise
+                log.debug("%r: %s: trying again", self.peer_id, error)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    @contextlib.asynccontextmanager
+    async def _run_of_step(self, deadline: float) -> AsyncIterator[Swarm]:
+        """The run in which this peer averages: that of its group bits."""
+        self._runs.forget()
+        swarm, bits = self._swarm, self._bits
+        if swarm is None:
+            raise AveragingError(SHUT_DOWN)
+        if not bits:
+            yield swarm
+            return
+        name = f"{self.prefix}.0b{bits}"
+        directory = DHTDirectory(self.dht.dht_node, name)
+        async with self._runs.joined(name, directory, self._rules, self._tips.get(bits)) as swarm:
+            try:
+                yield swarm
+            finally:
+                self._tips[bits] = swarm.tip
+                self.dht.node.spawn(directory.withdraw(swarm.me))
+
+    async def _aggregate(self, swarm: Swarm, control: StepControl, hold: Hold, deadline: float) -> Outcome:
+        """A round of the run, and its result in the tensors. What subclasses average otherwise."""
+        outcome = await self._average(swarm, control, self._contribution(self._vector, control, hold), deadline)
+        await self._hold_until(deadline, control, hold)  # a round that was missed has not taken it
+        if not self.auxiliary:
+            self._write(self._vector.outputs)
+        return outcome
+
+    def _contribution(self, vector: Vector, control: StepControl, hold: Hold) -> Contribution:
+        """The vector, once the user allows it and lets go of the tensors, as this step's part in a round."""
 
         async def prepare() -> None:
-            if await hold.take() and not on_host:
-                for host, tensor in zip(inputs, self._memory.flat, strict=True):
-                    host.copy_(tensor)
+            await self._wait_for_trigger(control, contribution)
+            if await hold.take():
+                self._read(vector.inputs)
 
-        def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
-            return Exchange.of(self.peer_id.key, begin, inputs, self._output.flat, self._codecs, send, fault)
+        me = self.peer_id.key
+        contribution = Contribution(
+            control.weight,
+            lambda begin, send, fault: vector.open(me, begin, send, fault),
+            max(0.0, control.scheduled_time - get_dht_time()),
+            prepare,
+            control.data_for_gather,
+            excused=lambda: not control.triggered,
+        )
+        return contribution
 
-        return Contribution(weight, open_exchange, patience, prepare, data)
+    async def _wait_for_trigger(self, control: StepControl, contribution: Contribution) -> None:
+        if not control.triggered:
+            control.stage = AveragingStage.AWAITING_TRIGGER
+            await control.wait_for_trigger()
+        if not control.done():
+            control.stage, control.began_allreduce = AveragingStage.RUNNING_ALLREDUCE, True
+            contribution.weight = 0.0 if self.auxiliary else control.weight
 
-    async def _hold_until(self, deadline: float, hold: Hold) -> None:
+    async def _average(
+        self, swarm: Swarm, control: StepControl, contribution: Contribution, deadline: float
+    ) -> Outcome:
+        self._joining = (control, contribution, swarm)
+        try:
+            outcome = await swarm.average(contribution, deadline - asyncio.get_running_loop().time())
+        finally:
+            self._joining = None
+        if swarm is not self._swarm:
+            self._bits = next_bits(self._bits, outcome.begin, self.peer_id.key, self._rules.target_group)
+        return outcome
+
+    def _reschedule(self, control: StepControl) -> None:
+        """The user has set another time for that step."""
+        if self._joining is not None and self._joining[0] is control:
+            _, contribution, swarm = self._joining
+            contribution.patience = max(0.0, control.scheduled_time - get_dht_time())
+            swarm.rejoin()
+
+    async def _hold_until(self, deadline: float, control: StepControl, hold: Hold) -> None:
+        """There is a result: have the tensors for writing it, if the step was not cancelled meanwhile."""
         try:
             async with asyncio.timeout_at(deadline):
                 await hold.take()
         except TimeoutError:
             raise AveragingError("there is a result, but the tensors are in use (`get_tensors`)") from None
+        if not control.claim():
+            raise asyncio.CancelledError
 
-    async def _average(self, contribution: Contribution, deadline: float, retries: bool) -> Outcome:
-        """One round; and another, as long as there is time, if it fails."""
-        loop = asyncio.get_running_loop()
-        while True:
-            swarm = self._swarm
-            if swarm is None:
-                raise AveragingError(SHUT_DOWN)
-            try:
-                return await swarm.average(contribution, deadline - loop.time())
-            except Rejected:
-                raise
-            except AveragingError:
-                if not retries or loop.time() >= deadline - 2 * RETRY_SECONDS:
-                    raise
-            await asyncio.sleep(RETRY_SECONDS)
+    def _read(self, inputs: FlatBuffer) -> None:
+        """Bring what is averaged to the host; nothing to do for tensors that are there."""
+        if inputs is not self._memory:
+            for host, tensor in zip(inputs.flat, self._memory.flat, strict=True):
+                host.copy_(tensor)
+
+    def _write(self, outputs: FlatBuffer) -> None:
+        for tensor, output in zip(self._memory.flat, outputs.flat, strict=True):
+            if self.averaging_alpha == 1:
+                tensor.copy_(output)
+            else:
+                tensor.lerp_(output.to(tensor.device), self.averaging_alpha)
 
     # -- state
 
-    def get_current_state(self) -> tuple[Any, Sequence[torch.Tensor]]:
-        """What `load_state_from_peers` gives to others: (plain data, tensors). Meant to be overridden."""
+    def get_current_state(self) -> tuple[Any, ...]:
+        """What `load_state_from_peers` gives to others: (plain data, tensors), and, if a `state_compression` chooses by
+        names or roles, a `CompressionInfo` for each tensor. Meant to be overridden."""
         with self.get_tensors() as tensors:
             return {}, [tensor.detach().clone() for tensor in tensors]
 
     @overload
-    def load_state_from_peers(
-        self, wait: Literal[True] = True, timeout: float | None = None
-    ) -> tuple[Any, list[torch.Tensor]] | None: ...
+    def load_state_from_peers(self, wait: Literal[True] = True, timeout: float | None = None) -> State | None: ...
     @overload
-    def load_state_from_peers(
-        self, wait: Literal[False], timeout: float | None = None
-    ) -> Future[tuple[Any, list[torch.Tensor]] | None]: ...
+    def load_state_from_peers(self, wait: Literal[False], timeout: float | None = None) -> Future[State | None]: ...
     def load_state_from_peers(
         self, wait: bool = True, timeout: float | None = None
-    ) -> tuple[Any, list[torch.Tensor]] | Future[tuple[Any, list[torch.Tensor]] | None] | None:
+    ) -> State | Future[State | None] | None:
         """Download the state that the majority of the peers has; see `get_current_state`.
 
-        Returns (plain data, tensors), or None if no peer shares a state. Nothing of this averager changes.
+        Of peers with different `state_sharing_priority` those with the highest are preferred.
+
+        Returns (plain data, tensors), or None, with a warning, if no peer shares a state. Nothing of this averager
+        changes.
         Raises AveragingError if peers share one but none could bring it within `timeout` seconds (60 when None).
         """
         future = self._submit(self._load_state(60.0 if timeout is None else timeout))
         return future.result() if wait else future
 
-    async def _load_state(self, timeout: float) -> tuple[Any, list[torch.Tensor]] | None:
+    async def _load_state(self, timeout: float) -> State | None:
         swarm = self._swarm
         if swarm is None:
             raise AveragingError("this averager was not started, or was shut down")
         donors = [m.peer for m in swarm.neighbourhood.connected() if m.role is Role.NODE and m.peer != self.peer_id]
-        if not donors:
+        try:
+            state = await download_state(
+                self.dht.node, f"state/{self.prefix}", donors, timeout=timeout, rng=random.Random(self.peer_id.key)
+            )
+        except NothingShared as error:
+            log.warning("%s", error)
             return None
-        state = await download_state(
-            self.dht.node, f"state/{self.prefix}", donors, timeout=timeout, rng=random.Random(self.peer_id.key)
-        )
         try:
             return state_of(state)
         except ValueError as error:
@@ -415,8 +563,8 @@ class DecentralizedAverager:
 
     async def _take_snapshot(self) -> Snapshot:
         assert self._swarm is not None
-        data, tensors = await asyncio.get_running_loop().run_in_executor(None, self.get_current_state)
-        return snapshot_of(self._swarm.tip, data, tensors, self._state_compression)
+        data, tensors, *infos = await asyncio.get_running_loop().run_in_executor(None, self.get_current_state)
+        return snapshot_of(self._swarm.tip, data, tensors, self._state_compression, *infos)
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run it on the reactor, until this averager is shut down."""
@@ -435,3 +583,7 @@ class DecentralizedAverager:
                 self._tasks.discard(task)
 
         return self.dht.reactor.submit(run())
+
+    def _call_soon(self, callback: Callable[[StepControl], None], control: StepControl) -> None:
+        if self.dht.is_alive():
+            self.dht.reactor.loop.call_soon_threadsafe(callback, control)

@@ -97,6 +97,11 @@ class Coordination:
         if self.lead is not None and _round_of(self.lead.coordinator) == broken.round:
             self.lead.broken(peer, broken)
 
+    def unjoin(self, peer: PeerID) -> None:
+        """A member that has joined waits no longer."""
+        if self.lead is not None:
+            self.lead.unjoin(peer)
+
     def waiting(self, peer: PeerID, waiting: Waiting) -> None:
         """A member's user has not allowed the round yet."""
         if self.lead is not None and _round_of(self.lead.coordinator) == waiting.round:

@@ -18,9 +18,12 @@ member of the one decision is asked for the other, in a partition, can there be 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+
+import msgspec
 
 from shoal.averaging.answers import flaw, repaired
 from shoal.averaging.book import RuleBroken, root_of
@@ -38,6 +41,7 @@ from shoal.averaging.messages import (
     Repair,
     Survey,
 )
+from shoal.averaging.pace import Pace
 from shoal.averaging.plan import can_divide, chunk_elements, chunk_table, divide
 from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Ballot, Tip
@@ -97,9 +101,13 @@ class Coordinator:
     settled: bytes = b""  # the digest of the result, once every member has every chunk in some version
     commit: Commit | None = None
     deadline: float | None = None  # of the phase
-    opened_by: bytes = b""  # whose JOIN began the gathering, if one did
+    wait_until: dict[bytes, float] = field(default_factory=dict)  # how long those who joined want to wait
     took_over: bool = False
     reminded: bool = False  # those that have not joined were called once more before BEGIN without them
+    pace: Pace = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pace = Pace(math.inf if self.rules.target_samples is None else self.rules.target_samples)
 
     @classmethod
     def successor(cls, me: bytes, begin: Begin, attempt: int, lost: Iterable[bytes], rules: Rules) -> Coordinator:
@@ -117,21 +125,29 @@ class Coordinator:
         gone = [key for key in (*self.joins, *self.counts) if key not in self.expected and key != self.me]
         if self.phase in (Phase.COUNTING, Phase.GATHERING):
             for key in gone:
-                self.joins.pop(key, None)
-                self.gathered.pop(key, None)
+                self._forget_join(key)
                 self.counts.pop(key, None)
+                self.pace.lost(key)
         return self.tick(now)
 
     def progress(self, key: bytes, report: Progress, now: float) -> tuple[Count, list[Send]]:
-        """A member reports its samples; returns what to answer and what else to send."""
-        self.counts[key] = report
+        """A member reports its samples; returns what to answer and what else to send. Only samples that were reported
+        call the round, never those that are expected."""
+        before = self.counts.get(key)
+        if report.counted:
+            self.counts[key] = msgspec.structs.replace(report, asks=False)
         samples = sum(count.samples for count in self.counts.values())
         actions: list[Send] = []
         target = self.rules.target_samples
         if self.phase is Phase.COUNTING and target is not None and samples >= target:
             actions = self._gather(now + self.rules.matchmaking_time)
         rate = sum(count.rate for count in self.counts.values())
-        return Count(self.tip, samples, rate, len(self.counts), self.phase is not Phase.COUNTING), actions
+        called = self.phase is not Phase.COUNTING
+        wait = 0.0
+        if report.counted and (report.asks or self.counts[key] != before):  # else it is said again
+            wait = self.pace.reported(key, report.samples, report.step, report.seconds, report.asks and not called, now)
+        others = self.pace.under_way(but=key)
+        return Count(self.tip, samples, rate, len(self.counts), called, others, wait), actions
 
     def join(self, key: bytes, join: Join, gathered: bytes, now: float) -> list[Send]:
         """A member's input is ready. It may join again (after a lost answer); the last one counts. Raises RuleBroken if
@@ -148,12 +164,35 @@ class Coordinator:
         self.joins[key] = join
         self.gathered[key] = gathered
         actions: list[Send] = []
+        self.wait_until[key] = now + join.patience
         if self.phase is Phase.COUNTING:
             actions = self._gather(now + join.patience)
-            self.opened_by = key
-        elif key == self.opened_by and self.rules.target_samples is None:
-            self.deadline, self.reminded = now + join.patience, False  # it may have changed its mind
+        else:
+            self._follow_the_first()  # which may have changed its mind
         return actions + self.tick(now)
+
+    def unjoin(self, key: bytes, now: float) -> list[Send]:
+        """A member that has joined waits no longer."""
+        if self.phase is not Phase.GATHERING:
+            return []
+        self._forget_join(key)
+        self._follow_the_first()
+        return self.tick(now)
+
+    def _forget_join(self, key: bytes) -> None:
+        self.joins.pop(key, None)
+        self.gathered.pop(key, None)
+        self.wait_until.pop(key, None)
+
+    def _follow_the_first(self) -> None:
+        """Where nobody calls, the first who joined says how long all wait."""
+        if self.rules.target_samples is not None:
+            return
+        if not self.wait_until:
+            self.phase, self.deadline, self.reminded = Phase.COUNTING, None, False
+            return
+        if not self.reminded:
+            self.deadline = next(iter(self.wait_until.values()))
 
     def _gather(self, deadline: float) -> list[Send]:
         self.phase, self.deadline = Phase.GATHERING, deadline
@@ -224,8 +263,8 @@ class Coordinator:
         reducers = sum(member.reduces for member in members)
         with_state = self.rules.averages_state(self.tip.epoch, joins)
         sizes = self.rules.vector(self.tip.epoch, with_state)
-        elements = chunk_elements(sum(sizes), reducers)
-        starts = divide(len(chunk_table(sizes, elements)), members)
+        elements = chunk_elements(sum(sizes), reducers, self.rules.chunk_elements)
+        starts = divide(len(chunk_table(sizes, elements)), members, self.rules.smallest_span / elements)
         self.ballot = Ballot(1 + max(join.attempt for join in joins), self.me)
         self.begin = Begin(
             tip=self.tip,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 import msgspec
@@ -31,6 +31,19 @@ class Directory(ABC):
     @abstractmethod
     async def read(self) -> list[Member]:
         """The peers that are listed now."""
+
+
+class Fixed(Directory):
+    """A directory of members who are known already."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = list(members)
+
+    async def publish(self, member: Member) -> None:
+        """Nothing to do."""
+
+    async def read(self) -> list[Member]:
+        return self._members
 
 
 class DHTDirectory(Directory):
@@ -62,6 +75,11 @@ class DHTDirectory(Directory):
                 datetime.fromtimestamp(expiration, UTC).isoformat(timespec="seconds"),
             )
         self._unlisted = not listed
+
+    async def withdraw(self, member: Member) -> None:
+        """List this peer no longer."""
+        expiration = self._clock() + RECORD_SECONDS
+        await self._dht.store(self._key, b"", expiration, subkey=owner_marker(member.peer))
 
     async def read(self) -> list[Member]:
         found = await self._dht.get(self._key, latest=True)

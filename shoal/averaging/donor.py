@@ -28,7 +28,10 @@ class GetManifest(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
 
 class Offer(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """The manifest of the state is in the buffer."""
+    """The manifest of the state is in the buffer. Newcomers that are offered several states prefer those of the highest
+    priority."""
+
+    priority: Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)] = 0.0
 
 
 class GetChunk(msgspec.Struct, tag=3, array_like=True, frozen=True):
@@ -42,9 +45,13 @@ class Chunk(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """The chunk that was asked for is in the buffer."""
 
 
+class Withheld(msgspec.Struct, tag=5, array_like=True, frozen=True):
+    """The answer to GetManifest of a peer that does not share its state."""
+
+
 def transfer_service(name: str) -> Service:
     """What newcomers and donors say to each other, under that name."""
-    return Service(name, GetManifest | Offer | GetChunk | Chunk)
+    return Service(name, GetManifest | Offer | GetChunk | Chunk | Withheld)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,7 @@ class StateDonor:
         take_snapshot: makes a consistent copy of the state; may raise `Refused` with the reason why there is none now.
         current_tip: the name of the state that `take_snapshot` would copy.
         allow: whether newcomers are served at all; may be changed later.
+        priority: of this state among those of others, when it is asked for.
     """
 
     def __init__(
@@ -96,12 +104,14 @@ class StateDonor:
         take_snapshot: Callable[[], Awaitable[Snapshot]],
         current_tip: Callable[[], Tip],
         allow: bool = True,
+        priority: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.allow = allow
         self._node = node
         self._service = transfer_service(service_name)
         self._take_snapshot = take_snapshot
         self._current_tip = current_tip
+        self._priority = priority
         self._held: dict[bytes, _Held] = {}  # by the manifest's id, the oldest first
         self._preparing: asyncio.Task[_Held] | None = None
         self._sweeper: asyncio.TimerHandle | None = None
@@ -117,6 +127,8 @@ class StateDonor:
         self._held.clear()
 
     def _handle(self, _peer: PeerID, message: object, _buffers: object) -> Reply | Coroutine[Any, Any, Reply]:
+        if not self.allow and isinstance(message, GetManifest):
+            return Reply(Withheld())
         if not self.allow:
             raise Refused("this peer does not share its state")
         if isinstance(message, GetManifest):
@@ -131,7 +143,7 @@ class StateDonor:
             if self._preparing is None:
                 self._preparing = self._node.spawn(self._prepare())
             held = await self._prepared(self._preparing)
-        return Reply(Offer(), [held.manifest.encode()])
+        return Reply(Offer(self._priority()), [held.manifest.encode()])
 
     async def _prepared(self, task: asyncio.Task[_Held]) -> _Held:
         try:

@@ -105,6 +105,10 @@ class Lead:
     def done(self, peer: PeerID, done: Done) -> None:
         self._act(self.coordinator.finished(peer.key, done, self._connected(), self._now()))
 
+    def unjoin(self, peer: PeerID) -> None:
+        """A member that has joined waits no longer."""
+        self._act(self.coordinator.unjoin(peer.key, self._now()))
+
     def waiting(self, peer: PeerID) -> None:
         """A member's user has not allowed the round yet."""
         if peer.key in self.coordinator.live():

@@ -6,6 +6,7 @@
 | Progress → Count | member → coordinator | so many samples since the tip; so many have all |
 | Call | coordinator → members | the target is reached: join |
 | Join → Joined or Elsewhere | member → coordinator | my input is ready; I heard you, or: somebody else coordinates |
+| Unjoin | member → coordinator | my JOIN is void |
 | Begin | coordinator → members | the members, and who reduces which chunks |
 | Part, Result | member ↔ reducer | a chunk (in the buffer) of my input; of the average |
 | Waiting | member → members | my user has not allowed this round yet: my silence is no fault |
@@ -73,21 +74,31 @@ class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
 
 class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """Samples accumulated since the tip, and how many the sender makes per second."""
+    """Samples accumulated since the tip, and how many the sender makes per second. It begins a step that adds `step`
+    samples and takes `seconds` (0: not known, or none); if it `asks`, it waits for the answer first. One that is not
+    `counted` only wants the answer."""
 
     tip: Tip
     samples: Weight
     rate: Weight
+    step: Weight = 0.0
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
+    asks: bool = False
+    counted: bool = True
 
 
 class Count(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """What all members together have accumulated since the tip, as far as the coordinator knows."""
+    """What all members together have accumulated since the tip, as far as the coordinator knows; `under_way` is what
+    the others are about to add. If `wait` is not 0, one that asks should not begin a step: the others are counted on
+    for the rest, for so many seconds."""
 
     tip: Tip
     samples: Amount
     rate: Amount
     peers: Annotated[int, msgspec.Meta(ge=0, le=MAX_MEMBERS)]
     called: bool
+    under_way: Amount = 0.0
+    wait: Amount = 0.0
 
 
 class Call(msgspec.Struct, tag=4, array_like=True, frozen=True):
@@ -294,6 +305,10 @@ class Follows(msgspec.Struct, tag=25, array_like=True, frozen=True):
     ballot: Ballot
 
 
+class Unjoin(msgspec.Struct, tag=27, array_like=True, frozen=True):
+    """The sender has given up waiting for a round: one that has not begun is to begin without it."""
+
+
 class Waiting(msgspec.Struct, tag=26, array_like=True, frozen=True):
     """The sender is in that round and well, but its user has not allowed it to send yet."""
 
@@ -303,5 +318,5 @@ class Waiting(msgspec.Struct, tag=26, array_like=True, frozen=True):
 Message = (
     Hello | Progress | Count | Call | Join | Joined | Elsewhere | Begin | Part | Result | Done | Broken | Survey | Have
     | Repair | Fetch | Commit | Abort | Ping | Pong | Digests | Committed | Orphaned | Leave | Follows
-    | Waiting
+    | Waiting | Unjoin
 )  # fmt: skip

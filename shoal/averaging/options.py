@@ -10,21 +10,8 @@ from typing import Any
 import torch
 
 from shoal import __version__
-
-# Arguments of the reference that are not built yet, each with the values that change nothing.
-NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
-    "initial_group_bits": ("",),
-    "request_timeout": (3.0,),
-    "averaging_alpha": (1.0,),
-    "part_size_bytes": (2**19,),
-    "sender_timeout": (None,),
-    "reducer_timeout": (None,),
-    "tensor_infos": (None,),
-    "min_vector_size": (0,),
-    "declare_state_period": (30,),
-    "daemon": (True,),
-}
-NOT_BUILT_IN_STEP: Mapping[str, tuple[Any, ...]] = {"require_trigger": (False,)}
+from shoal.averaging.control import check_weight
+from shoal.compression import CompressionInfo
 
 
 def refuse_not_built(arguments: Mapping[str, Any], not_built: Mapping[str, tuple[Any, ...]]) -> None:
@@ -48,8 +35,16 @@ def check_role(client_mode: bool, auxiliary: bool, bandwidth: float | None) -> N
         raise ValueError(f"bandwidth={bandwidth}: give a number that is not negative")
 
 
-def check_tensors(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError if one can't be averaged."""
+def check_bits(bits: object) -> None:
+    """Raise ValueError if they are no group bits."""
+    if not isinstance(bits, str) or set(bits) - {"0", "1"} or len(bits) > 64:
+        raise ValueError(f'group bits {bits!r}: give a text of at most 64 "0"s and "1"s')
+
+
+def check_tensors(tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo] | None) -> None:
+    """Raise ValueError if one can't be averaged, or `infos` are not of these tensors."""
+    if infos is not None and [(i.shape, i.dtype) for i in infos] != [(tuple(t.shape), t.dtype) for t in tensors]:
+        raise ValueError("tensor_infos must have one for each of averaged_tensors, of its shape and dtype")
     for index, tensor in enumerate(tensors):
         if not tensor.is_floating_point():
             raise ValueError(f"averaged_tensors[{index}] is of {tensor.dtype}: only floating point can be averaged")
@@ -62,9 +57,7 @@ def term_of(spec: str) -> str:
     return f"{spec[:160]}… ({hashlib.blake2b(spec.encode(), digest_size=16).hexdigest()})"
 
 
-def check_weight(weight: object, auxiliary: bool) -> None:
-    """Raise ValueError if a peer's tensors can't count so much in a mean."""
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1e15:
-        raise ValueError(f"weight={weight!r}: give a number that is not negative, at most 1e15")
-    if auxiliary and weight:
+def check_weight_of_role(weight: float, auxiliary: bool) -> None:
+    """Raise ValueError if such a peer's tensors can't count so much in a mean."""
+    if check_weight(weight) and auxiliary:
         raise ValueError(f"weight={weight!r}: an auxiliary averager contributes nothing")

@@ -14,13 +14,13 @@ SMALLEST_CHUNK = 1 << 12
 CHUNKS_PER_REDUCER = 4  # of a small vector: enough to overlap sending, reducing and receiving
 
 
-def chunk_elements(total: int, reducers: int) -> int:
-    """How many elements a chunk has, for a vector of `total` elements: 2**18, less for small vectors so that every
-    reducer gets some, more for vectors that would have too many chunks."""
+def chunk_elements(total: int, reducers: int, largest: int = CHUNK_ELEMENTS) -> int:
+    """How many elements a chunk has, for a vector of `total` elements: `largest`, less for small vectors so that every
+    reducer gets some, more for vectors that would have too many chunks. At least 2**12, at most 2**20."""
     size = -(-total // max(1, reducers * CHUNKS_PER_REDUCER))
-    size = max(SMALLEST_CHUNK, min(CHUNK_ELEMENTS, -(-size // SMALLEST_CHUNK) * SMALLEST_CHUNK))
+    size = max(SMALLEST_CHUNK, min(largest, MAX_CHUNK_ELEMENTS, -(-size // SMALLEST_CHUNK) * SMALLEST_CHUNK))
     while -(-total // size) > MAX_CHUNKS // 2 and size < MAX_CHUNK_ELEMENTS:
-        size *= 2
+        size = min(2 * size, MAX_CHUNK_ELEMENTS)
     return size
 
 
@@ -61,16 +61,20 @@ def _bandwidths(members: Sequence[Member]) -> list[float]:
     return bandwidths
 
 
-def divide(chunks: int, members: Sequence[Member]) -> tuple[int, ...]:
+def divide(chunks: int, members: Sequence[Member], smallest: float = 0.0) -> tuple[int, ...]:
     """Where each member's chunks start, and `chunks` at the end: `len(members) + 1` numbers.
 
     The shares are those of the fastest round (`load_balancing.best_shares`), to a chunk. Clients and members of
-    bandwidth zero get nothing, unless nobody else is there to reduce. Raises NobodyReduces if all are clients.
+    bandwidth zero get nothing, unless nobody else is there to reduce; members whose share has less than `smallest`
+    chunks get nothing, unless all are such. Raises NobodyReduces if all are clients.
     """
     bandwidths = _bandwidths(members)
     parts = [b for member, b in zip(members, bandwidths, strict=True) if member.contributes]
     auxiliary = [b for member, b in zip(members, bandwidths, strict=True) if not member.contributes]
     shares = best_shares(parts, auxiliary)
+    if 0 < smallest <= max(shares) * chunks:
+        shares = [share if share * chunks >= smallest else 0.0 for share in shares]
+        shares = [share / sum(shares) for share in shares]
     own, lent = iter(shares[: len(parts)]), iter(shares[len(parts) :])
     starts, before = [0], 0.0
     for member in members:

@@ -400,8 +400,8 @@ class RoundDriver:
         if begin is None or not attempt.contribution.excused():
             return False
         others = {member.key: None for member in begin.members} | {begin.ballot.coordinator: None}
-        peers = [PeerID(key) for key in others if key != self._me.key]
-        self._node.notify([peer for peer in peers if self._node.is_connected(peer)], self._service, Waiting(begin.round))
+        peers = [PeerID(key) for key in others if key != self._me.key and self._node.is_connected(PeerID(key))]
+        self._node.notify(peers, self._service, Waiting(begin.round))
         return True
 
     def on_waiting(self, peer: PeerID, message: Waiting) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.averaging.messages import Join
+from shoal.averaging.plan import CHUNK_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class Rules:
         min_group: fewer members than this begin nothing; where samples are counted, members that contribute.
         target_group: as many members begin at once, whoever else is expected; None for no such number.
         target_samples: a round is called when the members have so many samples; None if whoever joins calls it.
+        chunk_elements: no chunk is larger, unless there would be too many.
+        smallest_span: members that would reduce fewer elements reduce none.
         due_sizes: elements of each flat buffer of what is averaged beside that in rounds where state is due.
         state_sizes: the same of the state itself, which is averaged where it is due and members hold unlike ones.
         state_every: state is due in the rounds that end the epochs of this many, twice this many, and so on.
@@ -33,6 +36,8 @@ class Rules:
     min_group: int = 1
     target_group: int | None = None
     target_samples: float | None = None
+    chunk_elements: int = CHUNK_ELEMENTS
+    smallest_span: int = 0
     due_sizes: tuple[int, ...] = ()
     state_sizes: tuple[int, ...] = ()
     state_every: int = 1

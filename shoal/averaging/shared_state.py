@@ -11,7 +11,8 @@ import torch
 from shoal.averaging.donor import Snapshot
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded
-from shoal.compression import Compression, NoCompression
+from shoal.averaging.vector import plan_of
+from shoal.compression import Compression, CompressionInfo, NoCompression
 from shoal.flat import FlatBuffer, Layout
 
 
@@ -20,12 +21,14 @@ def snapshot_of(
     data: Any,
     tensors: Sequence[torch.Tensor],
     compression: Compression = NoCompression(),  # noqa: B008
+    infos: Sequence[CompressionInfo] | None = None,
 ) -> Snapshot:
-    """A copy of `tensors` in flat memory, with `data` (plain data that msgpack can write), to be sent so."""
+    """A copy of `tensors` in flat memory, with `data` (plain data that msgpack can write), to be sent so. `infos` are
+    the tensors' names and roles, if there are any."""
     memory = FlatBuffer(Layout.of(tensors).on("cpu"))
     memory.copy_from(tensors)
     layout = msgspec.msgpack.encode(memory.layout.to_wire())
-    return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(data), compression.plan(memory.layout))
+    return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(data), plan_of(compression, memory.layout, infos))
 
 
 def state_of(state: Downloaded) -> tuple[Any, list[torch.Tensor]]:

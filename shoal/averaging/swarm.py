@@ -45,6 +45,7 @@ from shoal.averaging.messages import (
     Result,
     Survey,
     Terms,
+    Unjoin,
     Waiting,
 )
 from shoal.averaging.neighbourhood import Neighbourhood
@@ -115,6 +116,7 @@ class Swarm:
         self.called = False  # whether the coordinator has called the round of this tip
         self.behind: Tip | None = None  # a state that outranks ours, of which a member told
         self._changed = asyncio.Event()
+        self._news = asyncio.Event()
         self._round = RoundDriver(
             node,
             self.service,
@@ -141,6 +143,7 @@ class Swarm:
             chunk_timeout,
             self._heard,
         )
+        self._retired = False
         self._report: Progress | None = None
         self._reported_to: tuple[bytes, Tip] | None = None
         self._tasks: list[asyncio.Task[Any]] = []
@@ -162,14 +165,20 @@ class Swarm:
 
     def stop(self) -> None:
         """Leave the run."""
-        others = [member.peer for member in self.neighbourhood.connected() if member.key != self.me.key]
-        self.node.notify(others, self.service, Leave())
+        if not self._retired:
+            self.retire()
         self.node.stop_serving(self.service)
         self._stop_listening()
-        self.neighbourhood.stop()
         for task in self._tasks:
             task.cancel()
         self._coordination.stop()
+
+    def retire(self) -> None:
+        """Leave the run, but until `stop` still tell those who missed the last round what it was."""
+        others = [member.peer for member in self.neighbourhood.connected() if member.key != self.me.key]
+        self.node.notify(others, self.service, Leave())
+        self.neighbourhood.stop()
+        self._retired = True
 
     def move(self, tip: Tip) -> None:
         """Be at another state: it was downloaded, or made alone. All are told: a JOIN for the old tip is void."""
@@ -184,13 +193,22 @@ class Swarm:
 
     # -- progress
 
-    async def report(self, samples: float, rate: float) -> Count:
-        """Tell the coordinator this peer's samples since the tip, and how many it makes per second; returns what all
-        members have. Raises `Behind` if the coordinator is at a state that outranks ours, P2PError if it can't be
-        asked, `Rejected` if the run goes by other terms."""
+    async def report(self, report: Progress) -> Count:
+        """Tell the coordinator this peer's samples since the tip; returns what all members have. Raises `Behind` if
+        the coordinator is at a state that outranks ours, P2PError if it can't be asked, `Rejected` if the run goes by
+        other terms."""
         self._check_terms()
-        self._report = Progress(self.tip, samples, rate)
+        self._report = report
         return await self._send_report()
+
+    async def news(self) -> None:
+        """Return when the round of this tip is called, the tip changes, or a state that outranks it is heard of."""
+        await self._news.wait()
+
+    def _tell_news(self) -> None:
+        waited_for, self._news = self._news, asyncio.Event()
+        waited_for.set()
+        self._changed.set()
 
     async def _send_report(self) -> Count:
         report, coordinator = self._report, self.neighbourhood.coordinator()
@@ -199,7 +217,9 @@ class Swarm:
         answer = await self.node.call_for_buffers(coordinator.peer, self.service, report, timeout=self._request_timeout)
         match answer.body:
             case Count():
-                self.called = self.called or (answer.body.called and answer.body.tip == self.tip)
+                if answer.body.called and answer.body.tip == self.tip and not self.called:
+                    self.called = True
+                    self._tell_news()
                 return answer.body
             case Elsewhere():
                 await self.neighbourhood.meet(answer.body.coordinator)
@@ -245,6 +265,8 @@ class Swarm:
             peers = len(self.neighbourhood.connected())
             raise AveragingError(f"no result within {timeout:.3g} s ({where}; {peers} members are connected)") from None
         finally:
+            if attempt.outcome is None and attempt.joined is not None and self.participant.begin is None:
+                self.node.notify([PeerID(attempt.joined[0])], self.service, Unjoin())
             self._round.finish()
 
     async def _between_rounds(self, attempt: Attempt) -> None:
@@ -333,6 +355,8 @@ class Swarm:
     # -- messages
 
     def _handle(self, peer: PeerID, message: Any, buffers: Sequence[memoryview]) -> Answer | Awaitable[Answer]:
+        if self._retired and isinstance(message, Hello | Progress | Join | Call | Begin):
+            raise Refused("this peer has left the run")
         match message:
             case Part() | Result():
                 self._round.on_chunk(peer, message, buffers)
@@ -358,6 +382,9 @@ class Swarm:
                 return self._round.on_repair(peer, message)
             case Fetch() | Digests():
                 return self._round.on_fetch(message)
+            case Unjoin():
+                self._coordination.unjoin(peer)
+                return None
             case Waiting():
                 self._round.on_waiting(peer, message)
                 self._coordination.waiting(peer, message)
@@ -414,7 +441,7 @@ class Swarm:
                 self.node.notify([peer], self.service, Elsewhere(coordinator))
         else:
             self.called = True
-            self._changed.set()
+            self._tell_news()
             if self.neighbourhood.coordinator().peer != peer:
                 # One of the two does not know somebody whom the other knows: tell each other.
                 self.node.spawn(self.neighbourhood.meet_peer(peer))
@@ -449,7 +476,7 @@ class Swarm:
         if self.behind is not None and not self.behind.outranks(self.tip):
             self.behind = None
         self._coordination.new_tip()
-        self._changed.set()
+        self._tell_news()
 
     # -- who is there
 
@@ -479,7 +506,7 @@ class Swarm:
         attempt = self._round.attempt
         if self.participant.begin is None and attempt is not None and attempt.contribution.tip is None:
             self._move(tip)  # what is averaged here hangs on no state: go on from where the others are
-        self._changed.set()
+        self._tell_news()
 
     def _lost(self, key: bytes) -> None:
         """A member is gone."""

@@ -17,7 +17,16 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from shoal.averaging.donor import Chunk, GetChunk, GetManifest, Offer, Snapshot, StateDonor, transfer_service
+from shoal.averaging.donor import (
+    Chunk,
+    GetChunk,
+    GetManifest,
+    Offer,
+    Snapshot,
+    StateDonor,
+    Withheld,
+    transfer_service,
+)
 from shoal.averaging.download import DownloadPlan
 from shoal.averaging.errors import AveragingError
 from shoal.averaging.manifest import Manifest, StateChunk, choose
@@ -26,13 +35,17 @@ from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Node, Reply, Service
 
-__all__ = ["DownloadFailed", "Downloaded", "Snapshot", "StateDonor", "download_state"]
+__all__ = ["DownloadFailed", "Downloaded", "NothingShared", "Snapshot", "StateDonor", "download_state"]
 
 OFFER_SECONDS: Final = 15.0  # after so long, donors that have offered nothing are not waited for
 
 
 class DownloadFailed(AveragingError):
     """No state was downloaded. The text names every donor with what was wrong with it."""
+
+
+class NothingShared(DownloadFailed):
+    """There is nobody to ask, or nobody of them shares a state: asking again does not help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +90,7 @@ async def download_state(
 
     Every chunk is verified. A donor that is lost, refuses, is too slow or sends something else than it offered is left
     out, and others send what it owed; if all that hold one state fail, the next state is tried, from the beginning.
+    Donors may give their states priorities; then that of most of those with the highest is downloaded.
 
     Args:
         node: this peer's node; it must know the donors' addresses.
@@ -86,7 +100,8 @@ async def download_state(
         rng: draws the order in which donors are asked.
         max_nbytes: offers of states that need more memory are not taken.
 
-    Raises DownloadFailed, which names every donor and its reason, if no donor is left or the time is up.
+    Raises DownloadFailed, which names every donor and its reason, if no donor is left or the time is up;
+    `NothingShared` if there is none, or all say that they do not share their states.
     """
     others = sorted(set(donors) - {node.peer_id})
     rng.shuffle(others)
@@ -149,7 +164,9 @@ class _Download:
         self._timeout = timeout
         self._max_nbytes = max_nbytes
         self._offers: dict[PeerID, Manifest] = {}  # of donors that are not dropped
+        self._priorities: dict[PeerID, float] = {}  # of those offers
         self._dropped: dict[PeerID, str] = {}
+        self._withheld: set[PeerID] = set()
         self._fetch: _Fetch | None = None
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -175,9 +192,11 @@ class _Download:
             while True:
                 while not self._can_choose():
                     await self._event(waiting_until if _now() < waiting_until else None)
+                if self._withheld.issuperset(self._donors):
+                    raise NothingShared(f"nobody shares a state. {self.story()}")
                 if not self._offers:
                     raise DownloadFailed(f"nobody can give a state. {self.story()}")
-                if (downloaded := await self._download(choose(self._offers))) is not None:
+                if (downloaded := await self._download(choose(self._preferred()))) is not None:
                     return downloaded
         finally:
             for task in self._tasks:
@@ -189,9 +208,14 @@ class _Download:
         holders = Counter(manifest.id for manifest in self._offers.values())
         return (
             len(self._offers) == left
-            or 2 * max(holders.values(), default=0) > left
+            or (2 * max(holders.values(), default=0) > left and len(set(self._priorities.values())) == 1)
             or (bool(self._offers) and _now() >= self._start + OFFER_SECONDS)
         )
+
+    def _preferred(self) -> dict[PeerID, Manifest]:
+        """The offers of the highest priority."""
+        best = max(self._priorities[donor] for donor in self._offers)
+        return {donor: manifest for donor, manifest in self._offers.items() if self._priorities[donor] == best}
 
     async def _download(self, id: bytes) -> Downloaded | None:
         """Fetch the state of that id; None if all that offer it failed."""
@@ -221,6 +245,9 @@ class _Download:
     async def _ask_offer(self, donor: PeerID) -> None:
         try:
             reply = await self._node.call_for_buffers(donor, self._service, GetManifest(), timeout=self._timeout)
+            if isinstance(reply.body, Withheld):
+                self._withheld.add(donor)
+                raise ValueError("this peer does not share its state")
             if not isinstance(reply.body, Offer) or len(reply.buffers) != 1:
                 raise ValueError("sent no manifest when asked for it")
             manifest = Manifest.decode(memoryview(reply.buffers[0]))
@@ -231,7 +258,7 @@ class _Download:
         except (P2PError, TimeoutError, ValueError) as error:
             self._dropped[donor] = str(error) or "did not answer in time"
         else:
-            self._offers[donor] = manifest
+            self._offers[donor], self._priorities[donor] = manifest, reply.body.priority
             if self._fetch is not None and self._fetch.id == manifest.id:
                 self._fetch.plan.add_donor(donor)
 

@@ -190,7 +190,8 @@ class Brain:
             return
         # RuleBroken here would put out a member that obeys all rules: then the test fails.
         if isinstance(message, Part):
-            if self.book.part_arrived(sender, message.chunk, message.plan, message.weight) and self.book.is_ready(message.chunk):
+            wanted = self.book.part_arrived(sender, message.chunk, message.plan, message.weight)
+            if wanted and self.book.is_ready(message.chunk):
                 self.reduce([message.chunk])
         else:
             if self.book.result_arrived(sender, content.chunk, content.plan):

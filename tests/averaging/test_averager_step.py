@@ -14,6 +14,7 @@ import torch
 import shoal
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.contribution import Outcome
+from shoal.averaging.control import StepControl
 from shoal.averaging.gathered import decode_gathered, encode_gathered, told
 from shoal.averaging.messages import Commit
 from tests.averaging.rounds import TIP, begin_of, digest, keys, member, members
@@ -71,7 +72,10 @@ def test_tensors_in_use_when_the_round_begins_fail_the_step_and_are_free_afterwa
 def test_who_gathers_garbage_is_refused_and_the_others_go_on() -> None:
     tensors = [[torch.full((5,), float(i))] for i in range(3)]
     with averagers(tensors, min_matchmaking_time=2.0) as peers:
-        bad = peers[2]._submit(peers[2]._step(1.0, b"\xc1", 2.0, 20.0, True))
+        now = shoal.get_dht_time()
+        garbage = StepControl(now + 2.0, now + 20.0, data_for_gather=b"\xc1")
+        garbage.allow_allreduce()
+        bad = peers[2]._submit(peers[2]._step(garbage))
         futures = [peer.step(gather=number, wait=False, timeout=20.0) for number, peer in enumerate(peers[:2])]
         with pytest.raises(shoal.AveragingError, match="not plain data"):
             bad.result(30.0)
@@ -128,28 +132,8 @@ def test_step_takes_its_arguments_as_the_reference_does() -> None:
     names = ["gather", "scheduled_time", "weight", "timeout", "allow_retries", "require_trigger", "wait"]
     assert list(inspect.signature(DecentralizedAverager.step).parameters)[1:] == names
     with averagers([[torch.zeros(2)]]) as (peer,):
-        with pytest.raises(NotImplementedError, match="require_trigger=True"):
-            peer.step(require_trigger=True, wait=False)
+        with pytest.raises(ValueError, match="require_trigger=True needs wait=False"):
+            peer.step(require_trigger=True)
         future = peer.step(None, None, 1.0, 20.0, True, False, False)
         assert not isinstance(future, dict)
         assert future.cancel()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("initial_group_bits", "0"),
-        ("request_timeout", 1.0),
-        ("averaging_alpha", 0.5),
-        ("part_size_bytes", 1024),
-        ("sender_timeout", 1.0),
-        ("reducer_timeout", 1.0),
-        ("tensor_infos", [1]),
-        ("min_vector_size", 7),
-        ("declare_state_period", 5),
-        ("daemon", False),
-    ],
-)
-def test_arguments_that_are_not_built_are_named(name: str, value: Any) -> None:
-    with shoal.DHT(start=True) as dht, pytest.raises(NotImplementedError, match=f"{name}="):
-        DecentralizedAverager([torch.zeros(2)], dht, prefix="test", start=False, **{name: value})
