@@ -12,6 +12,8 @@ from torch.distributed import rpc
 class RemoteOptimizerError(RuntimeError):
     """What was asked of the workers failed on one or more of them; the others have done it.
 
+    Of a worker that did not answer within torch's `rpc_timeout` nobody knows whether it has done it, or still will.
+
     The message has a line for every worker that failed. ``__cause__`` is its error with the traceback of the worker, or
     an `ExceptionGroup` of them.
 
@@ -41,7 +43,7 @@ def call_all(what: str, calls: Mapping[str, Call]) -> dict[str, Any]:
         worker's name to its answer.
 
     Raises:
-        RemoteOptimizerError: if any failed, after all have answered.
+        RemoteOptimizerError: if any failed, after all have answered or their `rpc_timeout` is over.
     """
     futures: dict[str, Any] = {}
     answers: dict[str, Any] = {}

@@ -135,7 +135,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: if there is no such context here.
-            RemoteOptimizerError: if a worker failed. The others have made the step.
+            RemoteOptimizerError: if a worker failed or did not answer within torch's `rpc_timeout`, in which case it
+                may still make the step. The others have made it.
         """
         dist_autograd._is_valid_context(context_id)
         options = self._options()

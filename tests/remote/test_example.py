@@ -10,9 +10,10 @@ import pytest
 from tests.peers import ROOT
 
 
+@pytest.mark.timeout(240)  # so that what waits for ever ends by the example's own patience, and says what it was
 @pytest.mark.parametrize("options", [["--trainers", "1", "--check"], ["--trainers", "2"]], ids=["one", "two"])
 def test_the_example_learns(options) -> None:
     command = [sys.executable, str(ROOT / "examples" / "parameter_server.py"), "--steps", "60", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "held out" in done.stdout
