@@ -230,7 +230,7 @@ def main() -> None:
         running = {process.sentinel: process for process in processes}
         while running and not any(process.exitcode for process in processes):
             for sentinel in wait(list(running)):
-                running.pop(sentinel).join()  # type: ignore[index]
+                running.pop(sentinel).join()  # type: ignore[arg-type]
         for process in processes:
             process.kill()  # when one has failed, the others would wait for it
             process.join()
