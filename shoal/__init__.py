@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from shoal.functional.qhm_optimizer import QHM as QHM
     from shoal.functional.registry import functional_optim_map as functional_optim_map
     from shoal.functional.registry import register_functional_optimizer as register_functional_optimizer
+    from shoal.optim.grad_scaler import GradScaler as GradScaler
     from shoal.optim.optimizer import Optimizer as Optimizer
-    from shoal.optim.progress import ProgressTracker as ProgressTracker
+    from shoal.optim.progress_tracker import ProgressTracker as ProgressTracker
     from shoal.optim.reports import DownloadReport as DownloadReport
     from shoal.optim.reports import EpochReport as EpochReport
     from shoal.p2p.identity import PeerID as PeerID
@@ -43,13 +44,14 @@ _HOMES = {
     "DistributedOptimizer": "shoal.remote.optimizer",
     "DownloadReport": "shoal.optim.reports",
     "EpochReport": "shoal.optim.reports",
+    "GradScaler": "shoal.optim.grad_scaler",
     "Join": "shoal.sharding.join",
     "JoinHook": "shoal.sharding.join",
     "Joinable": "shoal.sharding.join",
     "Multiaddr": "shoal.p2p.multiaddr",
     "Optimizer": "shoal.optim.optimizer",
     "PeerID": "shoal.p2p.identity",
-    "ProgressTracker": "shoal.optim.progress",
+    "ProgressTracker": "shoal.optim.progress_tracker",
     "QHM": "shoal.functional.qhm_optimizer",
     "RoundReport": "shoal.averaging.report",
     "ValueWithExpiration": "shoal.dht.records",

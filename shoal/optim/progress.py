@@ -1,21 +1,32 @@
-"""How far the peers of a run have come in the current epoch."""
+"""How far the peers of a run have come in the current epoch, as the trainer's thread asks and tells it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from shoal.averaging.messages import Count
+import msgspec
+
+from shoal.averaging.errors import AveragingError
+from shoal.averaging.member import Role
+from shoal.averaging.messages import Count, Progress
 from shoal.averaging.swarm import Swarm
 from shoal.averaging.tip import Tip
 from shoal.dht.records import get_dht_time
+from shoal.optim.performance import PerformanceEMA, StepTime
+from shoal.optim.refresh import Refresh
 from shoal.p2p.errors import P2PError
+from shoal.p2p.identity import PeerID
 from shoal.p2p.reactor import Reactor
 
 log = logging.getLogger(__name__)
+
+SHORTEST_WAIT = 0.02  # seconds until a peer that was told to wait asks again, at least
+STEPS_OF_WAITING = 3  # of its own that a peer waits in one epoch's end at most, or `matchmaking_time`
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +34,18 @@ class LocalProgress:
     """This peer's part of the epoch.
 
     Attributes:
+        peer_id: of this peer.
         epoch: the number of the epoch.
         samples_accumulated: since it began.
         samples_per_second: a moving average.
+        client_mode: whether it can't be dialled.
     """
 
+    peer_id: PeerID
     epoch: int
     samples_accumulated: float
     samples_per_second: float
+    client_mode: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +57,7 @@ class GlobalProgress:
         samples_accumulated: by all peers.
         target_batch_size: at which the epoch ends.
         num_peers: that have reported in this epoch.
+        num_clients: members of the run that can't be dialled.
         eta_next_epoch: when the target will be reached, in seconds of `get_dht_time()`; an estimate.
     """
 
@@ -49,79 +65,68 @@ class GlobalProgress:
     samples_accumulated: float
     target_batch_size: int
     num_peers: int
+    num_clients: int
     eta_next_epoch: float
 
 
-class PerformanceEMA:
-    """Samples per second: an exponential moving average of the time per sample.
-
-    Args:
-        alpha: weight of the newest interval, over 0 and at most 1.
-    """
-
-    def __init__(self, alpha: float) -> None:
-        self.alpha = alpha
-        self._seconds_per_sample: float | None = None
-        self._since = time.monotonic()
-
-    @property
-    def samples_per_second(self) -> float:
-        """The average; 0 before the first sample."""
-        return 1.0 / self._seconds_per_sample if self._seconds_per_sample else 0.0
-
-    def update(self, samples: float) -> None:
-        """So many samples were processed since the last call or `restart`."""
-        now = time.monotonic()
-        if samples > 0:
-            interval = max(now - self._since, 1e-9) / samples
-            old = self._seconds_per_sample
-            self._seconds_per_sample = interval if old is None else self.alpha * interval + (1 - self.alpha) * old
-        self._since = now
-
-    def restart(self) -> None:
-        """What passed until now is not to be counted: a round, a download."""
-        self._since = time.monotonic()
-
-
-class ProgressTracker:
+class RunProgress:
     """Reports this peer's samples to the run's coordinator, and learns from it what all peers have.
 
-    Reporting costs the trainer nothing until the answer can matter: only when the target may have been reached, by what
-    the coordinator last said and the rate at which the others go, is its answer waited for. The epoch itself ends on
-    samples that were reported, never on an estimate.
+    Reporting costs the trainer nothing until the answer can matter: only when the target may be reached in this peer's
+    next step, by what the coordinator last said and the rate at which the others go, is its answer waited for. If then
+    the others need no more of this peer's samples, it waits for the end of the epoch rather than beginning a step
+    whose samples would come too late (`shoal.averaging.pace`). The epoch itself ends on samples that were reported,
+    never on an estimate.
 
     Args:
         swarm: the run.
         reactor: on which it lives.
         target_batch_size: samples of all peers after which the epoch ends.
         performance_ema_alpha: see `PerformanceEMA`.
+        refresh: how often it asks what others have when there is nothing to report.
+        may_wait: whether this peer may be told to wait. Not where the trainer goes on during a round.
     """
 
     def __init__(
-        self, swarm: Swarm, reactor: Reactor, target_batch_size: int, *, performance_ema_alpha: float = 0.1
+        self,
+        swarm: Swarm,
+        reactor: Reactor,
+        target_batch_size: int,
+        *,
+        performance_ema_alpha: float = 0.1,
+        refresh: Refresh | None = None,
+        may_wait: bool = True,
     ) -> None:
         self.target_batch_size = target_batch_size
         self.performance_ema = PerformanceEMA(performance_ema_alpha)
-        self._swarm, self._reactor = swarm, reactor
+        self._swarm, self._reactor, self._may_wait = swarm, reactor, may_wait
+        self._refresh = refresh or Refresh()
         self._tip = swarm.tip  # of the state on which samples are accumulated
         self._samples = 0.0
-        self._pending: Future[None] | None = None
+        self._step = StepTime()
+        self._since = time.monotonic()  # when the step that is under way began
+        self._pending: Future[Count | None] | None = None
         # The rest belongs to the reactor's thread.
-        self._count: tuple[Count, float, float, float] | None = None  # with when it came, our samples and rate in it
-        self._latest: tuple[Tip, float, float] = (self._tip, 0.0, 0.0)
+        self._count: tuple[Count, float, Progress] | None = None  # with when it came, and what it answers
+        self._latest: Progress | None = None
         self._sending: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._running = False
 
     @property
     def local_progress(self) -> LocalProgress:
         """This peer's part of the epoch."""
-        return LocalProgress(self._tip.epoch, self._samples, self.performance_ema.samples_per_second)
+        me, speed = self._swarm.me, self.performance_ema.samples_per_second
+        return LocalProgress(me.peer, self._tip.epoch, self._samples, speed, me.role is Role.CLIENT)
 
     @property
     def global_progress(self) -> GlobalProgress:
         """What all peers have, as the coordinator last told it."""
         samples, _, peers = self._estimate(0.0)  # counted ones only
+        clients = sum(member.role is Role.CLIENT for member in list(self._swarm.membership.members.values()))
         eta = self.estimated_next_update_time
-        return GlobalProgress(self.global_epoch, samples, self.target_batch_size, peers, eta)
+        return GlobalProgress(self.global_epoch, samples, self.target_batch_size, peers, clients, eta)
 
     @property
     def global_epoch(self) -> int:
@@ -144,73 +149,171 @@ class ProgressTracker:
             return get_dht_time()
         return get_dht_time() + missing / rate if rate > 0 else float("inf")
 
-    def report_local_progress(self, samples: float) -> None:
-        """This peer has accumulated `samples` in this epoch; updates `ready_to_update_epoch`.
+    def report_local_progress(self, samples: float, at_once: bool = False) -> None:
+        """This peer has accumulated `samples` in this epoch; updates `ready_to_update_epoch`. Returns when it makes
+        sense to begin another step, or to end the epoch; or `at_once`, whatever the answer.
 
         Raises Behind if the run is at a state that outranks this peer's, Rejected if it goes by other terms.
         """
-        self.performance_ema.update(samples - self._samples)
+        now, added = time.monotonic(), samples - self._samples
         self._samples = samples
-        if self.ready_to_update_epoch:
-            return
-        previous, self._pending = self._pending, None
-        if previous is not None and previous.done():
-            _take(previous)
-        future = self._reactor.submit(self._report(self._tip, samples, self.performance_ema.samples_per_second))
-        if self._count is None or self._estimate(time.monotonic())[0] >= self.target_batch_size:
-            _take(future)
-        else:
-            self._pending = future
+        if added > 0:
+            self.performance_ema.update(added, now - self._since)
+            self._step.update(added, now - self._since)
+        try:
+            if not self.ready_to_update_epoch:
+                self._tell(now, another=added > 0, at_once=at_once)
+        finally:
+            self.restart_clock()
 
     def start_epoch(self, tip: Tip) -> None:
-        """A new epoch begins, with no samples, from the state `tip`."""
+        """A new epoch begins, with no samples, from the state `tip`; the coordinator hears that a step is begun."""
         self._tip, self._samples = tip, 0.0
         self._count = None
         if self._pending is not None:
             self._pending.cancel()
             self._pending = None
-        self.performance_ema.restart()
+        self.restart_clock()
+        if self._step.samples:
+            self._pending = self._reactor.submit(self._report(self._progress(another=True)))
 
-    async def _report(self, tip: Tip, samples: float, rate: float) -> None:
-        """Have the coordinator know this; returns when it does."""
-        self._latest = (tip, samples, rate)
+    def restart_clock(self) -> None:
+        """What passed until now belongs to no step: a round, a download."""
+        self._since = time.monotonic()
+        self.performance_ema.reset_timer()
+
+    def start(self) -> None:
+        """From now on, ask what others have when there is nothing to tell."""
+        self._running = True
+        self._reactor.loop.call_soon_threadsafe(self._look_later)
+
+    def stop(self) -> None:
+        """Ask no more."""
+        self._running = False
+        self._reactor.loop.call_soon_threadsafe(self._look_later)
+
+    # -- in the trainer's thread
+
+    def _tell(self, now: float, another: bool, at_once: bool) -> None:
+        previous, self._pending = self._pending, None
+        if previous is not None and previous.done():
+            _take(previous)
+        report = self._progress(another)
+        if at_once:
+            self._pending = self._reactor.submit(self._report(report))
+        elif another and self._may_wait and self._may_be_reached(now, report.seconds):
+            _take(self._reactor.submit(self._ask(report)))
+        elif self._may_be_reached(now, 0.0):
+            _take(self._reactor.submit(self._report(report)))
+        else:
+            self._pending = self._reactor.submit(self._report(report))
+
+    def _progress(self, another: bool) -> Progress:
+        """What there is to report; `another` step follows, as far as is known."""
+        step, seconds = (self._step.samples, self._step.seconds) if another else (0.0, 0.0)
+        return Progress(self._tip, self._samples, self.performance_ema.samples_per_second, step, seconds)
+
+    def _may_be_reached(self, now: float, seconds: float) -> bool:
+        """Whether the target may be reached within so many seconds from now, by what is known here."""
+        counted = self._count
+        if counted is None or counted[0].tip != self._tip:
+            return True
+        samples, rate, _ = self._estimate(now)
+        others = max(0.0, rate - self.performance_ema.samples_per_second)
+        soon = others * seconds + counted[0].under_way if seconds else 0.0
+        return samples + soon >= self.target_batch_size
+
+    def _estimate(self, now: float) -> tuple[float, float, int]:
+        """The samples of all peers at `now` (of `time.monotonic`), counted ones and what the others will have made
+        since; their rate; and how many peers they are."""
+        counted, tip = self._count, self._swarm.tip
+        mine, speed = (self._samples, self.performance_ema.samples_per_second) if tip == self._tip else (0.0, 0.0)
+        if counted is None or counted[0].tip != tip:
+            return mine, speed, 1 if mine else 0
+        count, counted_at, answered = counted
+        others = max(0.0, count.rate - answered.rate)
+        made_since = others * max(0.0, now - counted_at)
+        return count.samples - answered.samples + mine + made_since, others + speed, count.peers
+
+    # -- on the reactor
+
+    async def _ask(self, report: Progress) -> None:
+        """Report, and wait as long as the coordinator counts on others, until the round is called or this peer hears of
+        a better state."""
+        now = time.monotonic()
+        until = now + max(STEPS_OF_WAITING * report.seconds, self._swarm.rules.matchmaking_time)
+        while True:
+            count = await self._report(msgspec.structs.replace(report, asks=True))
+            if count is None or not count.wait or self._swarm.behind is not None or self.ready_to_update_epoch:
+                return
+            if time.monotonic() >= until:
+                await self._report(report)
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(SHORTEST_WAIT, min(count.wait, report.seconds))):
+                    await self._swarm.news()
+
+    async def _report(self, report: Progress) -> Count | None:
+        """Have the coordinator know this; its answer, or None if the epoch is over. Raises as `Swarm.report`."""
+        self._latest = report
         if self._sending is None:
             self._sending = asyncio.create_task(self._send())
         await asyncio.shield(self._sending)
+        return self._count[0] if self._count is not None and self._count[0].tip == report.tip else None
 
     async def _send(self) -> None:
         """Never more than one report is under way; the next one says what has come together meanwhile."""
         sent = None
         try:
             while sent != self._latest:
-                sent = tip, samples, rate = self._latest
-                if self._swarm.tip != tip:
+                sent = self._latest
+                assert sent is not None
+                if self._swarm.tip != sent.tip:
                     return  # the epoch is over; the trainer's thread will see it
-                count = await self._swarm.report(samples, rate)
-                if tip == count.tip:
-                    self._count = (count, time.monotonic(), samples, rate)
+                count = await self._swarm.report(sent)
+                if count.tip == sent.tip:
+                    self._count = (count, time.monotonic(), sent)
+                    self._look_later()
         finally:
             self._sending = None
 
-    def _estimate(self, now: float) -> tuple[float, float, int]:
-        """The samples of all peers at `now` (of `time.monotonic`), counted ones and what the others will have made
-        since; their rate; and how many peers they are."""
-        counted, mine = self._count, self.performance_ema.samples_per_second
-        if counted is None or counted[0].tip != self._tip:
-            return self._samples, mine, 1
-        count, counted_at, counted_samples, counted_rate = counted
-        others = max(0.0, count.rate - counted_rate)
-        made_since = others * max(0.0, now - counted_at)
-        return count.samples - counted_samples + self._samples + made_since, others + mine, count.peers
+    def _look_later(self) -> None:
+        """Ask what all have, if nothing is reported for a while."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._running:
+            eta = max(0.0, self.estimated_next_update_time - get_dht_time())
+            peers = 0 if self._count is None else self._count[0].peers
+            self._timer = self._reactor.loop.call_later(self._refresh.seconds(eta, peers), self._look)
+
+    def _look(self) -> None:
+        self._looking = asyncio.create_task(self._look_now())
+
+    async def _look_now(self) -> None:
+        tip, latest = self._swarm.tip, self._latest
+        if latest is None or latest.tip != tip:
+            question = Progress(tip, 0.0, 0.0, counted=False)
+        else:
+            question = msgspec.structs.replace(latest, asks=False)
+        try:
+            if self._sending is None:
+                await self._report(question)
+                log.log(self._refresh.status_loglevel, "%s", self.global_progress)
+        except (P2PError, AveragingError, TimeoutError) as error:
+            log.debug("could not ask for progress: %s", error)
+        finally:
+            self._look_later()
 
 
-def _take(future: Future[None]) -> None:
+def _take(report: Future[Count | None] | Future[None]) -> None:
     """Wait for a report to arrive; that it did not is no error of the trainer's."""
     try:
-        future.result()
+        report.result()
     except (P2PError, TimeoutError) as error:
         # The coordinator is gone or out of reach; the swarm reports again to its successor by itself.
         log.debug("could not report progress: %s", error)
 
 
-__all__ = ["GlobalProgress", "LocalProgress", "PerformanceEMA", "ProgressTracker"]
+ProgressTracker = RunProgress  # until its one importer says RunProgress
+
+__all__ = ["GlobalProgress", "LocalProgress", "ProgressTracker", "RunProgress"]

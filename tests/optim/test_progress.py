@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import shoal
 from shoal.averaging.errors import Behind
-from shoal.averaging.messages import Count
+from shoal.averaging.member import Member, Role
+from shoal.averaging.membership import Membership
+from shoal.averaging.messages import Count, Progress
+from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Tip
-from shoal.optim.progress import PerformanceEMA, ProgressTracker
+from shoal.optim.progress import RunProgress
+from shoal.optim.refresh import Refresh, refresh_of
 from shoal.p2p.errors import PeerLost
 from shoal.p2p.reactor import Reactor
 
@@ -28,19 +32,32 @@ class FakeSwarm:
         self.tip = GENESIS
         self.behind: Tip | None = None
         self.called = False
-        self.others, self.others_rate, self.peers = 0.0, 0.0, 1
+        self.me = Member(bytes(32), ("/ip4/127.0.0.1/tcp/1",), Role.NODE)
+        self.membership = Membership("run", self.me)
+        self.rules = Rules((), matchmaking_time=0.5, round_timeout=1.0)
+        self.others, self.others_rate, self.others_under_way, self.peers = 0.0, 0.0, 0.0, 1
+        self.waits: list[float] = []  # what it says to those who ask
         self.reports: list[float] = []
+        self.asked: list[float] = []
+        self.heard: list[Progress] = []
+        self.due = asyncio.Event()
         self.open = threading.Event()
         self.open.set()
         self.error: Exception | None = None
 
-    async def report(self, samples: float, rate: float) -> Count:
-        self.reports.append(samples)
+    async def report(self, report: Progress) -> Count:
+        (self.asked if report.asks else self.reports).append(report.samples)
+        self.heard.append(report)
         await asyncio.to_thread(self.open.wait, 10)
         if self.error is not None:
             raise self.error
-        self.called = samples + self.others >= 100
-        return Count(self.tip, samples + self.others, rate + self.others_rate, self.peers, self.called)
+        self.called = report.samples + self.others >= 100
+        wait = self.waits.pop(0) if report.asks and self.waits else 0.0
+        samples, rate = report.samples + self.others, report.rate + self.others_rate
+        return Count(self.tip, samples, rate, self.peers, self.called, self.others_under_way, wait)
+
+    async def news(self) -> None:
+        await self.due.wait()
 
 
 @pytest.fixture
@@ -49,10 +66,10 @@ def swarm() -> FakeSwarm:
 
 
 @pytest.fixture
-def tracker(swarm: FakeSwarm) -> Iterator[ProgressTracker]:
+def tracker(swarm: FakeSwarm) -> Iterator[RunProgress]:
     reactor = Reactor.acquire()
     try:
-        yield ProgressTracker(swarm, reactor, 100)  # type: ignore[arg-type]
+        yield RunProgress(swarm, reactor, 100)  # type: ignore[arg-type]
     finally:
         swarm.open.set()
         reactor.release()
@@ -65,28 +82,14 @@ def wait_for(reports: list[float], expected: list[float]) -> None:
         time.sleep(0.001)
 
 
-def test_moving_average_is_of_the_time_per_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    ema = PerformanceEMA(alpha=0.25)
-    assert ema.samples_per_second == 0.0
-    now += 2.0
-    ema.update(4)
-    assert ema.samples_per_second == pytest.approx(2.0)
-    now += 1.0
-    ema.update(10)
-    assert ema.samples_per_second == pytest.approx(1 / (0.75 * 0.5 + 0.25 * 0.1))
-    before = ema.samples_per_second
-    now += 50.0
-    ema.restart()
-    now += 1.0
-    ema.update(0)  # a step without samples says nothing of the speed
-    now += 0.1
-    ema.update(1)
-    assert ema.samples_per_second == pytest.approx(1 / (0.75 / before + 0.25 * 0.1))
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
 
 
-def test_waits_only_when_the_answer_can_matter(swarm: FakeSwarm, tracker: ProgressTracker) -> None:
+def test_waits_only_when_the_answer_can_matter(swarm: FakeSwarm, tracker: RunProgress) -> None:
     swarm.others, swarm.peers = 40.0, 3
     tracker.report_local_progress(0.0)  # nothing is known yet: waits
     assert tracker.global_progress.samples_accumulated == 40
@@ -105,10 +108,10 @@ def test_waits_only_when_the_answer_can_matter(swarm: FakeSwarm, tracker: Progre
         swarm.open.set()
         last.result(5)
     assert tracker.ready_to_update_epoch
-    assert swarm.reports == [0.0, 10.0, 60.0], "what came meanwhile is reported at once"
+    assert (swarm.reports, swarm.asked) == ([0.0, 10.0], [60.0]), "what came meanwhile is reported at once"
 
 
-def test_the_others_go_on_while_nothing_is_heard_of_them(swarm: FakeSwarm, tracker: ProgressTracker) -> None:
+def test_the_others_go_on_while_nothing_is_heard_of_them(swarm: FakeSwarm, tracker: RunProgress) -> None:
     swarm.others, swarm.others_rate = 40.0, 200.0
     tracker.report_local_progress(0.0)
     now = shoal.get_dht_time()
@@ -122,11 +125,11 @@ def test_the_others_go_on_while_nothing_is_heard_of_them(swarm: FakeSwarm, track
     assert not tracker.ready_to_update_epoch, "an estimate does not end an epoch"
 
 
-def test_nothing_is_estimated_without_a_rate(tracker: ProgressTracker) -> None:
+def test_nothing_is_estimated_without_a_rate(tracker: RunProgress) -> None:
     assert tracker.estimated_next_update_time == float("inf")
 
 
-def test_epochs(swarm: FakeSwarm, tracker: ProgressTracker) -> None:
+def test_epochs(swarm: FakeSwarm, tracker: RunProgress) -> None:
     tracker.report_local_progress(60.0)
     assert tracker.local_progress.samples_accumulated == 60
     next_tip = GENESIS.after(bytes(32), 100.0)
@@ -135,8 +138,10 @@ def test_epochs(swarm: FakeSwarm, tracker: ProgressTracker) -> None:
     assert tracker.local_progress.epoch == 0
     assert tracker.global_epoch == 1
     tracker.report_local_progress(70.0)
-    assert swarm.reports == [60.0], "samples of an epoch that is over were reported"
+    assert (swarm.reports, swarm.asked) == ([], [60.0]), "samples of an epoch that is over were reported"
     tracker.start_epoch(next_tip)
+    wait_for(swarm.reports, [0.0])  # the coordinator of the new epoch hears that a step is under way
+    assert (swarm.heard[-1].tip, swarm.heard[-1].step) == (next_tip, 10.0)
     assert not tracker.ready_to_update_epoch
     assert tracker.local_progress.epoch == 1
     assert tracker.global_progress.samples_accumulated == 0
@@ -145,16 +150,16 @@ def test_epochs(swarm: FakeSwarm, tracker: ProgressTracker) -> None:
 
 
 @pytest.mark.parametrize("error", [PeerLost("gone"), TimeoutError()])
-def test_a_lost_coordinator_is_no_error(swarm: FakeSwarm, tracker: ProgressTracker, error: Exception) -> None:
+def test_a_lost_coordinator_is_no_error(swarm: FakeSwarm, tracker: RunProgress, error: Exception) -> None:
     swarm.error = error
     tracker.report_local_progress(10.0)
     swarm.error = None
     tracker.report_local_progress(20.0)
-    assert swarm.reports == [10.0, 20.0]
+    assert swarm.asked == [10.0, 20.0]
     assert tracker.global_progress.samples_accumulated == 20
 
 
-def test_being_behind_is_told_even_if_the_report_was_not_waited_for(swarm: FakeSwarm, tracker: ProgressTracker) -> None:
+def test_being_behind_is_told_even_if_the_report_was_not_waited_for(swarm: FakeSwarm, tracker: RunProgress) -> None:
     tracker.report_local_progress(0.0)
     swarm.error = Behind("the swarm is at epoch 5")
     tracker.report_local_progress(1.0)
@@ -162,3 +167,111 @@ def test_being_behind_is_told_even_if_the_report_was_not_waited_for(swarm: FakeS
     time.sleep(0.05)
     with pytest.raises(Behind, match="epoch 5"):
         tracker.report_local_progress(2.0)
+
+
+def test_one_that_is_told_to_wait_waits_for_the_call(swarm: FakeSwarm, tracker: RunProgress) -> None:
+    swarm.others, swarm.others_under_way, swarm.peers = 80.0, 16.0, 3
+    tracker.report_local_progress(0.0)
+    time.sleep(0.3)
+    swarm.waits = [30.0] * 10
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(tracker.report_local_progress, 8.0)  # 88 of 100, and 16 will come without it
+        time.sleep(0.1)
+        assert swarm.asked == [8.0]
+        assert not waiting.done()
+        assert swarm.heard[-1].step == 8.0
+        assert swarm.heard[-1].seconds == pytest.approx(0.3, abs=0.1)
+        swarm.others, swarm.called = 96.0, True
+        tracker._reactor.loop.call_soon_threadsafe(swarm.due.set)
+        waiting.result(5)
+    assert tracker.ready_to_update_epoch
+    speed = tracker.performance_ema.samples_per_second
+    tracker.start_epoch(GENESIS.after(bytes(32), 100.0))
+    assert tracker.performance_ema.samples_per_second == speed, "waiting is not working slowly"
+
+
+def test_what_it_waits_for_may_not_come(swarm: FakeSwarm, tracker: RunProgress) -> None:
+    swarm.others, swarm.others_under_way, swarm.peers = 80.0, 16.0, 3
+    tracker.report_local_progress(0.0)
+    time.sleep(0.1)
+    swarm.waits = [30.0, 30.0, 0.0]
+    tracker.report_local_progress(8.0)  # the coordinator counts on the others, and then does not any more
+    assert swarm.asked == [8.0, 8.0, 8.0]
+    swarm.waits = [30.0] * 1000
+    time.sleep(0.1)
+    started = time.monotonic()
+    tracker.report_local_progress(16.0)  # and one that counts on them for ever is not obeyed for ever
+    assert 0.3 <= time.monotonic() - started < 3
+    assert len(swarm.asked) < 20, "it asks once in a step's time"
+    assert not swarm.heard[-1].asks, "it says that it begins"
+    assert not tracker.ready_to_update_epoch
+
+
+def test_far_from_the_target_nothing_is_asked(swarm: FakeSwarm, tracker: RunProgress) -> None:
+    swarm.others, swarm.others_under_way, swarm.peers = 10.0, 16.0, 3
+    tracker.report_local_progress(0.0)
+    swarm.waits = [30.0] * 10
+    tracker.report_local_progress(8.0)
+    wait_for(swarm.reports, [0.0, 8.0])
+    tracker.report_local_progress(8.0)  # nothing was added: no step follows
+    wait_for(swarm.reports, [0.0, 8.0, 8.0])
+    assert [report.step for report in swarm.heard] == [0.0, 8.0, 0.0]
+    assert swarm.asked == []
+
+
+def test_one_that_may_not_wait_does_not(swarm: FakeSwarm) -> None:
+    reactor = Reactor.acquire()
+    try:
+        tracker = RunProgress(swarm, reactor, 100, may_wait=False)  # type: ignore[arg-type]
+        swarm.others, swarm.others_under_way, swarm.waits = 80.0, 16.0, [30.0] * 10
+        for samples in (0.0, 8.0, 16.0):
+            tracker.report_local_progress(samples)
+        assert swarm.asked == []
+    finally:
+        reactor.release()
+
+
+def test_what_others_have_is_asked_for_when_there_is_nothing_to_report(swarm: FakeSwarm) -> None:
+    reactor = Reactor.acquire()
+    tracker = RunProgress(swarm, reactor, 100, refresh=Refresh(0.05, 0.1, 0.05))  # type: ignore[arg-type]
+    try:
+        swarm.others, swarm.peers = 40.0, 3
+        tracker.start()
+        wait_until(lambda: tracker.global_progress.samples_accumulated == 40)
+        assert not any(report.counted for report in swarm.heard)
+        assert tracker.global_progress.num_peers == 3
+        tracker.report_local_progress(8.0)
+        swarm.others = 50.0
+        wait_until(lambda: tracker.global_progress.samples_accumulated == 58)
+        assert swarm.heard[-1].counted
+        tracker.stop()
+        time.sleep(0.2)
+        before = len(swarm.heard)
+        time.sleep(0.3)
+        assert len(swarm.heard) == before
+    finally:
+        tracker.stop()
+        reactor.release()
+
+
+def test_how_often_others_are_asked_for() -> None:
+    refresh = Refresh()
+    assert refresh.seconds(eta=8.0, peers=0) == 3.0
+    assert refresh.seconds(eta=8.0, peers=3) == pytest.approx(8.0 * 3 / 6)
+    assert refresh.seconds(eta=8.0, peers=30) == pytest.approx(8.0 * 30 / 36)
+    assert refresh.seconds(eta=0.0, peers=3) == 0.5
+    assert refresh.seconds(eta=float("inf"), peers=3) == 10.0
+
+
+def test_options_of_the_reference() -> None:
+    refresh = refresh_of({"min_refresh_period": 0.1, "expected_drift_rate": 1.0, "metadata_expiration": 60.0})
+    assert refresh == Refresh(min_refresh_period=0.1, expected_drift_rate=1.0)
+    assert refresh_of(None) == Refresh()
+    with pytest.raises(ValueError, match="no option nonsense, period; there are min_refresh_period"):
+        refresh_of({"period": 1, "nonsense": 2})
+    with pytest.raises(ValueError, match="performance_ema_alpha: that is an argument of the optimizer"):
+        refresh_of({"performance_ema_alpha": 0.5})
+    with pytest.raises(ValueError, match="min_refresh_period=20 is more than max_refresh_period=10"):
+        refresh_of({"min_refresh_period": 20})
+    with pytest.raises(ValueError, match="expected_drift_peers=-1"):
+        refresh_of({"expected_drift_peers": -1})

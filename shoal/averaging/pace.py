@@ -1,0 +1,99 @@
+"""Which peer begins another step near the end of an epoch, and which one waits because its samples would come too late.
+
+[Note: why waiting costs nothing]
+The round of an epoch is called when enough samples were reported, and begins when everybody has ended the step that it
+was in. A step that ends after the call delays the round, and its samples exceed the target: with N peers in lockstep
+that is up to N - 1 steps too many. So a member that has reported a step asks whether to begin another, and is told to
+wait if the others will have the missing samples without it:
+
+- by steps that are under way, however long they take: the round waits for them in any case; or
+- by steps that they will have ended by the time at which the asking member would have ended its own.
+
+Either way its own step could not have made the epoch end earlier. One that waits is not under way, so of those whose
+steps are needed somebody always goes. It is the coordinator that decides, one question after the other, because peers
+that each decide by what they know would all wait for each other, or all go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+LATE = 0.5  # a step that takes so much longer (as a part of its time) than expected is no longer counted on
+MAX_STEPS_AHEAD = 64  # of one member
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that a member makes.
+
+    Attributes:
+        begun: when.
+        samples: that it will add.
+        seconds: that it is expected to take.
+    """
+
+    begun: float
+    samples: float
+    seconds: float
+
+    def landings(self, now: float, horizon: float) -> Iterator[tuple[float, float, float]]:
+        """When its samples and those of the member's further steps up to `horizon` come; how many; until when they are
+        counted on. None if it is long overdue."""
+        first = self.begun + self.seconds
+        if now > first + LATE * self.seconds:
+            return
+        first = max(first, now)
+        yield first, self.samples, first + LATE * self.seconds
+        for number in range(1, MAX_STEPS_AHEAD):
+            end = first + number * self.seconds
+            if end > horizon:
+                return
+            yield end, self.samples, end + LATE * self.seconds
+
+
+class Pace:
+    """What the members of a run are doing in one epoch, as far as they report it. Time is an argument, in seconds.
+
+    Args:
+        target: samples of all members at which the epoch ends.
+    """
+
+    def __init__(self, target: float) -> None:
+        self._target = target
+        self._samples: dict[bytes, float] = {}
+        self._steps: dict[bytes, Step] = {}
+
+    def reported(self, key: bytes, samples: float, step: float, seconds: float, asks: bool, now: float) -> float:
+        """A member has `samples`, and begins a step that adds `step` more and takes `seconds` (0 samples: it begins
+        none). If it `asks` first: for how many seconds the others can be counted on; 0 to begin."""
+        in_vain = self._steps.pop(key, None) is not None and samples <= self._samples.get(key, 0.0)
+        self._samples[key] = samples
+        if step <= 0 or seconds <= 0:
+            return 0.0
+        wait = self._until_target(now, seconds) if asks and samples > 0 else 0.0
+        if not wait and not in_vain:  # nobody is to wait for one whose steps add nothing
+            self._steps[key] = Step(now, step, seconds)
+        return wait
+
+    def lost(self, key: bytes) -> None:
+        """That member is gone, and with it what it had reported."""
+        self._samples.pop(key, None)
+        self._steps.pop(key, None)
+
+    def under_way(self, but: bytes) -> float:
+        """Samples of all steps that were begun and not reported, but for that member's."""
+        return sum(step.samples for key, step in self._steps.items() if key != but)
+
+    def _until_target(self, now: float, seconds: float) -> float:
+        """For how long those who are under way can be counted on to reach the target, if they will without another
+        member's step of so many seconds; else 0."""
+        missing = self._target - sum(self._samples.values())
+        until = now
+        landings = (landing for step in self._steps.values() for landing in step.landings(now, now + seconds))
+        for _end, samples, counted_on in sorted(landings):
+            if missing <= 0:
+                break
+            missing -= samples
+            until = max(until, counted_on)
+        return until - now if missing <= 0 else 0.0
