@@ -11,11 +11,13 @@ What this room promises, to scripts that use torch's own (`ZeroRedundancyOptimiz
 
 from __future__ import annotations
 
+from shoal.sharding.grad_scaler import GradScaler
 from shoal.sharding.join import Join, Joinable, JoinHook
 from shoal.sharding.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from shoal.sharding.zero import ZeroRedundancyOptimizer
 
 __all__ = [
+    "GradScaler",
     "Join",
     "JoinHook",
     "Joinable",

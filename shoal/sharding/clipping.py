@@ -1,4 +1,4 @@
-"""The norm of gradients that are with their owners, and clipping by it."""
+"""What is done to all gradients when each is with its owner: clipping by the norm of all, and unscaling."""
 
 from __future__ import annotations
 
@@ -27,3 +27,13 @@ def clip(
     for gradient in held:
         gradient.mul_(factor)
     return norm
+
+
+@torch.no_grad()
+def unscale(gradients: Mapping[Slice, Tensor | None], factor: float, communication: Communication) -> bool:
+    """Multiplies the gradients of all ranks with ``factor``; whether all were finite before, on all ranks."""
+    held = [gradient for gradient in gradients.values() if gradient is not None]
+    finite = torch.tensor([all(bool(gradient.isfinite().all()) for gradient in held)], dtype=torch.float32)
+    for gradient in held:
+        gradient.mul_(factor)
+    return bool(torch.cat(communication.exchange(finite)()).all())

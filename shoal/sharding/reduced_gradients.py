@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from shoal.sharding.clipping import clip
+from shoal.sharding.buffers import Buffers
+from shoal.sharding.clipping import clip, unscale
 from shoal.sharding.gradients import Gradients
 from shoal.sharding.join import CountingJoinHook, Join, JoinHook, raise_if_joined
 from shoal.sharding.options import numbers_of, take_numbers
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 STEP: Final = 0.0
 CLIP: Final = 1.0
 DROP: Final = 2.0
+UNSCALE: Final = 3.0
 
 
 class ReducedGradients(Gradients):
@@ -32,12 +34,14 @@ class ReducedGradients(Gradients):
 
     Args:
         zero: whose gradients.
+        buffers: given to all ranks after every step, and at the start.
     """
 
     are_lent = True
 
-    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+    def __init__(self, zero: ZeroRedundancyOptimizer, buffers: Buffers) -> None:
         self._zero = zero
+        self._buffers = buffers
         # To those that have joined, an iteration begins with the first bucket and not with the step.
         self.reduction = Reduction(zero._parameters, zero._communication, partial(Join.notify_join_context, zero))
 
@@ -45,6 +49,7 @@ class ReducedGradients(Gradients):
     def watch(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Gives the parameters of rank 0 to all, and reduces their gradients from now on."""
         self._zero._parameters.spread(self._zero._communication, groups)
+        self._buffers.share(self._zero._communication, owner=0)
         self.reduction.watch()
 
     def prepare(self, shard: Shard) -> list[int]:
@@ -71,7 +76,8 @@ class ReducedGradients(Gradients):
         self._tell(STEP)
 
     def used(self) -> None:
-        """Forgets them, and watches parameters that have begun to train."""
+        """Gives buffers to all ranks, forgets gradients, and watches parameters that have begun to train."""
+        self._buffers.share(self._zero._communication, owner=self.reduction.live[0])
         self.reduction.forget()
         self.reduction.watch()
 
@@ -89,6 +95,12 @@ class ReducedGradients(Gradients):
         gradients, _ = self._take()
         self._tell(CLIP, max_norm, norm_type)
         return clip(gradients, max_norm, norm_type, self._zero._communication)
+
+    def unscale(self, factor: float) -> bool:
+        """Multiplies them with ``factor``; whether all were finite before, on all ranks."""
+        gradients, _ = self._take()
+        self._tell(UNSCALE, factor)
+        return unscale(gradients, factor, self._zero._communication)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Takes part in reductions, and in what follows.
@@ -152,7 +164,10 @@ class CountingHook(CountingJoinHook):
                 if what == STEP:
                     zero._shadow(gradients, updated)
                     return live
-                clip(gradients, numbers[0], numbers[1], zero._communication)
+                if what == UNSCALE:
+                    unscale(gradients, numbers[0], zero._communication)
+                else:
+                    clip(gradients, numbers[0], numbers[1], zero._communication)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """The mean is over all ranks again."""

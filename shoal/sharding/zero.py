@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from shoal.sharding import consolidation
+from shoal.sharding.buffers import Buffers
 from shoal.sharding.communication import Communication
 from shoal.sharding.element_wise import is_element_wise
 from shoal.sharding.failures import Failures
@@ -56,8 +57,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         reduce_scatter: reduce gradients here, to their owners only, while backward runs: with the bare model, in the
             place of DDP. A step then sends 2 times the parameters' size per rank and not 3, and gradients take the
             memory of one share: ``param.grad`` is None after backward, and `clip_grad_norm_` is this class's. Rank 0's
-            parameters are given to all ranks at the start. Use `no_sync` to accumulate. Buffers of modules are not
-            synchronised.
+            parameters are given to all ranks at the start. Use `no_sync` to accumulate, and `shoal.sharding.GradScaler`
+            to scale losses.
+        buffers_of: with ``reduce_scatter``, a module whose buffers (BatchNorm's statistics) rank 0 gives to all ranks
+            at the start and after every step, as DDP does before every forward pass; in a `Join`, the first live rank.
         offload: keep the optimizer's state and a copy of this rank's share on the CPU, and step there.
         master_weights: let the optimizer step float32 copies of float16 and bfloat16 parameters, which belong to the
             optimizer's state (under ``"master_weights"``).
@@ -69,7 +72,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Raises:
         TypeError: if ``params`` is not an iterable of tensors or of groups.
-        ValueError: if it is empty, a parameter is not strided, or ``partition`` does not fit.
+        ValueError: if it is empty, a parameter is not strided, or arguments do not fit together.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         *,
         partition: Partition = "auto",
         reduce_scatter: bool = False,
+        buffers_of: nn.Module | None = None,
         offload: bool = False,
         master_weights: bool = False,
         **defaults: Any,
@@ -111,7 +115,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             cut=_may_cut(partition, self._element_wise, self.world_size),
             flat_buffers=parameters_as_bucket_view,
         )
-        self._gradients: Gradients = (ReducedGradients if reduce_scatter else OwnGradients)(self)
+        self._gradients: Gradients = (
+            ReducedGradients(self, Buffers(buffers_of)) if reduce_scatter else OwnGradients(self)
+        )
         self._shard = Shard(
             optimizer_class, defaults, alias=overlap_with_ddp, offload=offload, master_weights=master_weights
         )
@@ -119,6 +125,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._updated: list[int] | None = None
         if reduce_scatter and overlap_with_ddp:
             raise ValueError("reduce_scatter reduces gradients in the place of DDP: leave out overlap_with_ddp")
+        if buffers_of is not None and not reduce_scatter:
+            raise ValueError("without reduce_scatter it is DDP that synchronises buffers: leave out buffers_of")
         self._add_to_shard(self.param_groups)
         self._built = True
 

@@ -9,7 +9,10 @@ import pytest
 
 from tests.sharding.zero_ranks import Outcome, checks_of, outcomes, start
 
-MODULES = [f"tests.sharding.zero_{name}" for name in ("parity", "states", "reduction")]
+MODULES = [f"tests.sharding.zero_{name}" for name in ("parity", "states", "reduction", "training")]
+
+
+pytestmark = pytest.mark.timeout(420)  # the first test runs them all, maybe on a machine with much else to do
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ Outcome = dict[str, str | None]
 """By check: None where it passed, else the traceback."""
 
 
-def start(ranks: int, folder: Path, modules: list[str], timeout: float = 20.0) -> list[subprocess.Popen[str]]:
+def start(ranks: int, folder: Path, modules: list[str], timeout: float = 60.0) -> list[subprocess.Popen[str]]:
     """One process per rank; their output is captured."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PG_TIMEOUT": str(timeout)}
     return [
@@ -36,7 +36,7 @@ def start(ranks: int, folder: Path, modules: list[str], timeout: float = 20.0) -
     ]
 
 
-def outcomes(processes: list[subprocess.Popen[str]], folder: Path, timeout: float = 100.0) -> list[Outcome | str]:
+def outcomes(processes: list[subprocess.Popen[str]], folder: Path, timeout: float = 400.0) -> list[Outcome | str]:
     """What each rank wrote, or the output of a rank that wrote nothing."""
     try:
         outputs = [process.communicate(timeout=timeout)[0] for process in processes]

@@ -150,13 +150,9 @@ def check_join_of_ddp_and_zero() -> None:
 def check_join_of_ddp_that_steps_in_backward() -> None:
     """Joined ranks step with the gradients and the learning rate of the live ones; `step` may be called, or not."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    for number, (make, join, static) in enumerate(
-        product(
-            (hook_with_zero_step, hook_with_zero_step_interleaved),
-            (Join, torch.distributed.algorithms.Join),
-            (False, True),
-        )
-    ):
+    hooks, joins = (hook_with_zero_step, hook_with_zero_step_interleaved), (Join, torch.distributed.algorithms.Join)
+    cases: list[tuple[Any, Any, bool]] = list(product(hooks, joins, (False, True)))
+    for number, (make, join, static) in enumerate(cases):
         ours, plain = copies(2)
         model, reference = (DDP(network, bucket_cap_mb=0.002, static_graph=static) for network in (ours, plain))
         zero: Any = shoal.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=0.1)

@@ -1,0 +1,47 @@
+"""Buffers of modules (BatchNorm's statistics), which one rank gives to all others, as DDP does."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shoal.flat import Span
+from shoal.sharding.communication import Communication, run_in_window
+from shoal.sharding.memory import flat, is_dense
+from shoal.sharding.partition import Share, Slice, parcels_of
+
+
+class Buffers:
+    """The buffers that a module has at the time.
+
+    Args:
+        module: whose; None for none.
+
+    Raises:
+        ValueError: if a buffer does not fill its memory.
+    """
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._module = module
+        for name, buffer in [] if module is None else module.named_buffers():
+            if not is_dense(buffer):
+                raise ValueError(
+                    f"buffer {name!r}, of shape {tuple(buffer.shape)}, does not fill its memory: register a clone of it"
+                )
+
+    @torch.no_grad()
+    def share(self, communication: Communication, owner: int) -> None:
+        """Gives those of rank ``owner`` to all."""
+        if self._module is None:
+            return
+        alike: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+        for number, buffer in enumerate(self._module.buffers()):
+            alike.setdefault((buffer.dtype, buffer.device), {})[number] = flat(buffer)
+        for (dtype, _), tensors in alike.items():
+            shares: list[Share] = [()] * communication.ranks
+            shares[owner] = tuple(Slice(number, Span(0, tensor.numel())) for number, tensor in tensors.items())
+            run_in_window(
+                partial(communication.share, parcel, tensors) for parcel in parcels_of(shares, dtype.itemsize)
+            )
