@@ -150,6 +150,7 @@ class CountingHook(CountingJoinHook):
         """One iteration, with nothing to add. Returns how many ranks were live."""
         zero, reduction = self._zero, self._gradients.reduction
         with zero._failures.named("in Join"):
+            self._gradients.drop()  # what this rank reduced last when it was live, and never stepped
             reduction.shadow()
             live = len(reduction.live)
             if live == 0 or zero._join_config.throw_on_early_termination:
