@@ -18,16 +18,22 @@ class FlatBuffer:
 
     Args:
         layout: what to allocate. Buffers on the meta device get no memory, as everywhere in torch.
+        pinned: allocate CPU memory so that a GPU can reach it directly; needs a GPU.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, pinned: bool = False) -> None:
         self._layout = layout
-        self._flat = tuple(torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device) for spec in layout.buffers)
+        self._flat = tuple(
+            torch.zeros(
+                spec.numel, dtype=spec.dtype, device=spec.device, pin_memory=pinned and spec.device.type == "cpu"
+            )
+            for spec in layout.buffers
+        )
         # Made once: a slice of a memoryview costs 0.1 µs, a new one 0.6 to 14 µs.
         self._bytes = tuple(bytes_of(flat) if flat.device.type == "cpu" else None for flat in self._flat)
 
     @classmethod
-    def adopt(cls, tensors: Iterable[Tensor]) -> FlatBuffer:
+    def adopt(cls, tensors: Iterable[Tensor], *, pinned: bool = False) -> FlatBuffer:
         """Moves these tensors into new flat memory: copies their values there and points ``tensor.data`` at the views.
 
         The tensor objects stay the same, with their ``grad``, ``requires_grad`` and hooks; their strides become
@@ -39,7 +45,7 @@ class FlatBuffer:
         """
         tensors = list(tensors)
         refuse_shared_memory(tensors)
-        buffer = cls(Layout.of(tensors))
+        buffer = cls(Layout.of(tensors), pinned=pinned)
         buffer.copy_from(tensors)
         for tensor, view in zip(tensors, buffer.views(), strict=True):
             tensor.data = view

@@ -7,9 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shoal.averaging.contribution import Fault, SendTo
-from shoal.averaging.exchange import Exchange
-from shoal.averaging.messages import Begin
 from shoal.compression import Compression, TensorRole
 from shoal.flat import FlatBuffer, Layout
 
@@ -24,28 +21,48 @@ class GradientBuffers:
     Args:
         parameters: those that get gradients.
         compression: how gradients travel; the flags always exactly.
+        apart: accumulate in memory of its own, so that the next epoch can begin while the mean of this one is averaged.
+        reuse: accumulate in the parameters' `.grad`, which nobody may clear: they hold the sum over the steps, and each
+            step counts alike, whatever its samples.
+
+    Attributes:
+        samples: behind what is accumulated.
+        codecs, mine, averaged: what a round takes: the codecs of the vector, what this peer brings and what it gets.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], compression: Compression) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], compression: Compression, *, apart: bool = False, reuse: bool = False
+    ) -> None:
         self.parameters = list(parameters)
         self.samples = 0.0
+        self._steps = 0
         self._seen: set[int] = set()  # which parameters have got a gradient
-        on_host = all(parameter.device.type == "cpu" for parameter in self.parameters)
+        self._reuse = reuse
+        devices = {parameter.device.type for parameter in self.parameters}
         flags = torch.zeros(len(self.parameters))
         self.layout = Layout.of([*self.parameters, flags]).on("cpu")
-        self._codecs = compression.plan(self.layout, TensorRole.GRADIENT, exact=[len(self.parameters)])
-        self._mine = FlatBuffer(self.layout)
+        self.codecs = compression.plan(self.layout, TensorRole.GRADIENT, exact=[len(self.parameters)])
+        self._mine = FlatBuffer(self.layout, pinned="cuda" in devices)
         self._averaged = FlatBuffer(self.layout)
+        self.mine, self.averaged = self._mine.flat, self._averaged.flat
         *self._mean, self._used = self._mine.views()
         *_, self._used_by_any = self._averaged.views()
-        # Where gradients are accumulated: beside the parameters; on the host that is what is sent.
-        self._means = self._mean if on_host else FlatBuffer(Layout.of(self.parameters)).views()
+        # Where gradients are accumulated: beside the parameters; on the host it may be what is sent.
+        if reuse:
+            self._means = []
+        elif devices == {"cpu"} and not apart:
+            self._means = self._mean
+        else:
+            self._means = FlatBuffer(Layout.of(self.parameters)).views()
 
     @torch.no_grad()
-    def accumulate(self, batch_size: int) -> None:
+    def accumulate(self, batch_size: float) -> None:
         """Take the parameters' `.grad`, the mean over `batch_size` samples, into the mean of the epoch. A parameter
         without a gradient counts as one with zeros."""
         self.samples += batch_size
+        self._steps += 1
+        if self._reuse:
+            return
         share = batch_size / self.samples
         means, gradients, unused = [], [], []
         for index, (mean, parameter) in enumerate(zip(self._means, self.parameters, strict=True)):
@@ -62,44 +79,78 @@ class GradientBuffers:
             torch._foreach_mul_(unused, 1.0 - share)
 
     def reset(self) -> None:
-        """Begin an epoch."""
+        """Drop what was accumulated."""
+        if self._reuse:
+            for parameter in self.parameters:
+                parameter.grad = None
         for mean in self._means:
             mean.zero_()
         self._seen.clear()
-        self.samples = 0.0
+        self.samples, self._steps = 0.0, 0
 
-    def finish(self) -> None:
-        """Bring what is sent to the host."""
+    @torch.no_grad()
+    def close(self, scale: float = 1.0) -> float:
+        """Make what was accumulated, divided by `scale`, what this peer brings to the next round; returns how many
+        samples are behind it: 0, and zeros, if an element is not finite."""
+        if self._reuse:
+            self._take_from_grad(scale)
+        elif self._means is not self._mean:
+            torch._foreach_copy_(self._mean, self._means)
         self._used.copy_(torch.tensor([float(index in self._seen) for index in range(len(self.parameters))]))
-        if self._means is not self._mean:
-            for host, mean in zip(self._mean, self._means, strict=True):
-                host.copy_(mean)
+        if all(bool(flat.isfinite().all()) for flat in self.mine):
+            return self.samples
+        for flat in self.mine:
+            flat.zero_()
+        self.reset()
+        return 0.0
 
-    def is_finite(self) -> bool:
-        """Whether no element of the mean is NaN or infinite; `finish` comes first."""
-        return all(bool(flat.isfinite().all()) for flat in self._mine.flat)
-
-    def open(self, me: bytes, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
-        """The exchange of a round of these gradients."""
-        return Exchange.of(me, begin, self._mine.flat, self._averaged.flat, self._codecs, send, fault)
+    def _take_from_grad(self, scale: float) -> None:
+        self._seen = {index for index, parameter in enumerate(self.parameters) if parameter.grad is not None}
+        if not self._steps:
+            self._seen.clear()  # what a step with 0 samples left in `.grad` does not count
+        for index, (mean, parameter) in enumerate(zip(self._mean, self.parameters, strict=True)):
+            if index in self._seen and parameter.grad is not None:
+                mean.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+            else:
+                mean.zero_()
+        torch._foreach_div_(self._mean, max(1, self._steps) * scale)
 
     def use_local(self) -> None:
         """Take this peer's own mean for the average: there was no round."""
-        for averaged, mine in zip(self._averaged.flat, self._mine.flat, strict=True):
+        for averaged, mine in zip(self.averaged, self.mine, strict=True):
             averaged.copy_(mine)
 
     @contextlib.contextmanager
-    def as_grad(self) -> Iterator[None]:
-        """Within, the parameters' `.grad` are a copy of the average, which hooks and kernels may change; the average
-        itself is still asked for by those who missed the round. Afterwards `.grad` are what they were."""
-        before = [parameter.grad for parameter in self.parameters]
+    def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[None]:
+        """Within, the `.grad` of `targets`, one for each parameter, are a copy of the average, which hooks and kernels
+        may change; the average itself is still asked for by those who missed the round. Afterwards `.grad` are what
+        they were.
+
+        Args:
+            max_norm: if the norm of the average over all parameters is larger, it is scaled down to that.
+        """
+        before = [target.grad for target in targets]
         used = self._used_by_any.tolist()
-        for mine, averaged in zip(self._mine.flat, self._averaged.flat, strict=True):
+        for mine, averaged in zip(self.mine, self.averaged, strict=True):
             mine.copy_(averaged)
+        if max_norm is not None:
+            self._clip(max_norm)
         try:
-            for parameter, average, weight in zip(self.parameters, self._mean, used, strict=True):
-                parameter.grad = average.to(parameter.device) if weight > 0 else None
+            for target, average, weight in zip(targets, self._mean, used, strict=True):
+                target.grad = average.to(target.device) if weight > 0 else None
             yield
         finally:
-            for parameter, gradient in zip(self.parameters, before, strict=True):
-                parameter.grad = gradient
+            for target, gradient in zip(targets, before, strict=True):
+                target.grad = gradient
+
+    def _clip(self, max_norm: float) -> None:
+        """As `torch.nn.utils.clip_grad_norm_`. In float64, so that machines that sum in another order agree on the
+        factor."""
+        flags = self.layout.entries[-1]
+        square = 0.0
+        for number, flat in enumerate(self.mine):
+            values = flat[: flags.span.start] if number == flags.buffer else flat  # the flags are last
+            square += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+        factor = max_norm / (square**0.5 + 1e-6)
+        if factor < 1.0:
+            torch._foreach_mul_(self._mean, factor)

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from blake3 import blake3
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.contribution import Contribution, Outcome
 from shoal.averaging.donor import Snapshot
 from shoal.averaging.errors import AveragingError, Behind, Rejected
 from shoal.averaging.messages import Terms
-from shoal.averaging.options import refuse_not_built, term_of
-from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Tip
 from shoal.compression import Compression, NoCompression
 from shoal.dht.dht import DHT
 from shoal.flat import Layout
 from shoal.optim import options
+from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradients import GradientBuffers
-from shoal.optim.progress import ProgressTracker
+from shoal.optim.progress import RunProgress
+from shoal.optim.refresh import refresh_of
 from shoal.optim.replica import Replica
 from shoal.optim.reports import DownloadReport, EpochReport, Event
 from shoal.optim.run import Run
+from shoal.optim.settings import Settings, check_samples, check_times
+from shoal.optim.update import Averaged, Background, EpochEnd
+from shoal.optim.vector import EpochVector
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
 
@@ -68,21 +71,51 @@ class Optimizer(torch.optim.Optimizer):
         allreduce_timeout: seconds from the beginning of a round to its result; `averaging_timeout` when None.
         next_chunk_timeout: seconds of silence after which a member that holds up a round is left out; 5 when None.
         load_state_timeout: seconds that a download may take.
+        reuse_grad_buffers: accumulate in `.grad` itself, which saves the memory of a second gradient; `zero_grad`
+            raises then, and each step of an epoch counts alike. Mixed precision needs `shoal.GradScaler` with it.
+        offload_optimizer: keep the optimizer's parameters and state on the host, and step there; the device keeps the
+            model's parameters and gradients. Needs `params`. By default only where steps are delayed, which needs it.
+        delay_optimizer_step: step in the background; the trainer goes on with the old parameters, and the new ones are
+            set in a later `step`, at most one epoch late. By default as `delay_grad_averaging`.
+        delay_grad_averaging: average in the background too.
+        delay_state_averaging: with local updates, average in the background; what the trainer changes meanwhile is
+            kept. If False, `step` waits for the average.
+        average_state_every: average parameters (where peers hold unlike ones), chosen statistics and extra tensors at
+            the end of every so-many-th epoch.
+        use_local_updates: every `step` steps the wrapped optimizer with this peer's own gradients, and the state is
+            averaged at the end of an epoch, weighted by samples. The scheduler is still stepped once per epoch.
         client_mode: never listen and reduce nothing; None: as the DHT.
+        auxiliary: train nothing, and lend bandwidth to those who train: `step()` waits for a round, at most for
+            `matchmaking_time`, and takes part in it.
         grad_compression: how gradients travel.
+        grad_averager_factory: makes an object that accumulates and averages the gradients instead, as
+            `shoal.GradientAverager` does: called with the trained parameters and `dht`, `prefix`, `start` and times.
+        state_averaging_compression: how the state travels when it is averaged.
         load_state_compression: how this peer sends its state to newcomers.
-        extra_tensors: shared with newcomers beside the parameters and the optimizer's state.
+        average_opt_statistics: names of tensors in the optimizer's state, of their parameter's shape, that are averaged
+            with the parameters.
+        extra_tensors: shared with newcomers beside the parameters and the optimizer's state; those of floating point
+            are averaged too.
+        averager_opts: `bandwidth` (of this peer, in any unit that all share), `request_timeout` (seconds that a
+            coordinator may take to answer; 10), `min_matchmaking_time` and `next_chunk_timeout` (in place of the
+            arguments).
+        tracker_opts: of `ProgressTracker`.
         performance_ema_alpha: weight of the newest measurement in the moving average of samples per second.
         shutdown_timeout: seconds that `shutdown` waits.
         verbose: log at INFO what happens to the run.
+        max_grad_norm: scale the averaged gradient down if its norm over all parameters is larger than this.
+        min_peers: no epoch ends with fewer peers that train. `step` waits for them, at most for `matchmaking_time`, and
+            then goes on accumulating.
 
-    The other arguments of `hivemind.Optimizer` raise NotImplementedError that names them until they work.
+    All peers of a run need equal options, but for batch_size_per_step, client_mode, auxiliary, reuse_grad_buffers,
+    offload_optimizer, averager_opts, tracker_opts, load_state_timeout, shutdown_timeout and verbose: the first `step`
+    of a peer that differs raises AveragingError with the option's name.
 
     Attributes:
         on_event: called in the trainer's thread with an `EpochReport` or `DownloadReport`, if it is not None.
-        tracker: the run's progress, see `ProgressTracker`.
+        tracker: the run's progress, see `RunProgress`.
 
-    Raises ValueError for arguments that make no sense, NotImplementedError for those that do not work yet.
+    Raises ValueError for arguments that make no sense, alone or together.
     """
 
     def __init__(
@@ -120,80 +153,116 @@ class Optimizer(torch.optim.Optimizer):
         performance_ema_alpha: float = 0.1,
         shutdown_timeout: float = 5,
         verbose: bool = False,
+        max_grad_norm: float | None = None,
+        min_peers: int = 1,
     ) -> None:
-        refuse_not_built(locals(), options.NOT_BUILT)
-        times = {
-            "matchmaking_time": matchmaking_time,
-            "averaging_timeout": averaging_timeout,
-            "allreduce_timeout": averaging_timeout if allreduce_timeout is None else allreduce_timeout,
-            "next_chunk_timeout": 5.0 if next_chunk_timeout is None else next_chunk_timeout,
-            "load_state_timeout": load_state_timeout,
-            "shutdown_timeout": shutdown_timeout,
-        }
-        options.check_times(times)
-        options.check_run_id(run_id)
-        options.check_samples({"target_batch_size": target_batch_size}, least=1)
-        if batch_size_per_step is not None:
-            options.check_samples({"batch_size_per_step": batch_size_per_step}, least=0)
-        options.check_compressions(
-            {"grad_compression": grad_compression, "load_state_compression": load_state_compression}
-        )
-        options.check_alpha(performance_ema_alpha)
         client_mode = dht.client_mode if client_mode is None else client_mode
         if dht.client_mode and not client_mode:
             raise ValueError("client_mode=False, but the DHT is in client mode and can't be dialled: leave it out")
+        self._settings = settings = Settings.of(
+            locals(),
+            client_mode=client_mode,
+            average_opt_statistics=tuple(average_opt_statistics or ()),
+            own_averager=grad_averager_factory is not None,
+            averager_opts=averager_opts or {},
+        )
+        refresh = refresh_of(tracker_opts)
         if verbose:
             _show_what_happens()
+        self._host = options.host_copy(optimizer, params) if settings.offload_optimizer else None
+        params = params if self._host is None else self._host.groups
         self.optimizer = wrapped = options.make_optimizer(optimizer, params)
         self.scheduler = options.make_scheduler(scheduler, wrapped)
-        self.dht, self.run_id, self.client_mode = dht, run_id, client_mode
+        self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
         self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
+        self.use_local_updates, self.reuse_grad_buffers = use_local_updates, reuse_grad_buffers
         self.on_event: Callable[[Event], None] | None = None
-        self._times = times
         self._ready = self._closed = False
-        super().__init__(wrapped.param_groups, wrapped.defaults)
-        self.param_groups, self.state = wrapped.param_groups, wrapped.state
+        groups: Any = wrapped.param_groups if self._host is None else self._host.param_groups(wrapped)
+        super().__init__([dict(group) for group in groups], wrapped.defaults)
+        self.param_groups, self.state = groups, wrapped.state
         self._ready = True
 
-        grad_compression = grad_compression or NoCompression()
-        self._load_state_compression = load_state_compression or NoCompression()
         extra_tensors = list(extra_tensors)
-        self._replica = Replica(wrapped, self.scheduler, extra_tensors, Tip.genesis(run_id))
-        self._gradients = GradientBuffers(self._replica.trained, grad_compression)
+        self._replica = Replica(
+            wrapped,
+            self.scheduler,
+            extra_tensors,
+            Tip.genesis(run_id),
+            host=self._host,
+            statistics=settings.average_opt_statistics,
+            compression=settings.state_averaging_compression,
+        )
+        self._gradients = self._make_gradients()
+        self._local_samples = 0.0  # with local updates: since the epoch began
+        self._scaler: GradScaler | None = None  # of the gradients that are accumulated
         self._state_changed = asyncio.Event()
         self._machine = options.machine()
-        # Every argument that must be equal in a run, by its name; what a peer may choose for itself is not here.
-        agreed = {
-            "target_batch_size": str(target_batch_size),
-            "optimizer": type(wrapped).__name__,
+        self._applied = self._counting = self._replica.tip  # of the model, and of what is accumulated
+        self._start_run(extra_tensors)
+        self.tracker = RunProgress(
+            self._run.swarm,
+            dht.reactor,
+            target_batch_size,
+            performance_ema_alpha=performance_ema_alpha,
+            refresh=refresh,
+            may_wait=not settings.in_background,
+        )
+        self.tracker.start()
+        self._be_counted()
+
+    def _make_gradients(self) -> GradientBuffers | None:
+        settings = self._settings
+        if settings.use_local_updates:
+            return None
+        assert settings.grad_compression is not None
+        return GradientBuffers(
+            self._replica.trained,
+            settings.grad_compression,
+            apart=bool(settings.delay_optimizer_step),
+            reuse=settings.reuse_grad_buffers,
+        )
+
+    def _start_run(self, extra_tensors: Sequence[torch.Tensor]) -> None:
+        settings, replica, gradients = self._settings, self._replica, self._gradients
+        sizes = () if gradients is None else tuple(spec.numel for spec in gradients.layout.buffers)
+        rules = settings.rules(sizes, replica.buffers.sizes, replica.shared.sizes)
+        schemas = [replica.shared.layout.schema_hash]
+        if gradients is not None:
+            schemas.append(gradients.layout.schema_hash)
+        agreed = settings.agreed() | {
+            "optimizer": type(self.optimizer).__name__,
             "scheduler": type(self.scheduler).__name__,
-            "grad_compression": term_of(grad_compression.spec),
-            "matchmaking_time": f"{matchmaking_time:g}",
-            "averaging_timeout": f"{averaging_timeout:g}",
-            "allreduce_timeout": str(allreduce_timeout),
-            "next_chunk_timeout": str(next_chunk_timeout),
             "extra_tensors": Layout.of(extra_tensors).schema_hash.hex(),
         }
-        layout = self._gradients.layout
         self._run = Run(
-            dht,
-            run_id,
-            Terms(agreed, layout.schema_hash),
-            Rules(
-                sizes=tuple(spec.numel for spec in layout.buffers),
-                matchmaking_time=matchmaking_time,
-                round_timeout=times["allreduce_timeout"],
-                target_samples=float(target_batch_size),
-            ),
-            client_mode=client_mode,
-            chunk_timeout=next_chunk_timeout,
+            self.dht,
+            self.run_id,
+            Terms(agreed, blake3(b"".join(schemas)).digest()),
+            rules,
+            role=settings.role,
+            bandwidth=float(settings.averager_opts.get("bandwidth", 1.0)),
+            chunk_timeout=settings.next_chunk_timeout,
+            request_timeout=settings.averager_opts.get("request_timeout"),
             take_snapshot=self._take_snapshot,
         )
-        self._run.start()
-        self.tracker = ProgressTracker(
-            self._run.swarm, dht.reactor, target_batch_size, performance_ema_alpha=performance_ema_alpha
+        self._vector = EpochVector(self._run.me, rules, gradients, replica)
+        self._rules = rules
+        self._end = EpochEnd(
+            self._run,
+            rules,
+            replica,
+            self._vector,
+            gradients,
+            machine=self._machine,
+            matchmaking_time=settings.matchmaking_time,
+            averaging_timeout=settings.averaging_timeout,
+            min_peers=settings.min_peers,
+            max_grad_norm=settings.max_grad_norm,
+            tell_changed=self._tell_changed,
         )
-        self._be_counted()
+        self._background = Background(self._end, steps=not settings.use_local_updates)
+        self._run.start()
 
     def _be_counted(self) -> None:
         """Report no samples: from now on the coordinator waits for this peer."""
@@ -209,15 +278,16 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def local_epoch(self) -> int:
-        """How many epochs this peer's parameters have behind them."""
-        return self._replica.tip.epoch
+        """How many epochs the model's parameters have behind them. While the end of an epoch is computed in the
+        background, the optimizer's own copy may be one further."""
+        return self._applied.epoch
 
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
         closure: Callable[[], torch.Tensor] | None = None,
         batch_size: int | None = None,
-        grad_scaler: torch.amp.GradScaler | None = None,
+        grad_scaler: GradScaler | None = None,
     ) -> torch.Tensor | None:
         """Add the gradients in `.grad` to this epoch, and end the epoch if the peers have enough samples.
 
@@ -225,19 +295,25 @@ class Optimizer(torch.optim.Optimizer):
             closure: evaluated first, with gradients enabled; its result is returned.
             batch_size: samples over which `.grad` is the mean; `batch_size_per_step` by default. With 0, `.grad` is not
                 looked at, and what is due is taken part in.
-            grad_scaler: not built yet.
+            grad_scaler: by which the loss was scaled: the gradients are unscaled, and not used if they overflowed.
 
-        Raises AveragingError if the run refuses this peer, with the argument that differs; what else goes wrong on the
-        network is logged and dealt with.
+        Raises AveragingError if the run refuses this peer, with the argument that differs, and what was raised in the
+        background since the last call; what else goes wrong on the network is logged and dealt with.
         """
-        if grad_scaler is not None:
-            raise NotImplementedError("step(grad_scaler=…) does not work yet")
         if self._closed:
             raise RuntimeError("this optimizer was shut down")
+        if self.auxiliary:
+            if closure is not None or batch_size is not None or grad_scaler is not None:
+                raise ValueError("auxiliary=True trains nothing: call step() without arguments")
+            self._assist()
+            return None
+        if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+            raise ValueError(f"grad_scaler= is a {type(grad_scaler).__name__}: give a shoal.GradScaler")
         batch_size = self.batch_size_per_step if batch_size is None else batch_size
         if batch_size is None:
             raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
-        options.check_samples({"batch_size": batch_size}, least=0)
+        check_samples({"batch_size": batch_size}, least=0)
+        self._take_result(wait=False)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -245,108 +321,159 @@ class Optimizer(torch.optim.Optimizer):
         if self._is_behind():
             self._synchronise()
         elif batch_size:
-            self._accumulate(batch_size)
-        try:
-            self.tracker.report_local_progress(self._gradients.samples)
-            if self.tracker.ready_to_update_epoch:
-                self._update()
-        except Behind as error:
-            log.info("%s", error)
-            self._synchronise()
+            self._use_gradients(batch_size, grad_scaler)
+        self._count_and_update()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the parameters' `.grad`, as torch does; what was accumulated by `step` stays."""
-        self.optimizer.zero_grad(set_to_none)
+        """Clear the parameters' `.grad`, as torch does; what was accumulated by `step` stays. Raises ValueError with
+        `reuse_grad_buffers`, where it would not."""
+        if self.reuse_grad_buffers:
+            raise ValueError(
+                "reuse_grad_buffers=True accumulates in .grad, which zero_grad would lose: do not call it, .grad is "
+                "cleared when the epoch ends"
+            )
+        super().zero_grad(set_to_none)
 
-    def _accumulate(self, batch_size: int) -> None:
+    def _use_gradients(self, batch_size: int, grad_scaler: GradScaler | None) -> None:
         if any(parameter.grad is not None for parameter in self._replica.frozen):
             raise ValueError(
                 "a parameter that was frozen (requires_grad=False) when the optimizer was made has a gradient now; the "
                 "peers do not average it: make a new optimizer, under a new run_id, after thawing parameters"
             )
-        self._gradients.accumulate(batch_size)
+        if grad_scaler is not None and not grad_scaler.admits(self):
+            log.info("the gradients overflowed (grad_scaler): they are not used")
+            if self.reuse_grad_buffers:
+                self._begin_accumulating()  # what came before is in the same `.grad`
+        elif self._gradients is None:
+            self._replica.step_locally()
+            self._local_samples += batch_size
+        else:
+            self._gradients.accumulate(batch_size)
+            self._scaler = grad_scaler if self.reuse_grad_buffers else None
+
+    @property
+    def _samples(self) -> float:
+        """That this peer has accumulated in this epoch."""
+        return self._local_samples if self._gradients is None else self._gradients.samples
+
+    def _begin_accumulating(self) -> None:
+        self._local_samples = 0.0
+        if self._gradients is not None:
+            self._gradients.reset()
+        if self._scaler is not None:
+            self._scaler.release(self)
+            self._scaler = None
+
+    # -- the end of an epoch
+
+    def _count_and_update(self) -> None:
+        """Report what was accumulated, and end the epoch if that is due."""
+        if self._background.busy:
+            tip = self._background.tip
+            if tip is None:
+                return  # the round of the last epoch is under way: what is accumulated belongs to one without a name
+            self._count_from(tip)
+        try:
+            self.tracker.report_local_progress(self._samples)
+            if self.tracker.ready_to_update_epoch:
+                if self._background.busy:
+                    self._take_result(wait=True)  # one epoch late is the most
+                self._update()
+        except Behind as error:
+            log.info("%s", error)
+            if self._background.busy:
+                self._take_result(wait=True)
+            self._synchronise()
+
+    def _update(self) -> None:
+        """End the epoch, or begin to in the background."""
+        settings = self._settings
+        self._end.take()
+        samples = self._samples
+        if self._gradients is not None:
+            usable = self._gradients.close(1.0 if self._scaler is None else self._scaler.get_scale())
+            if usable < samples:
+                log.warning("this peer's gradients are not finite (NaN or infinity): it joins without them")
+            samples = usable
+        if settings.averages_in_background:
+            self._begin_accumulating()
+            self._background.begin(samples)
+            return
+        averaged = self._end.average(samples)
+        if averaged is None:
+            return
+        if averaged.donors or not settings.delay_optimizer_step:
+            if not averaged.donors:
+                self._end.step(averaged)
+            self._apply(averaged)
+        else:
+            self._begin_accumulating()
+            self._background.begin(samples, averaged)
+            self._count_from(averaged.tip)
+
+    def _take_result(self, *, wait: bool) -> None:
+        """If an epoch was ended in the background: apply it."""
+        if not self._background.busy or not (wait or self._background.done):
+            return
+        try:
+            averaged = self._background.take()
+        except Behind as error:
+            log.info("%s", error)
+            self._synchronise()
+            return
+        if averaged is not None:
+            if self._gradients is None:
+                self._end.step(averaged)  # in this thread: it changes what the trainer computes with
+            self._apply(averaged, accumulating=True)
+
+    def _apply(self, averaged: Averaged, *, accumulating: bool = False) -> None:
+        """The step was made: go on from the state that it led to. With `accumulating`, the next epoch has begun."""
+        if averaged.donors:
+            self._synchronise(averaged.donors)
+            return
+        if averaged.outcome is not None and self._rules.due_sizes and self._rules.is_due(averaged.tip.epoch - 1):
+            self._replica.put_buffers()
+        if averaged.with_state:
+            self._end.machine = self._machine
+        self._replica.publish()
+        self._applied = averaged.tip
+        if not accumulating:
+            self._begin_accumulating()
+        self._count_from(averaged.tip)
+        if averaged.outcome is not None:
+            self._tell(self._report(averaged.outcome))
+
+    def _count_from(self, tip: Tip) -> None:
+        if self._counting != tip:
+            self._counting = tip
+            self.tracker.start_epoch(tip)
 
     def _is_behind(self) -> bool:
         """Whether others hold a state that outranks this peer's."""
         behind = self._run.swarm.behind
-        return behind is not None and behind.outranks(self._replica.tip)
+        return behind is not None and not self._background.busy and behind.outranks(self._replica.tip)
 
-    def _update(self) -> None:
-        """End the epoch: average, step, and begin the next."""
-        outcome = self._average()
-        if outcome is None:
+    def _assist(self) -> None:
+        """As an auxiliary: take part in the next round."""
+        settings = self._settings
+        try:
+            self._count_from(self._run.catch_up())
+            self.tracker.report_local_progress(0.0)
+            if not self._run.wait_for_call(settings.matchmaking_time):
+                return
+            outcome = self._run.average(
+                Contribution(0.0, self._vector.open, settings.matchmaking_time, machine=self._machine),
+                settings.averaging_timeout,
+            )
+        except Rejected:
+            raise
+        except AveragingError as error:
+            log.info("no round to assist in: %s", error)
             return
-        if agreeing := self._disagrees_with(outcome):
-            self._synchronise(agreeing)
-            return
-        self._apply(outcome.commit.next_tip)
+        self._applied = self._replica.tip = outcome.commit.next_tip
+        self._count_from(self._applied)
         self._tell(self._report(outcome))
-
-    def _average(self) -> Outcome | None:
-        """The round of this epoch; None if there was none and this peer has gone on alone."""
-        gradients, until = self._gradients, time.monotonic() + self._times["averaging_timeout"]
-        gradients.finish()
-        if not gradients.is_finite():
-            log.warning("this peer's gradients are not finite (NaN or infinity): it joins without them")
-            gradients.reset()
-            gradients.finish()
-        contribution = Contribution(
-            weight=gradients.samples,
-            open=lambda begin, send, fault: gradients.open(self._run.me, begin, send, fault),
-            patience=self._times["matchmaking_time"],
-            tip=self._replica.tip,
-            machine=self._machine,
-            state=self._replica.digest,
-        )
-        while True:
-            try:
-                return self._run.average(contribution, until - time.monotonic())
-            except (Behind, Rejected):
-                raise
-            except AveragingError as error:
-                if time.monotonic() >= until:
-                    self._go_on_alone(error)
-                    return None
-                # Whoever is put out of a round gets its result as one who missed it.
-                log.warning("%s: trying again", error)
-
-    def _apply(self, tip: Tip) -> None:
-        """Make the wrapped optimizer's step with the averaged gradients; the state is `tip` then."""
-        self._replica.step(self._gradients, tip)
-        self._begin_epoch()
-
-    def _begin_epoch(self) -> None:
-        self.dht.reactor.loop.call_soon_threadsafe(self._state_changed.set)
-        self._gradients.reset()
-        self.tracker.start_epoch(self._replica.tip)
-
-    def _go_on_alone(self, error: AveragingError) -> None:
-        """No round could be had: step with what this peer has, and let the swarm decide later whose state is kept."""
-        gradients = self._gradients
-        if not gradients.samples:
-            log.warning("no average (%s), and this peer has no gradients of its own: the next step tries again", error)
-            return
-        tip = self._replica.tip.after(self._replica.digest, gradients.samples)
-        if self._run.follow(tip, after=self._replica.tip):
-            log.warning("no average (%s): going on with this peer's own gradients", error)
-            gradients.use_local()
-            self._apply(tip)
-
-    def _disagrees_with(self, outcome: Outcome) -> list[PeerID]:
-        """If the state from which this round began is another here than at most members: those members, to download
-        from. Peers that compute alike only ever disagree at the start of a run (they made their parameters each for
-        themselves) or by a fault; others may round their steps differently, and are made equal again here."""
-        begin = outcome.begin
-        states = [state for state in begin.states if state]
-        common = max(states, key=lambda state: (states.count(state), state), default=b"")
-        mine = next((s for m, s in zip(begin.members, begin.states, strict=True) if m.key == self._run.me), b"")
-        if not mine or mine == common:
-            return []
-        agreeing = [i for i, state in enumerate(begin.states) if state == common]
-        if self._replica.tip.epoch and any(begin.machines[i] == self._machine for i in agreeing):
-            log.error("this peer's parameters differ from those of peers that compute alike: downloading the state")
-        return [begin.members[i].peer for i in agreeing]
 
     # -- the state
 
@@ -357,10 +484,11 @@ class Optimizer(torch.optim.Optimizer):
         Args: timeout: seconds; `load_state_timeout` by default.
         Raises AveragingError, with each donor and its reason, if nobody could bring it; then nothing has changed.
         """
-        timeout = kwargs.pop("timeout", self._times["load_state_timeout"])
+        timeout = kwargs.pop("timeout", self._settings.load_state_timeout)
         if kwargs:
             raise TypeError(f"load_state_from_peers has no argument {', '.join(kwargs)}")
-        options.check_times({"timeout": timeout})
+        check_times({"timeout": timeout})
+        self._take_result(wait=True)
         donors = self._run.donors()
         return bool(donors) and self._download(donors, timeout)
 
@@ -375,7 +503,9 @@ class Optimizer(torch.optim.Optimizer):
         except ValueError as error:
             raise Rejected(f"the run's state does not fit this peer: {error}") from error
         self._run.follow(tip)
-        self._begin_epoch()
+        self._go_on_from(tip)
+        if state.lossy:  # it may differ from those that compute alike, until the state is averaged
+            self._end.machine = f"{self._run.me.hex()[:16]} after a lossy download, {self._machine}"[:256]
         digest = self._replica.digest.hex()
         report = DownloadReport(tip.epoch, state.seconds, state.nbytes, len(state.chunks_from), digest)
         log.info("downloaded the state of epoch %d from %d peers", report.epoch, report.donors)
@@ -385,13 +515,23 @@ class Optimizer(torch.optim.Optimizer):
     def _synchronise(self, donors: Sequence[PeerID] = ()) -> None:
         """Download the state; if that fails, go on and try again in the next step. Raises Rejected if it can't fit."""
         try:
-            if self._download(donors, self._times["load_state_timeout"]) if donors else self.load_state_from_peers():
+            if self._download(donors, self._settings.load_state_timeout) if donors else self.load_state_from_peers():
                 return
         except Rejected:
             raise
         except AveragingError as error:
             log.warning("could not download the state, the next step tries again: %s", error)
         self._run.forget_behind()
+
+    def _go_on_from(self, tip: Tip) -> None:
+        """The replica is at another state, not by a round."""
+        self._tell_changed()
+        self._begin_accumulating()
+        self._applied = self._counting = tip
+        self.tracker.start_epoch(tip)
+
+    def _tell_changed(self) -> None:
+        self.dht.reactor.loop.call_soon_threadsafe(self._state_changed.set)
 
     async def _take_snapshot(self) -> Snapshot:
         # What is offered is the newest state: a commit that is not applied yet is waited for.
@@ -400,16 +540,18 @@ class Optimizer(torch.optim.Optimizer):
             await self._state_changed.wait()
         if self._is_behind():
             raise Refused("this peer is behind the others itself")
-
+        compression = self._settings.load_state_compression or NoCompression()
         try:
-            return await asyncio.to_thread(self._replica.snapshot, self._load_state_compression)
+            return await asyncio.to_thread(self._replica.snapshot, compression)
         except ValueError as error:
             log.warning("a newcomer can't have this peer's state: %s", error)
             raise Refused(str(error)) from error
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict, with the epoch (`["state"]["local_epoch"]`), the run's lineage and the
-        scheduler beside it, all plain data and tensors."""
+        scheduler beside it, all plain data and tensors. What is under way in the background is waited for and applied
+        first, so that the model's parameters belong to it."""
+        self._take_result(wait=True)
         return self._replica.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -418,10 +560,15 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises ValueError, as the wrapped optimizer does, if it is of other parameter groups.
         """
+        self._take_result(wait=True)
         self._replica.load_state_dict(state_dict, self.target_batch_size)
-        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        if self._host is None:
+            self.param_groups = self.optimizer.param_groups
+        else:
+            self.param_groups = self._host.param_groups(self.optimizer)  # type: ignore[assignment]
+        self.state = self.optimizer.state
         self._run.follow(self._replica.tip)
-        self._begin_epoch()
+        self._go_on_from(self._replica.tip)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: all peers must have the same parameters from the beginning."""
@@ -454,7 +601,9 @@ class Optimizer(torch.optim.Optimizer):
         """Leave the run; the parameters stay usable, and so does the DHT. Calling it again does nothing."""
         if not self._closed:
             self._closed = True
-            self._run.stop(self._times["shutdown_timeout"])
+            if self.dht.is_alive():
+                self.tracker.stop()
+            self._run.stop(self._settings.shutdown_timeout)
 
     def __repr__(self) -> str:
         return f"shoal.Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, optimizer={self.optimizer!r})"

@@ -13,8 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.averaging.donor import Snapshot
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded
-from shoal.compression import Compression
+from shoal.compression import Compression, NoCompression, TensorRole
+from shoal.flat import Layout
 from shoal.optim.gradients import GradientBuffers
+from shoal.optim.offload import HostCopy
+from shoal.optim.shared import SharedTensors
 from shoal.optim.state import TrainingState
 
 MANIFEST_BYTES = 1 << 26
@@ -22,18 +25,23 @@ MANIFEST_BYTES = 1 << 26
 
 
 class Replica:
-    """Only the trainer's thread changes it; others may take snapshots meanwhile.
+    """One thread at a time changes it; others may take snapshots meanwhile.
 
     Args:
         optimizer: the local optimizer.
         scheduler: stepped with it, or None.
-        extra_tensors: shared with newcomers beside the rest.
+        extra_tensors: shared with newcomers beside the rest; those of floating point are averaged too.
         tip: of the state that the parameters are at now.
+        host: whose groups the optimizer is made of, if it steps on the host.
+        statistics: names of the optimizer's statistics that belong to the state that is averaged.
+        compression: how the state travels when it is averaged.
 
     Attributes:
         tip: of the state that the parameters are at.
         digest: the blake3 hash of the parameters, 32 bytes.
-        trained, frozen: the parameters that require gradients, and the others.
+        trained, frozen: the model's parameters that require gradients, and the others.
+        shared: what is averaged of the state: the parameters and the statistics.
+        buffers: the extra tensors that are averaged.
 
     Raises ValueError if there is nothing to train, or as `FlatBuffer.adopt`.
     """
@@ -44,14 +52,30 @@ class Replica:
         scheduler: LRScheduler | None,
         extra_tensors: Sequence[torch.Tensor],
         tip: Tip,
+        *,
+        host: HostCopy | None = None,
+        statistics: Sequence[str] = (),
+        compression: Compression | None = None,
     ) -> None:
-        self._optimizer, self._scheduler = optimizer, scheduler
-        self._state = TrainingState(optimizer, scheduler, extra_tensors)
+        self._optimizer, self._scheduler, self._host = optimizer, scheduler, host
+        pinned = host is not None and host.pinned
+        self._state = TrainingState(optimizer, scheduler, extra_tensors, pinned=pinned)
         self._lock = threading.Lock()  # held while the state changes, and while it is copied
-        self.trained = [parameter for parameter in self._state.parameters if parameter.requires_grad]
-        self.frozen = [parameter for parameter in self._state.parameters if not parameter.requires_grad]
+        model = self._state.parameters if host is None else host.model
+        self.trained = [parameter for parameter in model if parameter.requires_grad]
+        self.frozen = [parameter for parameter in model if not parameter.requires_grad]
+        self._stepped = [parameter for parameter in self._state.parameters if parameter.requires_grad]
         if not self.trained:
             raise ValueError("no parameter of the optimizer has requires_grad=True: there is nothing to train")
+        self._statistics, self._extras = tuple(statistics), [t for t in extra_tensors if t.is_floating_point()]
+        compression = compression or NoCompression()
+        parameters = self._state.parameters
+        roles = [TensorRole.PARAMETER] * len(parameters)
+        roles += [TensorRole.OPTIMIZER] * len(parameters) * len(self._statistics)
+        layout = Layout.of(parameters * (1 + len(self._statistics))).on("cpu")
+        self.shared = SharedTensors(layout, compression, roles)
+        layout = Layout.of(self._extras).on("cpu")
+        self.buffers = SharedTensors(layout, compression, [TensorRole.UNSPECIFIED] * len(self._extras))
         self.tip = tip
         self.digest = self._state.digest()
 
@@ -62,16 +86,67 @@ class Replica:
         own = sum(max(4, p.element_size()) * p.numel() for p in [*self.trained, *self.frozen])
         return 16 * own + sum(t.element_size() * t.numel() for t in self._state.extra_tensors) + MANIFEST_BYTES
 
-    def step(self, gradients: GradientBuffers, tip: Tip) -> None:
-        """Make the local optimizer's step with the averaged gradients, and the scheduler's; the state is `tip` then."""
+    # -- steps
+
+    def step(self, gradients: GradientBuffers, tip: Tip, *, with_state: bool, max_norm: float | None) -> None:
+        """Set the state to its average if that was averaged, then make the local optimizer's step with the averaged
+        gradients, and the scheduler's; the state is `tip` then. The model's parameters are not those of the optimizer
+        on the host before `publish`."""
         with self._lock:
-            with gradients.as_grad():
+            if with_state:
+                self.shared.put(self._shared_tensors(), keep_changes=False)
+            with gradients.as_grad(self._stepped, max_norm):
                 self._optimizer.step()
-            if self._scheduler is not None:
-                self._scheduler.step()
-            self._state.adopt_statistics()
-            self.tip = tip
+            self._end_epoch(tip)
         self.digest = self._state.digest()
+
+    def step_locally(self) -> None:
+        """Make the local optimizer's step with this peer's own `.grad`; the epoch goes on."""
+        with self._lock:
+            self._optimizer.step()
+            self._state.adopt_statistics()
+
+    def end_epoch(self, tip: Tip, *, with_state: bool) -> None:
+        """After steps of this peer's own: set the state to its average if that was averaged, keeping what has changed
+        in it since it was taken, and make the scheduler's step; the state is `tip` then."""
+        with self._lock:
+            if with_state:
+                self.shared.put(self._shared_tensors(), keep_changes=True)
+            self._end_epoch(tip)
+        self.digest = self.shared.digest() if with_state else self._state.digest()
+
+    def _end_epoch(self, tip: Tip) -> None:
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self._state.adopt_statistics()
+        self.tip = tip
+
+    def publish(self) -> None:
+        """Set the model's parameters to those that the optimizer has on the host."""
+        if self._host is not None:
+            self._host.publish(self._state.memory)
+
+    # -- what is averaged
+
+    def take_state(self) -> None:
+        """Make what the state is now what this peer brings to a round."""
+        self.shared.take(self._shared_tensors())
+
+    def take_buffers(self) -> None:
+        """The same of the extra tensors."""
+        self.buffers.take(self._extras)
+
+    def put_buffers(self) -> None:
+        """Set the extra tensors to their average, and keep what has changed in them since they were taken."""
+        self.buffers.put(self._extras, keep_changes=True)
+
+    def _shared_tensors(self) -> list[torch.Tensor | None]:
+        tensors: list[torch.Tensor | None] = [*self._state.parameters]
+        for name in self._statistics:
+            tensors += self._state.statistics(name)
+        return tensors
+
+    # -- handed over, saved and loaded
 
     def snapshot(self, compression: Compression) -> Snapshot:
         """A copy for a newcomer, to be sent so. Raises ValueError if the optimizer holds something that can't be
@@ -84,6 +159,7 @@ class Replica:
         with self._lock:
             self._state.load(state)
             self.tip = state.manifest.tip
+            self.publish()
         self.digest = self._state.digest()
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,7 +173,8 @@ class Replica:
 
     def load_state_dict(self, state_dict: dict[str, Any], samples_per_epoch: float) -> None:
         """Go on from a copy of a dict of `state_dict`, or of the local optimizer's own: then at the present tip. One
-        that has an epoch but no more (hivemind's) is taken to have made `samples_per_epoch` in each."""
+        that has an epoch but no more (hivemind's) is taken to have made `samples_per_epoch` in each. The parameters are
+        the model's."""
         given = copy.deepcopy(state_dict)
         epoch = given["state"].pop("local_epoch", None)
         ours = given.pop("shoal", {})
@@ -106,6 +183,8 @@ class Replica:
             if self._scheduler is not None and "scheduler" in ours:
                 self._scheduler.load_state_dict(ours["scheduler"])
             self._state.adopt_statistics()
+            if self._host is not None:
+                self._host.fetch(self._state.memory)
             if epoch is not None:
                 samples = ours.get("samples", epoch * samples_per_epoch)
                 self.tip = Tip(epoch, ours.get("lineage", self.tip.lineage), float(samples))

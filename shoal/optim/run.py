@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from shoal.averaging.contribution import Contribution, Outcome
@@ -16,7 +18,7 @@ from shoal.averaging.exchange import compute_serially
 from shoal.averaging.member import MAX_ADDRESSES, Member, Role
 from shoal.averaging.messages import Terms
 from shoal.averaging.rules import Rules
-from shoal.averaging.swarm import Swarm
+from shoal.averaging.swarm import JOIN_TIMEOUT, Swarm
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded, download_state
 from shoal.dht.dht import DHT
@@ -24,6 +26,8 @@ from shoal.p2p.identity import PeerID
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.05  # between two looks whether enough peers are there
 
 
 class Run:
@@ -34,8 +38,10 @@ class Run:
         run_id: names the run.
         terms: what must be equal in the run.
         rules: when a round begins.
-        client_mode: never be dialled and reduce nothing.
+        role: what this peer does in rounds; a client declares no addresses, even if the DHT has some.
+        bandwidth: of `Member`.
         chunk_timeout: seconds of silence after which a member that holds up a round is left out; None for the default.
+        request_timeout: seconds that the coordinator may take to answer; None for the default.
         take_snapshot: copies this peer's state for a newcomer; on the reactor.
     """
 
@@ -46,18 +52,32 @@ class Run:
         terms: Terms,
         rules: Rules,
         *,
-        client_mode: bool,
+        role: Role,
+        bandwidth: float = 1.0,
         chunk_timeout: float | None,
+        request_timeout: float | None = None,
         take_snapshot: Callable[[], Awaitable[Snapshot]],
     ) -> None:
-        addresses = () if client_mode else tuple(str(address) for address in dht.get_visible_maddrs())[:MAX_ADDRESSES]
-        me = Member(dht.peer_id.key, addresses, Role.CLIENT if client_mode else Role.NODE)
+        visible = () if role is Role.CLIENT else dht.get_visible_maddrs()
+        addresses = tuple(str(address) for address in visible)[:MAX_ADDRESSES]
+        me = Member(dht.peer_id.key, addresses, role, bandwidth)
         directory = DHTDirectory(dht.dht_node, run_id)
         self.dht = dht
-        self.swarm = Swarm(dht.node, directory, run_id, me, terms, rules, chunk_timeout=chunk_timeout)
+        self.swarm = Swarm(
+            dht.node,
+            directory,
+            run_id,
+            me,
+            terms,
+            rules,
+            chunk_timeout=chunk_timeout,
+            request_timeout=JOIN_TIMEOUT if request_timeout is None else request_timeout,
+        )
         self._state_service = f"state/{run_id}"
         self._take_snapshot = take_snapshot
         self._random = random.Random(me.key)
+        self._under_way: set[Future[Any]] = set()
+        self._left = False
 
     def start(self) -> None:
         """Meet the other peers of the run, and serve the state."""
@@ -86,6 +106,20 @@ class Run:
     def average(self, contribution: Contribution, timeout: float) -> Outcome:
         """See `Swarm.average`."""
         return self._wait(self.swarm.average(contribution, timeout))
+
+    def wait_for_contributors(self, count: int, timeout: float) -> int:
+        """Wait until so many peers that contribute are connected, this one included, at most `timeout` seconds; returns
+        how many there are."""
+
+        async def waited() -> int:
+            until = asyncio.get_running_loop().time() + timeout
+            while True:
+                found = sum(member.contributes for member in self.swarm.neighbourhood.connected())
+                if found >= count or asyncio.get_running_loop().time() >= until:
+                    return found
+                await asyncio.sleep(POLL_SECONDS)
+
+        return self._wait(waited())
 
     def donors(self) -> list[PeerID]:
         """Who could be asked for the state now."""
@@ -125,6 +159,29 @@ class Run:
 
         return self._wait(follow())
 
+    def wait_for_call(self, timeout: float) -> bool:
+        """Wait until the round of the swarm's tip is called; whether it was within `timeout` seconds."""
+
+        async def waited() -> bool:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    while not self.swarm.called:
+                        await self.swarm.news()
+            return self.swarm.called
+
+        return self._wait(waited())
+
+    def catch_up(self) -> Tip:
+        """For a peer that holds no state: be at the best one that was heard of; returns it."""
+
+        async def catch_up() -> Tip:
+            behind = self.swarm.behind
+            if behind is not None and behind.outranks(self.swarm.tip):
+                self.swarm.move(behind)
+            return self.swarm.tip
+
+        return self._wait(catch_up())
+
     def forget_behind(self) -> None:
         """Nobody could bring the better state that was heard of: stop waiting for it."""
 
@@ -134,7 +191,10 @@ class Run:
         self._wait(forget())
 
     def stop(self, timeout: float) -> None:
-        """Leave the run, if the DHT is still there."""
+        """Leave the run, if the DHT is still there; what other threads wait for here fails."""
+        self._left = True
+        for future in list(self._under_way):
+            future.cancel()
 
         async def stop() -> None:
             self.swarm.stop()
@@ -148,10 +208,13 @@ class Run:
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         future = self.dht.reactor.submit(coroutine)
+        self._under_way.add(future)
         try:
             return future.result()
         except CancelledError:
-            raise AveragingError("the DHT was shut down meanwhile") from None
+            raise AveragingError(f"{'the run was left' if self._left else 'the DHT was shut down'} meanwhile") from None
         except BaseException:
             future.cancel()  # Ctrl-C: nobody waits for it any more
             raise
+        finally:
+            self._under_way.discard(future)

@@ -58,15 +58,21 @@ class TrainingState:
         optimizer: the local optimizer.
         scheduler: stepped once per global epoch, or None.
         extra_tensors: shared with the rest.
+        pinned: have the parameters in host memory that a GPU can reach directly.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, extra_tensors: Sequence[torch.Tensor]
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler | None,
+        extra_tensors: Sequence[torch.Tensor],
+        *,
+        pinned: bool = False,
     ) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler
         self.extra_tensors = list(extra_tensors)
         self.parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        self.memory = FlatBuffer.adopt(self.parameters)
+        self.memory = FlatBuffer.adopt(self.parameters, pinned=pinned)
         self._held: list[torch.Tensor] = []  # the tensors of the optimizer's state that are in flat memory
         self.adopt_statistics()
 
@@ -83,6 +89,24 @@ class TrainingState:
         for flat in self.memory.flat:
             hasher.update(bytes_of(flat.detach().cpu()))
         return hasher.digest()
+
+    def statistics(self, name: str) -> list[torch.Tensor | None]:
+        """The tensors of that name in the optimizer's state, one for each parameter; None where it has none.
+
+        Raises ValueError if the optimizer has a state, but none of this name and the parameter's shape.
+        """
+        found: list[torch.Tensor | None] = []
+        for parameter in self.parameters:
+            held = self.optimizer.state.get(parameter, {})
+            value = held.get(name)
+            if held and not (isinstance(value, torch.Tensor) and value.shape == parameter.shape):
+                alike = [key for key, v in held.items() if isinstance(v, torch.Tensor) and v.shape == parameter.shape]
+                raise ValueError(
+                    f"average_opt_statistics has {name!r}, and {type(self.optimizer).__name__} keeps no such tensor of "
+                    f"its parameter's shape; it keeps {', '.join(alike) or 'none'}"
+                )
+            found.append(value)
+        return found
 
     def snapshot(self, tip: Tip, compression: Compression) -> Snapshot:
         """A copy of everything, for a newcomer, to be sent so. Raises ValueError if the optimizer holds something that

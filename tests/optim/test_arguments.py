@@ -1,5 +1,4 @@
-"""Arguments: those that do not work yet say so by name, and those that make no sense are refused before anything
-starts."""
+"""Arguments that make no sense, alone or together, are refused by name before anything starts."""
 
 from __future__ import annotations
 
@@ -31,29 +30,6 @@ def make(dht: shoal.DHT, **arguments: Any) -> shoal.Optimizer:
     return shoal.Optimizer(dht=dht, **given)
 
 
-NOT_BUILT = {
-    "reuse_grad_buffers": True,
-    "offload_optimizer": True,
-    "delay_optimizer_step": True,
-    "delay_grad_averaging": True,
-    "average_state_every": 5,
-    "use_local_updates": True,
-    "auxiliary": True,
-    "grad_averager_factory": object,
-    "state_averaging_compression": shoal.compression.Float16Compression(),
-    "load_state_compression": shoal.compression.Float16Compression(),
-    "average_opt_statistics": ("exp_avg_sq",),
-    "averager_opts": {"min_vector_size": 1},
-    "tracker_opts": {"min_refresh_period": 1},
-}
-
-
-@pytest.mark.parametrize("name", NOT_BUILT)
-def test_what_is_not_built_says_so(started: shoal.DHT, name: str) -> None:
-    with pytest.raises(NotImplementedError, match=name):
-        make(started, **{name: NOT_BUILT[name]})
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -77,6 +53,20 @@ def test_what_is_not_built_says_so(started: shoal.DHT, name: str) -> None:
         ("performance_ema_alpha", 1.5),
         ("grad_compression", "float16"),
         ("grad_compression", shoal.compression.Float16Compression),
+        ("state_averaging_compression", "float16"),
+        ("load_state_compression", 16),
+        ("average_state_every", 0),
+        ("average_state_every", 1.5),
+        ("average_state_every", True),
+        ("min_peers", 0),
+        ("min_peers", "all"),
+        ("max_grad_norm", 0.0),
+        ("max_grad_norm", float("inf")),
+        ("average_opt_statistics", [5]),
+        ("averager_opts", {"min_vector_size": 1}),
+        ("averager_opts", {"bandwidth": -1}),
+        ("averager_opts", {"request_timeout": 0}),
+        ("tracker_opts", {"refresh": 1}),
         ("optimizer", "sgd"),
         ("optimizer", lambda params: 5),
         ("params", None),
@@ -112,6 +102,35 @@ def test_combinations(started: shoal.DHT) -> None:
         make(client, client_mode=False)
     with pytest.raises(RuntimeError, match="not started"):
         make(shoal.DHT())
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"delay_grad_averaging": True, "delay_optimizer_step": False}, ["delay_grad_averaging", "delay_optimizer_step"]),
+    ({"delay_optimizer_step": True, "offload_optimizer": False}, ["delay_optimizer_step", "offload_optimizer"]),
+    ({"use_local_updates": True, "reuse_grad_buffers": True}, ["use_local_updates", "reuse_grad_buffers"]),
+    ({"use_local_updates": True, "delay_grad_averaging": True}, ["use_local_updates", "delay_grad_averaging"]),
+    ({"use_local_updates": True, "delay_optimizer_step": True}, ["use_local_updates", "delay_optimizer_step"]),
+    ({"use_local_updates": True, "offload_optimizer": True}, ["use_local_updates", "offload_optimizer"]),
+    ({"use_local_updates": True, "max_grad_norm": 1.0}, ["use_local_updates", "max_grad_norm"]),
+    ({"use_local_updates": True, "grad_averager_factory": object}, ["use_local_updates", "grad_averager_factory"]),
+    ({"auxiliary": True, "client_mode": True}, ["auxiliary", "client_mode"]),
+    ({"auxiliary": True, "batch_size_per_step": 4}, ["auxiliary", "batch_size_per_step"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "names"), CONTRADICTIONS, ids=lambda value: " ".join(value))
+def test_contradictions_name_both(started: shoal.DHT, arguments: dict[str, Any], names: list[str]) -> None:
+    before = threading.enumerate()
+    with pytest.raises(ValueError, match=names[0]) as caught:
+        make(started, **arguments)
+    assert all(name in str(caught.value) for name in names)
+    assert threading.enumerate() == before
+
+
+def test_an_offloaded_optimizer_is_made_here(started: shoal.DHT) -> None:
+    local = sgd(make_model().parameters())
+    with pytest.raises(ValueError, match=r"offload_optimizer.*as a function"):
+        make(started, optimizer=local, params=None, offload_optimizer=True)
 
 
 def test_values_that_change_nothing_are_taken(started: shoal.DHT) -> None:

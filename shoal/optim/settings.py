@@ -1,0 +1,230 @@
+"""The options of an `Optimizer` that are numbers and switches: which make sense, alone and together, and which must be
+equal in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shoal.averaging.member import Role
+from shoal.averaging.options import term_of
+from shoal.averaging.rules import Rules
+from shoal.compression import Compression, NoCompression
+
+MAX_SECONDS = 86400
+
+COMPRESSIONS = ("grad_compression", "state_averaging_compression", "load_state_compression")
+AVERAGER_OPTIONS = ("bandwidth", "min_matchmaking_time", "next_chunk_timeout", "request_timeout")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """As in `Optimizer`, with what a default stands for put in its place.
+
+    Raises ValueError that names the argument (or the two that contradict) and what to do.
+    """
+
+    run_id: str
+    target_batch_size: int
+    batch_size_per_step: int | None
+    matchmaking_time: float
+    averaging_timeout: float
+    allreduce_timeout: float | None
+    next_chunk_timeout: float | None
+    load_state_timeout: float
+    shutdown_timeout: float
+    reuse_grad_buffers: bool
+    offload_optimizer: bool | None
+    delay_optimizer_step: bool | None
+    delay_grad_averaging: bool
+    delay_state_averaging: bool
+    average_state_every: int
+    use_local_updates: bool
+    client_mode: bool
+    auxiliary: bool
+    grad_compression: Compression | None
+    state_averaging_compression: Compression | None
+    load_state_compression: Compression | None
+    average_opt_statistics: tuple[str, ...]
+    own_averager: bool
+    averager_opts: Mapping[str, Any]
+    performance_ema_alpha: float
+    max_grad_norm: float | None
+    min_peers: int
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], **others: Any) -> Settings:
+        """Those of the arguments that are settings, with `others` in their place."""
+        return cls(**{f.name: arguments[f.name] for f in fields(cls) if f.name not in others}, **others)
+
+    def __post_init__(self) -> None:
+        fill = object.__setattr__
+        for name in COMPRESSIONS:
+            if getattr(self, name) is None:
+                fill(self, name, NoCompression())
+        if self.allreduce_timeout is None:
+            fill(self, "allreduce_timeout", self.averaging_timeout)
+        if self.delay_optimizer_step is None:
+            fill(self, "delay_optimizer_step", self.delay_grad_averaging)
+        if self.offload_optimizer is None:
+            fill(self, "offload_optimizer", bool(self.delay_optimizer_step))
+        self._check_each()
+        self._check_together()
+        for name in ("min_matchmaking_time", "next_chunk_timeout"):
+            if name in self.averager_opts:
+                fill(self, name.removeprefix("min_"), self.averager_opts[name])
+
+    def _check_each(self) -> None:
+        _check_run_id(self.run_id)
+        check_samples({"target_batch_size": self.target_batch_size}, least=1)
+        if self.batch_size_per_step is not None:
+            check_samples({"batch_size_per_step": self.batch_size_per_step}, least=0)
+        _check_averager_options(self.averager_opts)
+        times = ("matchmaking_time", "averaging_timeout", "allreduce_timeout", "load_state_timeout", "shutdown_timeout")
+        check_times({name: getattr(self, name) for name in times})
+        if self.next_chunk_timeout is not None:
+            check_times({"next_chunk_timeout": self.next_chunk_timeout})
+        for name in COMPRESSIONS:
+            value = getattr(self, name)
+            if not isinstance(value, Compression):
+                raise ValueError(
+                    f"{name}={value!r}: give a compression, such as shoal.compression.Float16Compression()"
+                )
+        alpha = self.performance_ema_alpha
+        if not isinstance(alpha, int | float) or not 0 < alpha <= 1:
+            raise ValueError(f"performance_ema_alpha={alpha!r}: give a number over 0 and at most 1")
+        for name in ("average_state_every", "min_peers"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: give a whole number, at least 1")
+        norm = self.max_grad_norm
+        if norm is not None and (not isinstance(norm, int | float) or not 0 < norm < float("inf")):
+            raise ValueError(f"max_grad_norm={norm!r}: give a positive number, or None not to clip")
+        for name in self.average_opt_statistics:
+            if not isinstance(name, str):
+                raise ValueError(f"average_opt_statistics has {name!r}: give names of the optimizer's statistics")
+
+    def _check_together(self) -> None:
+        if self.delay_grad_averaging and not self.delay_optimizer_step:
+            raise ValueError(
+                "delay_grad_averaging=True needs delay_optimizer_step: the step comes after the average; leave it out"
+            )
+        if self.delay_optimizer_step and not self.offload_optimizer:
+            raise ValueError(
+                "delay_optimizer_step=True needs offload_optimizer: the step is made on a copy of the parameters while "
+                "the model goes on with the old ones; leave it out"
+            )
+        if self.use_local_updates:
+            unused = {
+                "reuse_grad_buffers": self.reuse_grad_buffers,
+                "delay_grad_averaging": self.delay_grad_averaging,
+                "delay_optimizer_step": self.delay_optimizer_step,
+                "offload_optimizer": self.offload_optimizer,
+                "grad_averager_factory": self.own_averager,
+                "max_grad_norm": self.max_grad_norm is not None,
+            }
+            for name, given in unused.items():
+                if given:
+                    raise ValueError(
+                        f"use_local_updates=True makes every step at once with local gradients, which leaves no use "
+                        f"for {name}: leave one of the two out"
+                    )
+        if self.auxiliary:
+            if self.client_mode:
+                raise ValueError("auxiliary=True lends bandwidth, client_mode=True has none to lend: choose one")
+            if self.batch_size_per_step is not None:
+                raise ValueError("auxiliary=True trains nothing: leave batch_size_per_step out")
+            if self.own_averager:
+                raise ValueError("auxiliary=True does not work with grad_averager_factory: it would have to average")
+
+    @property
+    def averages_in_background(self) -> bool:
+        """Whether the trainer goes on during a round."""
+        return self.delay_grad_averaging or (self.use_local_updates and self.delay_state_averaging)
+
+    @property
+    def in_background(self) -> bool:
+        """Whether the trainer goes on during some part of the end of an epoch."""
+        return self.averages_in_background or bool(self.delay_optimizer_step)
+
+    @property
+    def role(self) -> Role:
+        """What this peer does in rounds."""
+        return Role.CLIENT if self.client_mode else Role.AUXILIARY if self.auxiliary else Role.NODE
+
+    def rules(self, gradients: tuple[int, ...], buffers: tuple[int, ...], state: tuple[int, ...]) -> Rules:
+        """When rounds begin and what they average, given the sizes of its parts."""
+        assert self.allreduce_timeout is not None
+        return Rules(
+            sizes=gradients,
+            matchmaking_time=self.matchmaking_time,
+            round_timeout=self.allreduce_timeout,
+            min_group=self.min_peers,
+            target_samples=float(self.target_batch_size),
+            due_sizes=buffers,
+            state_sizes=state,
+            state_every=self.average_state_every,
+            state_always=self.use_local_updates,
+        )
+
+    def agreed(self) -> dict[str, str]:
+        """Every option here that must be equal in a run, by its name. What a peer may choose for itself is not in it:
+        batch_size_per_step, client_mode, auxiliary, reuse_grad_buffers, offload_optimizer, averager_opts, and the
+        timeouts that bound its own patience alone."""
+        specs = {}
+        for name in COMPRESSIONS:
+            compression = getattr(self, name)
+            assert compression is not None
+            specs[name] = term_of(compression.spec)
+        like_whole = self.allreduce_timeout == self.averaging_timeout  # then that one is named
+        return {
+            "target_batch_size": str(self.target_batch_size),
+            "matchmaking_time": f"{self.matchmaking_time:g}",
+            "averaging_timeout": f"{self.averaging_timeout:g}",
+            "allreduce_timeout": "averaging_timeout" if like_whole else f"{self.allreduce_timeout:g}",
+            "next_chunk_timeout": str(self.next_chunk_timeout),
+            "delay_optimizer_step": str(self.delay_optimizer_step),
+            "delay_grad_averaging": str(self.delay_grad_averaging),
+            "delay_state_averaging": str(self.delay_state_averaging),
+            "average_state_every": str(self.average_state_every),
+            "use_local_updates": str(self.use_local_updates),
+            "grad_averager_factory": str(self.own_averager),
+            "average_opt_statistics": term_of(", ".join(self.average_opt_statistics)),
+            "performance_ema_alpha": f"{self.performance_ema_alpha:g}",
+            "max_grad_norm": str(self.max_grad_norm),
+            "min_peers": str(self.min_peers),
+            **specs,
+        }
+
+
+def _check_run_id(run_id: object) -> None:
+    if not isinstance(run_id, str) or not 1 <= len(run_id) <= 100:
+        raise ValueError(f"run_id={run_id!r}: give a text of 1 to 100 characters")
+
+
+def _check_averager_options(given: Mapping[str, Any]) -> None:
+    unknown = sorted(set(given) - set(AVERAGER_OPTIONS))
+    if unknown:
+        raise ValueError(
+            f"averager_opts has {', '.join(map(repr, unknown))}, which is no option of an Optimizer's averaging; those "
+            f"are {', '.join(AVERAGER_OPTIONS)}"
+        )
+    check_times({f"averager_opts[{name!r}]": value for name, value in given.items() if name != "bandwidth"})
+    bandwidth = given.get("bandwidth", 1.0)
+    if isinstance(bandwidth, bool) or not isinstance(bandwidth, int | float) or not 0 <= bandwidth <= 1e18:
+        raise ValueError(f"averager_opts['bandwidth']={bandwidth!r}: give a number that is not negative")
+
+
+def check_samples(arguments: Mapping[str, object], least: int) -> None:
+    """Raise ValueError if a number of samples is not at least `least`."""
+    for name, value in arguments.items():
+        if not isinstance(value, int | float) or not least <= value < float("inf"):
+            raise ValueError(f"{name}={value!r}: give a number of samples, at least {least}")
+
+
+def check_times(arguments: Mapping[str, object]) -> None:
+    """Raise ValueError if a time is not a positive number of seconds (at most a day)."""
+    for name, value in arguments.items():
+        if not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS:
+            raise ValueError(f"{name}={value!r}: give a positive number of seconds, at most a day (86400)")

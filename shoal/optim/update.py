@@ -1,0 +1,256 @@
+"""The end of an epoch on one peer: average, fall back to its own gradients if there is no average, step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+
+from shoal.averaging.contribution import Contribution, Outcome
+from shoal.averaging.errors import AveragingError, Behind, Rejected
+from shoal.averaging.rules import Rules
+from shoal.averaging.tip import Tip
+from shoal.optim.gradients import GradientBuffers
+from shoal.optim.replica import Replica
+from shoal.optim.run import Run
+from shoal.optim.vector import EpochVector
+from shoal.p2p.identity import PeerID
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """How an epoch ended, before the step.
+
+    Attributes:
+        tip: the state after it.
+        outcome: of the round; None if this peer goes on alone.
+        donors: if this peer's state was not that of the others: those to download it from. No step is made then.
+    """
+
+    tip: Tip
+    outcome: Outcome | None
+    donors: tuple[PeerID, ...] = ()
+
+    @property
+    def with_state(self) -> bool:
+        """Whether the state itself was averaged."""
+        return self.outcome is not None and self.outcome.begin.with_state
+
+
+class EpochEnd:
+    """Ends epochs, one at a time.
+
+    Args:
+        run: whose rounds are joined.
+        rules: of the run.
+        replica: is stepped.
+        vector: is averaged.
+        gradients: those to step with; None where steps are made all along.
+        machine: names all on which the bits of a local step depend.
+        matchmaking_time, averaging_timeout: seconds, see `Optimizer`.
+        min_peers: no epoch ends with fewer.
+        max_grad_norm: see `GradientBuffers.as_grad`.
+        tell_changed: called, in any thread, when the replica is at another tip.
+
+    Attributes:
+        machine: may be changed between epochs.
+        stopped: whether nothing is averaged any more.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        rules: Rules,
+        replica: Replica,
+        vector: EpochVector,
+        gradients: GradientBuffers | None,
+        *,
+        machine: str,
+        matchmaking_time: float,
+        averaging_timeout: float,
+        min_peers: int,
+        max_grad_norm: float | None,
+        tell_changed: Callable[[], None],
+    ) -> None:
+        self._run, self._rules, self._replica = run, rules, replica
+        self._vector, self._gradients = vector, gradients
+        self.machine = machine
+        self._matchmaking_time, self._averaging_timeout = matchmaking_time, averaging_timeout
+        self._min_peers, self._max_grad_norm = min_peers, max_grad_norm
+        self._tell_changed = tell_changed
+        self.stopped = False
+
+    def stop(self) -> None:
+        """Average no more: what is under way ends without a result as soon as the run is left."""
+        self.stopped = True
+
+    def take(self) -> None:
+        """Make what the state is now what this peer brings, where it may be averaged whatever the others hold. In the
+        trainer's thread, which goes on changing it."""
+        epoch = self._replica.tip.epoch
+        if self._rules.due_sizes and self._rules.is_due(epoch):
+            self._replica.take_buffers()
+        if self._rules.state_always and self._rules.may_average_state(epoch):
+            self._replica.take_state()
+
+    def average(self, samples: float) -> Averaged | None:
+        """The round of this epoch, with what the vector's parts hold, weighted by `samples`; None if there was none and
+        this peer can't go on alone: the next call tries again.
+
+        Raises Behind if others are past this epoch, Rejected if the run goes by other terms.
+        """
+        if self._few_are_here():
+            return None
+        until = time.monotonic() + self._averaging_timeout
+        contribution = Contribution(
+            weight=samples,
+            open=self._vector.open,
+            patience=self._matchmaking_time,
+            tip=self._replica.tip,
+            machine=self.machine,
+            state=b"" if self._gradients is None else self._replica.digest,
+        )
+        while True:
+            try:
+                outcome = self._run.average(contribution, until - time.monotonic())
+            except (Behind, Rejected):
+                raise
+            except AveragingError as error:
+                if self.stopped:
+                    return None
+                if time.monotonic() >= until:
+                    return self._alone(samples, error)
+                # Whoever is put out of a round gets its result as one who missed it.
+                log.warning("%s: trying again", error)
+                continue
+            return Averaged(outcome.commit.next_tip, outcome, self._disagrees_with(outcome))
+
+    def _few_are_here(self) -> bool:
+        """Wait for `min_peers`, at most for `matchmaking_time`; whether they have not come."""
+        if self._min_peers == 1:
+            return False
+        found = self._run.wait_for_contributors(self._min_peers, self._matchmaking_time)
+        if found < self._min_peers:
+            log.warning("%d peers are here, and min_peers=%d: the next step tries again", found, self._min_peers)
+        return found < self._min_peers
+
+    @torch.no_grad()
+    def step(self, averaged: Averaged) -> None:
+        """Make the wrapped optimizer's step with the averaged gradients; where steps were made all along, take over
+        the averaged state."""
+        if self._gradients is None:
+            self._replica.end_epoch(averaged.tip, with_state=averaged.with_state)
+        else:
+            self._replica.step(
+                self._gradients,
+                averaged.tip,
+                with_state=averaged.with_state,
+                max_norm=self._max_grad_norm,
+            )
+        self._tell_changed()
+
+    def _alone(self, samples: float, error: AveragingError) -> Averaged | None:
+        """No round could be had: go on with what this peer has, and let the swarm decide later whose state is kept."""
+        if not samples:
+            log.warning("no average (%s), and this peer has no gradients of its own: the next step tries again", error)
+            return None
+        if self._min_peers > 1:
+            log.warning("no average (%s), and min_peers=%d: the next step tries again", error, self._min_peers)
+            return None
+        before = self._replica.tip
+        tip = before.after(self._replica.digest, samples)
+        if not self._run.follow(tip, after=before):
+            return None
+        log.warning("no average (%s): going on with this peer's own gradients", error)
+        if self._gradients is not None:
+            self._gradients.use_local()
+        return Averaged(tip, None)
+
+    def _disagrees_with(self, outcome: Outcome) -> tuple[PeerID, ...]:
+        """If the state from which this round began is another here than it must be: the members to download it from.
+
+        Peers that compute alike only ever disagree at the start of a run (they made their parameters each for
+        themselves) or by a fault; others may round their steps differently, until the state is averaged.
+        """
+        begin = outcome.begin
+        if begin.with_state:
+            return ()
+        states = {m.key: s for m, s in zip(begin.members, begin.states, strict=True) if s}
+        mine = states.get(self._run.me, b"")
+        if self._replica.tip.epoch:
+            alike = {m.key for m, name in zip(begin.members, begin.machines, strict=True) if name == self.machine}
+            states = {key: state for key, state in states.items() if key in alike}
+        held = list(states.values())
+        common = max(held, key=lambda state: (held.count(state), state), default=b"")
+        if not mine or mine == common:
+            return ()
+        if self._replica.tip.epoch:
+            log.error("this peer's parameters differ from those of peers that compute alike: downloading the state")
+        return tuple(PeerID(key) for key, state in states.items() if state == common)
+
+
+class Background:
+    """The end of an epoch that goes on while the trainer trains: at most one, on a thread of its own.
+
+    Args:
+        end: does it.
+        steps: whether the step is made here too.
+
+    Attributes:
+        tip: of the state after it, as soon as that is known; None before.
+    """
+
+    def __init__(self, end: EpochEnd, *, steps: bool) -> None:
+        self._end, self._steps = end, steps
+        self._thread: ThreadPoolExecutor | None = None
+        self._future: Future[Averaged | None] | None = None
+        self.tip: Tip | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether one was begun whose result was not taken yet."""
+        return self._future is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether there is a result to take."""
+        return self._future is not None and self._future.done()
+
+    def begin(self, samples: float, averaged: Averaged | None = None) -> None:
+        """End the epoch: `average` and `step`; the step alone if the average is there already."""
+        assert self._future is None
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-update")
+        self.tip = averaged.tip if averaged is not None else None
+        self._future = self._thread.submit(self._run, samples, averaged)
+
+    def _run(self, samples: float, averaged: Averaged | None) -> Averaged | None:
+        while averaged is None and not self._end.stopped:
+            averaged = self._end.average(samples)
+        if averaged is not None and not averaged.donors:
+            self.tip = averaged.tip
+            if self._steps:
+                self._end.step(averaged)
+        return averaged
+
+    def take(self) -> Averaged | None:
+        """Wait for the result. Raises what the thread raised."""
+        assert self._future is not None
+        future, self._future = self._future, None
+        try:
+            return future.result()
+        finally:
+            self.tip = None
+
+    def stop(self, timeout: float) -> None:
+        """Wait so many seconds for what is under way; then leave it to itself."""
+        if self._future is not None:
+            wait([self._future], timeout)
+        if self._thread is not None:
+            self._thread.shutdown(wait=self._future is None or self._future.done())

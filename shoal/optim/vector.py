@@ -1,0 +1,52 @@
+"""The vector that a round of a run averages: which parts it has, and where they are in this peer's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shoal.averaging.book import RuleBroken
+from shoal.averaging.contribution import Fault, SendTo
+from shoal.averaging.exchange import Exchange
+from shoal.averaging.messages import Begin
+from shoal.averaging.rules import Rules
+from shoal.compression import CodecPlan
+from shoal.optim.gradients import GradientBuffers
+from shoal.optim.replica import Replica
+
+
+class EpochVector:
+    """Gradients, buffers and state, in the order of `Rules.vector`.
+
+    Args:
+        me: this peer's key.
+        rules: of the run.
+        gradients: None where none are averaged in the run's rounds.
+        replica: has the rest.
+    """
+
+    def __init__(self, me: bytes, rules: Rules, gradients: GradientBuffers | None, replica: Replica) -> None:
+        self._me, self._rules = me, rules
+        self.gradients, self._replica = gradients, replica
+
+    def open(self, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
+        """The exchange of a round. Raises RuleBroken if it averages what is not due, or by another plan."""
+        epoch = begin.tip.epoch
+        if begin.with_state and not self._rules.may_average_state(epoch):
+            raise RuleBroken(f"BEGIN averages the state at the end of epoch {epoch}, where that is not due")
+        if begin.with_state and not self._rules.state_always:
+            self._replica.take_state()  # else it was taken before the JOIN
+        parts: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], CodecPlan]] = []
+        if self.gradients is not None:
+            parts.append((self.gradients.mine, self.gradients.averaged, self.gradients.codecs))
+        if self._rules.due_sizes and self._rules.is_due(epoch):
+            buffers = self._replica.buffers
+            parts.append((buffers.mine, buffers.averaged, buffers.codecs))
+        if begin.with_state:
+            state = self._replica.shared
+            parts.append((state.mine, state.averaged, state.codecs))
+        inputs = [flat for mine, _, _ in parts for flat in mine]
+        outputs = [flat for _, averaged, _ in parts for flat in averaged]
+        plan = sum((codecs for _, _, codecs in parts), CodecPlan((), 0))
+        return Exchange.of(self._me, begin, inputs, outputs, plan, send, fault)
