@@ -24,7 +24,8 @@ class ScaledFloat16Compression(BlockCodec):
     float16. Elements of float16 and bfloat16 are sent as they are: they are no larger.
 
     The mean is that of 256 elements of a block, the first 128 of each half, rounded to the scale. (That of all would
-    take a quarter of the time of encoding, and lessen the mean square error of evenly mixed values by 0.3%.) The scale is a power of two, so it adds no error: 2**-14 to 2**-13 of the largest absolute value, or 2**-125 if that is
+    take a quarter of the time of encoding, and lessen the mean square error of evenly mixed values by 0.3%.) The scale
+    is a power of two, so it adds no error: 2**-14 to 2**-13 of the largest absolute value, or 2**-125 if that is
     larger. The error of an element is at most 2**-11 of its distance from that mean, plus 2**-22 of the largest
     absolute value of its block, plus 2**-149. A constant block of more than 2**-100 comes back exactly. Values beyond
     ±2**126 may come back infinite or NaN; one that is not finite makes its block so.
