@@ -60,6 +60,7 @@ class FlatParameter(nn.Parameter):
         home: the gradients' home.
         members: its parameters, at least one, in the order of the flat buffer.
         parts: the shorter runs that have taken its place in optimizers; empty as long as it is whole.
+        settled: what :meth:`settle` saw, while it holds.
     """
 
     home: GradientViews
@@ -70,8 +71,9 @@ class FlatParameter(nn.Parameter):
     _views: list[Tensor]
     _held: list[int]
     _padding: Tensor
+    _cleaned: int
     _address: int
-    _settled: Presence | None
+    settled: Presence | None
 
     def __new__(cls, data: Tensor, gradient: Tensor, members: Sequence[Member], home: GradientViews) -> FlatParameter:
         """Makes the run from its part of the flat buffer and of the flat gradient."""
@@ -85,8 +87,9 @@ class FlatParameter(nn.Parameter):
         self._views = [member.view for member in members]
         self._held = [2] * len(members)
         self._padding = _padding(data.numel(), members).to(data.device)
+        self._cleaned = gradient._version
         self._address = data.data_ptr()
-        self._settled = None
+        self.settled = None
         return self
 
     @property
@@ -113,16 +116,30 @@ class FlatParameter(nn.Parameter):
         return Presence.ALL if all(has) else Presence.SOME if any(has) else Presence.NONE
 
     def settle(self) -> Presence:
-        """Looks once for a whole step of an optimizer that begins now: until :meth:`unsettle` or the next backward."""
-        self._settled = self.presence()
+        """Looks once for a whole step of an optimizer that begins now: until `settled` is None or the next backward."""
+        self.settled = self.presence()
         self.home.settled = True
         # Guards of compiled steps look at torch's own slot, past the property.
-        _set_slot(self, None if self._settled is Presence.NONE else self._gradient)
-        return self._settled
+        _set_slot(self, None if self.settled is Presence.NONE else self._gradient)
+        return self.settled
 
-    def unsettle(self) -> None:
-        """Ends what :meth:`settle` began."""
-        self._settled = None
+    def settle_as_usual(self) -> bool:
+        """As :meth:`check_address` and :meth:`settle`, in less time; False, and nothing done, if not all is as usual.
+
+        Usual is a whole run in its own memory, in which all parameters have a gradient.
+        """
+        address = self._address
+        if (
+            self.parts
+            or self.data_ptr() != address
+            or self._parameters[0].data_ptr() != address
+            or list(map(_holders, self._views)) != self._held
+        ):
+            return False
+        self.settled = Presence.ALL
+        self.home.settled = True
+        _set_slot(self, self._gradient)
+        return True
 
     def split_by_presence(self) -> None:
         """Splits the run where a parameter with a gradient is beside one without."""
@@ -164,13 +181,14 @@ class FlatParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The flat gradient, of the run's shape; None if no parameter has a gradient."""
-        if self._settled is not None and self.home.settled:
-            presence = self._settled
+        if self.settled is not None and self.home.settled:
+            presence = self.settled
         else:
             presence = self.presence()
-            if self._padding.numel():
+            if self._padding.numel() and self._gradient._version != self._cleaned:
                 # Clipping by a norm that is nan made zeros nan, and nothing else would ever write to these again.
                 self._gradient.index_fill_(0, self._padding, 0)
+                self._cleaned = self._gradient._version
         if presence is Presence.NONE:
             return None
         if presence is Presence.SOME:
@@ -181,7 +199,7 @@ class FlatParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self._settled = None
+        self.settled = None
         if value is not None and value is not self._gradient:
             self._gradient.copy_(value.detach())
         grads = repeat(None) if value is None else self._views

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -19,16 +20,20 @@ from shoal.flat.elementwise import check_class
 from shoal.flat.flat_parameter import FlatParameter, Presence
 from shoal.flat.optimizer_state import use_parts
 
+_uncompiled: dict[str, Callable[..., Any]] = {}  # what runs without torch.compile, also if a step is compiled
+
 
 @cache
 def install() -> None:
     """Registers the hooks, once in the process."""
-    # A compiled step is compiled without them. (Here, since the import behind it is slow; optimizers cause it as well.)
-    for register, hook in (
-        (register_optimizer_step_pre_hook, _before_step),
-        (register_optimizer_step_post_hook, _after_step),
-    ):
-        register(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
+    # Here, since the import behind it is slow; optimizers cause it as well. What it makes costs 10 µs per call
+    # after a backward pass, so a usual step uses none.
+    for name, function in (("before", _before_step), ("prepare", _prepare), ("after", _after_step)):
+        _uncompiled[name] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    for function in (_before_step, FlatParameter.settle_as_usual, _after_step):
+        torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def flat_parameters(optimizer: Optimizer) -> list[FlatParameter]:
@@ -43,10 +48,24 @@ def flat_parameters(optimizer: Optimizer) -> list[FlatParameter]:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # After a backward pass has emptied the caches, each Python function that is called costs 5 to 10 µs. So here is one
+    # for all that a usual step needs: whole runs, with all their gradients, and a kernel that was picked before.
+    if is_dynamo_compiling():
+        return _uncompiled["before"](optimizer, args, kwargs)
+    usual = len(args) == 1 and not kwargs
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        if parameters and (type(parameters[0]) is FlatParameter or type(parameters[-1]) is FlatParameter):
+            check_class(type(optimizer))  # type: ignore[arg-type]
+            picked = group.get("fused", False) is not None
+            if not (usual and picked and len(parameters) == 1 and parameters[0].settle_as_usual()):
+                return _uncompiled["prepare"](optimizer, args, kwargs)
+    return None
+
+
+def _prepare(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What any other step of flat parameters needs."""
     flats = flat_parameters(optimizer)
-    if not flats:
-        return None
-    check_class(type(optimizer))  # type: ignore[arg-type]
     for flat in flats:
         flat.check_address()
     for group in optimizer.param_groups:
@@ -62,8 +81,15 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for flat in flat_parameters(optimizer):
-        flat.unsettle()
+    if is_dynamo_compiling():
+        _uncompiled["after"](optimizer, args, kwargs)
+        return
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        if parameters and (type(parameters[0]) is FlatParameter or type(parameters[-1]) is FlatParameter):
+            for parameter in parameters:
+                if type(parameter) is FlatParameter:
+                    parameter.settled = None
 
 
 def _settling(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -71,7 +97,7 @@ def _settling(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], 
 
     def close() -> Any:
         for flat in flat_parameters(optimizer):
-            flat.unsettle()
+            flat.settled = None
         loss = closure()
         _settle(optimizer, flat_parameters(optimizer))
         return loss

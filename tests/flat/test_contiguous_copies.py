@@ -146,8 +146,9 @@ def test_compiled_models() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_step() -> None:
-    twins = Twins(optim.Adam, foreach=False)
+@pytest.mark.parametrize("options", [{"foreach": False}, {"fused": True}])
+def test_a_compiled_step(options: dict[str, bool]) -> None:
+    twins = Twins(optim.Adam, **options)
     step = torch.compile(twins.flat_optimizer.step, backend="eager")
     for seed in range(4):
         twins.backward(seed)
