@@ -43,8 +43,8 @@ PATIENCE = 1000
 class CountingJoinHook(JoinHook, ABC):
     """A hook whose own communication tells how many ranks are live, so that `Join` needs no messages.
 
-    Every live rank adds one to a count that travels with its gradients (a float32 in each owner's span, outside norms
-    and clipping), a joined rank adds zero, and every rank learns the sum in every iteration.
+    Every live rank counts for one in what travels with its gradients anyway, a joined rank for zero, and every rank
+    learns the sum in every iteration.
     """
 
     @abstractmethod
