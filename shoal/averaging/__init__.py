@@ -12,23 +12,26 @@ What this room promises to `optim`:
 How to read it: `tip.py`, `member.py` and `messages.py` are the words; `membership.py`, `coordinator.py`,
 `participant.py`, `rules.py`, `plan.py` and `book.py` decide (plain classes: events in, actions out, no I/O, no torch);
 `swarm.py` and `coordination.py` drive them on a `shoal.p2p.Node`; `exchange.py` moves and sums the bytes;
-`manifest.py`, `download.py` and `transfer.py` hand a whole state to a newcomer; `averager.py` is the public face.
+`manifest.py`, `download.py` and `transfer.py` hand a whole state to a newcomer; `averager.py` and `control.py` are the
+public face.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.averaging.averager import DecentralizedAverager as DecentralizedAverager
+    from shoal.averaging.control import AveragingStage as AveragingStage
+    from shoal.averaging.control import StepControl as StepControl
 
-__all__ = ["DecentralizedAverager"]
+_HOMES = {"AveragingStage": "control", "DecentralizedAverager": "averager", "StepControl": "control"}
+__all__ = ["AveragingStage", "DecentralizedAverager", "StepControl"]
 
 
 def __getattr__(name: str) -> Any:
     # Imported when it is used: the rest of this room needs no torch.
-    if name == "DecentralizedAverager":
-        from shoal.averaging.averager import DecentralizedAverager
-
-        return DecentralizedAverager
-    raise AttributeError(f"module 'shoal.averaging' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shoal.averaging' has no attribute {name!r}")
+    return getattr(import_module(f"shoal.averaging.{_HOMES[name]}"), name)

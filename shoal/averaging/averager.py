@@ -31,7 +31,7 @@ from shoal.averaging.runs import Runs, next_bits
 from shoal.averaging.shared_state import snapshot_of, state_of
 from shoal.averaging.swarm import Swarm
 from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import NothingShared, download_state
+from shoal.averaging.transfer import Downloaded, NothingShared, download_state
 from shoal.averaging.vector import Vector
 from shoal.compression import Compression, CompressionInfo, NoCompression
 from shoal.dht.dht import DHT
@@ -545,21 +545,21 @@ class DecentralizedAverager:
         return future.result() if wait else future
 
     async def _load_state(self, timeout: float) -> State | None:
+        try:
+            return state_of(await self._download(timeout))
+        except NothingShared as error:
+            log.warning("%s", error)
+            return None
+        except ValueError as error:
+            raise AveragingError(f"the state that was downloaded can't be read: {error}") from error
+
+    async def _download(self, timeout: float) -> Downloaded:
         swarm = self._swarm
         if swarm is None:
             raise AveragingError("this averager was not started, or was shut down")
         donors = [m.peer for m in swarm.neighbourhood.connected() if m.role is Role.NODE and m.peer != self.peer_id]
-        try:
-            state = await download_state(
-                self.dht.node, f"state/{self.prefix}", donors, timeout=timeout, rng=random.Random(self.peer_id.key)
-            )
-        except NothingShared as error:
-            log.warning("%s", error)
-            return None
-        try:
-            return state_of(state)
-        except ValueError as error:
-            raise AveragingError(f"the state that was downloaded can't be read: {error}") from error
+        rng = random.Random(self.peer_id.key)
+        return await download_state(self.dht.node, f"state/{self.prefix}", donors, timeout=timeout, rng=rng)
 
     async def _take_snapshot(self) -> Snapshot:
         assert self._swarm is not None

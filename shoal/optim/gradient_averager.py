@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -168,7 +168,28 @@ class GradientAverager(DecentralizedAverager):
         assert isinstance(control, StepControl)
         return control
 
-    def step(  # type: ignore[override]
+    @overload  # type: ignore[override]
+    def step(
+        self,
+        weight: float | None = None,
+        reset_accumulators: bool = True,
+        control: StepControl | None = None,
+        timeout: float | None = None,
+        wait: Literal[True] = True,
+        **kwargs: Any,
+    ) -> Gathered: ...
+    @overload
+    def step(
+        self,
+        weight: float | None = None,
+        reset_accumulators: bool = True,
+        control: StepControl | None = None,
+        timeout: float | None = None,
+        *,
+        wait: Literal[False],
+        **kwargs: Any,
+    ) -> StepControl: ...
+    def step(
         self,
         weight: float | None = None,
         reset_accumulators: bool = True,

@@ -97,8 +97,8 @@ def test_peers_with_unlike_batches_average_as_one_process_would() -> None:
         held = [gradients(averager) for averager in averagers]
         for ours in held:
             assert all(torch.equal(a, b) for a, b in zip(ours, held[0], strict=True))
-        for ours, parameter in zip(held[0], alone.parameters(), strict=True):
-            assert torch.allclose(ours, parameter.grad, atol=1e-6)
+        for gradient, parameter in zip(held[0], alone.parameters(), strict=True):
+            assert torch.allclose(gradient, parameter.grad, atol=1e-6)
 
 
 def test_an_auxiliary_peer_lends_its_bandwidth_and_keeps_its_memory() -> None:
@@ -153,7 +153,7 @@ def test_without_a_round_the_result_is_this_peers_own() -> None:
     trained = models(1)
     with started(makers(trained)) as (averager,):
         backward(trained[0], torch.randn(3, 7))
-        own = [parameter.grad.clone() for parameter in trained[0].parameters()]
+        own = [torch.clone(parameter.grad) for parameter in trained[0].parameters()]
         averager.accumulate_grads_(3)
         with pytest.raises(shoal.AveragingError, match="no result within"):
             averager.step(timeout=1.0, scheduled_time=shoal.get_dht_time())
