@@ -106,10 +106,11 @@ class Communication:
 
         Args:
             parcel: slices of ``tensors``.
-            tensors: by number, 1-D and contiguous: what this rank adds. Not read on the owner.
-            total: on the owner, where each slice's sum goes: one 1-D tensor per slice, which begins as its own part.
+            tensors: by number, 1-D and contiguous: what this rank adds.
+            total: on the owner, where each slice's sum goes: one 1-D tensor per slice, which may be that of
+                ``tensors``; empty on the others.
         """
-        first = tensors[parcel.slices[0].tensor] if parcel.owner != self.rank else total[0]
+        first = tensors[parcel.slices[0].tensor]
         if not self._direct(first):
             return self._reduce(parcel, tensors, total, first)
         if parcel.owner != self.rank:
@@ -133,19 +134,20 @@ class Communication:
                 incoming.append((rank, self._receive(buffer, rank, GRADIENTS), buffer, spare))
 
         def added() -> None:
+            sums = [tensors[part.tensor][part.span.slice] for part in parcel.slices]
             for rank, work, buffer, spare in incoming:
                 _wait([(rank, work)])
                 at = 0
-                for part in total:
-                    part.add_(buffer[at : at + part.numel()])
-                    at += part.numel()
+                for one, target in zip(sums, total, strict=True):
+                    torch.add(one, buffer[at : at + len(one)], out=target)
+                    at += len(one)
                 self._recycle(spare)
+                sums = list(total)
 
         return added
 
     def _reduce(self, parcel: Parcel, tensors: Mapping[int, Tensor], total: Sequence[Tensor], like: Tensor) -> Finish:
-        mine = parcel.owner == self.rank
-        parts = list(total) if mine else [tensors[part.tensor][part.span.slice] for part in parcel.slices]
+        parts = [tensors[part.tensor][part.span.slice] for part in parcel.slices]
         # A copy: on the ranks that do not own it, some backends leave partial sums in the tensor.
         buffer, spare = self._buffer(parcel.numel, like)
         torch.cat(parts, out=buffer)
@@ -154,11 +156,11 @@ class Communication:
 
         def finish() -> None:
             _wait([(None, work)])
-            if mine:
+            if total:
                 at = 0
-                for part in total:
-                    part.copy_(buffer[at : at + part.numel()])
-                    at += part.numel()
+                for target in total:
+                    target.copy_(buffer[at : at + len(target)])
+                    at += len(target)
             self._recycle(spare)
 
         return finish

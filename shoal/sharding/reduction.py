@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from shoal.sharding.allocator import keep_freed_memory
 from shoal.sharding.communication import Communication, Finish, run_in_window
 from shoal.sharding.memory import flat_like
 from shoal.sharding.parameters import Parameters
@@ -61,11 +62,14 @@ class Reduction:
         self._missing: dict[int, set[int]] = {}  # gradients that they lack
         self._parcels: dict[int, list[Parcel]] = {}
         self._reduced: dict[Slice, Tensor] = {}
+        self._spare: dict[Slice, Tensor] = {}  # memory for gradients of parts of parameters
         self._updated: set[int] = set()
         self.watch()
 
     def watch(self) -> None:
-        """Hooks into the backward pass of the parameters that require a gradient by now."""
+        """Hooks into the backward pass of the parameters that require a gradient by now, and makes room for those."""
+        # Twice: what else a pass frees lies between the gradients.
+        keep_freed_memory(2 * sum(param.nbytes for param in self._parameters.params if param.device.type == "cpu"))
         this = weakref.ref(self)
         for number, param in enumerate(self._parameters.params):
             if param.requires_grad and number not in self._handles:
@@ -120,6 +124,12 @@ class Reduction:
         """Drops reduced gradients, once they have all come; whether there were any reductions."""
         self._wait()
         had, self._sent = self._sent > 0, 0
+        # Fresh memory costs a page fault per 4 KiB. That of whole parameters is autograd's.
+        self._spare |= {
+            part: total
+            for part, total in self._reduced.items()
+            if len(part.span) < self._parameters.params[part.tensor].numel()
+        }
         self._reduced.clear()
         self._updated.clear()
         return had
@@ -224,7 +234,7 @@ class Reduction:
             if n not in gradients:
                 gradients[n] = torch.zeros(params[n].numel(), dtype=params[n].dtype, device=params[n].device)
         share = bucket.shares[communication.rank]
-        own = {part.tensor: (part, self._own(part, gradients[part.tensor])) for part in share}
+        own = {part.tensor: (part, self._total(part, gradients[part.tensor])) for part in share}
         if number not in self._parcels:
             self._parcels[number] = parcels_of(bucket.shares, params[bucket.params[0]].itemsize)
 
@@ -252,7 +262,9 @@ class Reduction:
                 before = self._reduced.get(part)
                 self._reduced[part] = total if before is None else before.add_(total)
 
-    @staticmethod
-    def _own(part: Slice, gradient: Tensor) -> Tensor:
-        """This rank's slice, in memory that does not keep the rest of the gradient alive."""
-        return gradient if len(part.span) == gradient.numel() else gradient[part.span.slice].clone()
+    def _total(self, part: Slice, gradient: Tensor) -> Tensor:
+        """Where the sum of a slice goes: memory that does not keep the rest of the gradient alive."""
+        if len(part.span) == gradient.numel():
+            return gradient
+        spare = self._spare.pop(part, None)
+        return gradient.new_empty(len(part.span)) if spare is None else spare
