@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shoal.flat import optimizer_state, replacement, step_hook
@@ -50,15 +51,16 @@ class ContiguousParams:
 
     Raises:
         TypeError: for something that is not a tensor where a parameter should be.
-        ValueError: if there are none; if one is in two groups, is no leaf, is on the meta device, or is sparse or of a
-            tensor subclass such as DTensor; or if two share memory. Nothing is changed then.
+        ValueError: if there are none; if one is in two groups, is no leaf, is on the meta device, is of a lazy module
+            that has not run yet, or is sparse or of a tensor subclass such as DTensor; or if two share memory. Nothing
+            is changed then.
     """
 
     def __init__(self, parameters: nn.Module | Iterable[Any]) -> None:
         self._given = given = Given.of(parameters)
         self._parameters = given.parameters
-        for index, parameter in enumerate(given.parameters):
-            _check(given.label(index), parameter)
+        for index in range(len(given.parameters)):
+            _check(given, index)
         refuse_shared_memory(given.parameters)
         groups = [[given.parameters[index] for index in group] for group in given.groups]
         data = [FlatBuffer(Layout.of(group)) for group in groups]
@@ -211,7 +213,14 @@ class ContiguousParams:
         return next(self._home.strays()), "gradient"
 
 
-def _check(label: str, parameter: Tensor) -> None:
+def _check(given: Given, index: int) -> None:
+    parameter = given.parameters[index]
+    if is_lazy(parameter):
+        raise ValueError(
+            f"parameter {index} {given.names[index]!r} has no shape yet (a lazy module): run the model on a batch "
+            "before you make its ContiguousParams"
+        )
+    label = given.label(index)
     if not parameter.is_leaf:
         raise ValueError(f"{label} is not a leaf: optimizers train leaves only")
     if type(parameter.detach()) is not Tensor:

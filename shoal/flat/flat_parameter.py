@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from shoal.flat.elementwise import check_class
 from shoal.flat.gradients import GradientViews, grad_of
 from shoal.flat.span import Span
 
@@ -204,6 +207,18 @@ class FlatParameter(nn.Parameter):
             self._gradient.copy_(value.detach())
         grads = repeat(None) if value is None else self._views
         deque(map(setattr, self._parameters, repeat("grad"), grads), maxlen=0)
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """1.
+
+        Raises:
+            ValueError: if an optimizer asks that needs whole tensors. (torch's Muon asks when it is made, and would
+                refuse the answer without the reason. Others are refused at their first step.)
+        """
+        if isinstance(asking := sys._getframe(1).f_locals.get("self"), Optimizer):
+            check_class(type(asking))  # type: ignore[arg-type]
+        return 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copy = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)

@@ -30,8 +30,8 @@ def install() -> None:
     # after a backward pass, so a usual step uses none.
     for name, function in (("before", _before_step), ("prepare", _prepare), ("after", _after_step)):
         _uncompiled[name] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    for function in (_before_step, FlatParameter.settle_as_usual, _after_step):
-        torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
+    for inner in (_before_step, FlatParameter.settle_as_usual, _after_step):
+        torch.compiler.disable(inner, recursive=False)  # type: ignore[no-untyped-call]
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 

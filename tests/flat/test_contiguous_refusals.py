@@ -32,9 +32,19 @@ def test_of_torch(optimizer_class: type[optim.Optimizer]) -> None:
         step(optimizer_class)
 
 
-def test_muon_says_so_itself() -> None:
-    with pytest.raises(ValueError, match="2D parameters"):
-        step(optim.Muon)
+def test_muon_is_refused_when_it_is_made() -> None:
+    weights = ContiguousParams([nn.Parameter(torch.ones(4, 4))])
+    with pytest.raises(ValueError, match=r"Muon needs whole tensors: it orthogonalises .*\. Give it original\(\)"):
+        optim.Muon(weights.contiguous())
+    optim.Muon(weights.original())
+
+
+def test_lazy_modules_that_have_not_run() -> None:
+    model = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(ValueError, match=r"parameter 0 '0.weight' has no shape yet .* run the model on a batch"):
+        ContiguousParams(model)
+    model(torch.ones(1, 3))
+    ContiguousParams(model)
 
 
 def test_it_is_refused_at_every_step() -> None:
