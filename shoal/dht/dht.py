@@ -247,9 +247,11 @@ class DHT:
         """Addresses at which others can reach this peer, to be passed on as their `initial_peers`; none of a client.
 
         Those of `announce_maddrs` come first and those of loopback last. Where it listens on all interfaces (0.0.0.0),
-        each interface has its own; `latest` looks again which there are.
+        each interface has its own; `latest` looks again which there are. A forked child may ask for its parent's.
         """
         dht_node = self.dht_node
+        if not self.reactor.is_alive():
+            return dht_node.visible_addresses(latest)
         return self._result(self._submit(_call(lambda: dht_node.visible_addresses(latest))))
 
     # -- records

@@ -58,8 +58,18 @@ class Reactor:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def is_alive(self) -> bool:
+        """Whether its thread runs, in this process."""
+        return self._thread.is_alive()
+
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run `coroutine` on the loop; its result or error is in the future. Cancelling the future cancels it."""
+        """Run `coroutine` on the loop; its result or error is in the future. Cancelling the future cancels it. Raises
+        RuntimeError in a forked child of the process whose reactor this is, where it would wait for ever."""
+        if not self.is_alive():
+            coroutine.close()
+            raise RuntimeError(
+                "the reactor does not run in this process: threads are not forked. Make a DHT of its own in the child"
+            )
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -318,3 +320,29 @@ print(second.get("key"))
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout, result.stderr) == (0, "None\n", "")
+
+
+def test_a_forked_child_can_ask_for_addresses_and_nothing_else() -> None:
+    """Scripts for the reference fork workers that join their parent's DHT; its other calls would wait for a thread that
+    is not there."""
+    with DHT(start=True) as dht:
+        expected = dht.get_visible_maddrs()
+        child = os.fork()
+        if child == 0:
+            try:
+                refused = False
+                try:
+                    dht.get("key")
+                except RuntimeError as error:
+                    refused = "does not run in this process" in str(error)
+                os._exit(0 if refused and dht.get_visible_maddrs() == expected else 1)
+            finally:
+                os._exit(2)
+        deadline = time.monotonic() + 20
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if ended == (0, 0):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("the child waits for a thread that it does not have")
+        assert os.waitstatus_to_exitcode(ended[1]) == 0
