@@ -150,15 +150,20 @@ class Shard:
         """The slices of all groups."""
         return [piece for pieces in self.pieces for piece in pieces]
 
+    def follow(self) -> None:
+        """Points the local optimizer at the parameters of now; before a step, once, as the step writes to them."""
+        with torch.no_grad():
+            for piece in self.all_pieces:
+                piece.follow()
+
     def prepare(self, gradients: Mapping[Slice, Tensor | None] | None = None) -> None:
-        """Points the local optimizer at the parameters of now and their gradients.
+        """Gives the local optimizer its gradients.
 
         Args:
             gradients: one for each slice, or None for the parameters' own.
         """
         with torch.no_grad():
             for piece in self.all_pieces:
-                piece.follow()
                 if gradients is not None:
                     piece.take_gradient(gradients.get(piece.part))
                 elif piece.local is not piece.param:

@@ -220,6 +220,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Takes over what changed since the last step: options, and where parameters lie."""
         self._consolidated = None
         self._parameters.follow()
+        self._shard.follow()
         copy_options(self.param_groups, self.optim.param_groups)
 
     def _prepare(self) -> None:

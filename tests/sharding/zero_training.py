@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import shoal
-from shoal.sharding import GradScaler, Join
-from tests.sharding.zero_models import assert_same_on_all_ranks, batches, copies, loss_of
+from shoal.sharding import GradScaler, Join, partition
+from tests.sharding.zero_models import assert_equal, assert_same_on_all_ranks, batches, copies, loss_of
 from tests.sharding.zero_reduction import close
 
 
@@ -162,3 +163,28 @@ def check_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             shoal.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, **options)  # type: ignore[arg-type]
+
+
+def check_copies_on_the_cpu_and_master_weights_in_many_buckets() -> None:
+    low, exact = copies(2, torch.bfloat16)
+    exact = exact.float()
+    with mock.patch.object(partition, "BUCKET_BYTES", 1000):
+        zero: Any = shoal.ZeroRedundancyOptimizer(
+            low.parameters(), torch.optim.AdamW, reduce_scatter=True, offload=True, master_weights=True, lr=1e-4
+        )
+    assert len(zero._parameters.buckets) > 2
+    optimizer = torch.optim.AdamW(exact.parameters(), lr=1e-4)
+    for number in range(4):
+        generator = torch.Generator().manual_seed(number)
+        for param, other in zip(low.parameters(), exact.parameters(), strict=True):
+            # Halves and quarters, so that means of any number of ranks are exact.
+            other.grad = torch.randint(-2, 3, param.shape, generator=generator) / 4
+            param.grad = other.grad.bfloat16()
+        zero.step()
+        optimizer.step()
+    assert_equal(low.parameters(), [param.bfloat16() for param in exact.parameters()])
+    assert_same_on_all_ranks(low.parameters())
+    zero.consolidate_state_dict()
+    if dist.get_rank() == 0:
+        state = zero.state_dict()["state"]
+        assert_equal([state[n]["master_weights"] for n in range(6)], [param.detach() for param in exact.parameters()])
