@@ -252,6 +252,45 @@ def test_a_round_is_called_when_there_are_enough_samples() -> None:
     assert report(coordinator, 2, 30.0)[1] == [], "it is called once"
 
 
+def test_a_round_is_called_by_samples_that_were_reported_and_by_no_others() -> None:
+    """However much is under way, and however long ago, by any speed."""
+    coordinator = gathering(1, 2, rules=COUNTING)
+    coordinator.progress(key(1), Progress(TIP, 60.0, 1000.0, step=60.0, seconds=0.06), 0.0)
+    asks = Progress(TIP, 3.0, 10.0, step=3.0, seconds=0.3, asks=True)
+    count, actions = coordinator.progress(key(2), asks, 0.05)
+    assert (count.samples, count.under_way, count.called) == (63.0, 60.0, False)
+    assert 0 < count.wait < 0.1, "the others are counted on, for a while"
+    assert actions == []
+    count, actions = coordinator.progress(key(2), asks, 100.0)
+    assert (count.wait, count.called, actions) == (0.0, False, [])
+    assert coordinator.tick(200.0) == []
+    assert coordinator.phase is Phase.COUNTING
+
+
+def test_a_report_that_is_repeated_begins_no_new_step() -> None:
+    """One that says again what it has, to hear what the others have, is where it was in its step."""
+    coordinator = gathering(1, 2, rules=COUNTING)
+    first = Progress(TIP, 30.0, 30.0, step=30.0, seconds=1.0)
+    asks = Progress(TIP, 30.0, 30.0, step=30.0, seconds=1.0, asks=True)
+    coordinator.progress(key(1), first, 0.0)
+    coordinator.progress(key(1), first, 1.4)
+    assert coordinator.progress(key(2), asks, 1.45)[0].wait == pytest.approx(0.05)
+    coordinator.progress(key(2), replace_asks(asks), 1.46)
+    assert coordinator.progress(key(1), asks, 1.47)[0].wait == 0.0, "the other one waits, and is not under way"
+
+
+def test_one_that_only_wants_to_know_is_not_counted() -> None:
+    coordinator = gathering(1, 2, rules=COUNTING)
+    report(coordinator, 1, 30.0)
+    count, _ = coordinator.progress(key(2), Progress(TIP, 0.0, 0.0, counted=False), 0.0)
+    assert (count.samples, count.peers) == (30.0, 1)
+    assert coordinator.progress(key(1), Progress(TIP, 31.0, 3.0), 0.0)[0].peers == 1
+
+
+def replace_asks(report: Progress) -> Progress:
+    return msgspec.structs.replace(report, asks=False)
+
+
 def test_who_left_does_not_count() -> None:
     coordinator = gathering(1, 2, rules=COUNTING)
     report(coordinator, 2, 40.0)
