@@ -40,11 +40,11 @@ class Step:
     def landings(self, now: float, horizon: float) -> Iterator[tuple[float, float, float]]:
         """When its samples and those of the member's further steps up to `horizon` come; how many; until when they are
         counted on. None if it is long overdue."""
-        first = self.begun + self.seconds
-        if now > first + LATE * self.seconds:
+        due = self.begun + self.seconds
+        if now > due + LATE * self.seconds:
             return
-        first = max(first, now)
-        yield first, self.samples, first + LATE * self.seconds
+        first = max(due, now)
+        yield first, self.samples, due + LATE * self.seconds
         for number in range(1, MAX_STEPS_AHEAD):
             end = first + number * self.seconds
             if end > horizon:
