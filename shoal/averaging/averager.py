@@ -8,7 +8,7 @@ import itertools
 import logging
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar, overload
 
@@ -412,8 +412,11 @@ class DecentralizedAverager:
         while True:
             control.stage = AveragingStage.LOOKING_FOR_GROUP
             try:
-                async with self._run_of_step(deadline) as swarm:
-                    return await self._aggregate(swarm, control, hold, deadline)
+                async with self._run_of_step() as swarm:
+                    outcome = await self._aggregate(swarm, control, hold, deadline)
+                if swarm is not self._swarm:
+                    self._bits = next_bits(self._bits, outcome.begin, self.peer_id.key, self._rules.target_group)
+                return outcome
             except Rejected:
                 raise
             except AveragingError as error:
@@ -423,7 +426,7 @@ class DecentralizedAverager:
             await asyncio.sleep(RETRY_SECONDS)
 
     @contextlib.asynccontextmanager
-    async def _run_of_step(self, deadline: float) -> AsyncIterator[Swarm]:
+    async def _run_of_step(self) -> AsyncIterator[Swarm]:
         """The run in which this peer averages: that of its group bits."""
         self._runs.forget()
         swarm, bits = self._swarm, self._bits
@@ -443,19 +446,23 @@ class DecentralizedAverager:
 
     async def _aggregate(self, swarm: Swarm, control: StepControl, hold: Hold, deadline: float) -> Outcome:
         """A round of the run, and its result in the tensors. What subclasses average otherwise."""
-        outcome = await self._average(swarm, control, self._contribution(self._vector, control, hold), deadline)
+        contribution = self._contribution(self._vector, control, hold, self._read)
+        outcome = await self._average(swarm, control, contribution, deadline)
         await self._hold_until(deadline, control, hold)  # a round that was missed has not taken it
         if not self.auxiliary:
             self._write(self._vector.outputs)
         return outcome
 
-    def _contribution(self, vector: Vector, control: StepControl, hold: Hold) -> Contribution:
-        """The vector, once the user allows it and lets go of the tensors, as this step's part in a round."""
+    def _contribution(
+        self, vector: Vector, control: StepControl, hold: Hold, fill: Callable[[], Awaitable[None]]
+    ) -> Contribution:
+        """The vector, once the user allows it and lets go of the tensors, as this step's part in a round. Then `fill`
+        writes its inputs."""
 
         async def prepare() -> None:
             await self._wait_for_trigger(control, contribution)
             if await hold.take():
-                self._read(vector.inputs)
+                await fill()
 
         me = self.peer_id.key
         contribution = Contribution(
@@ -481,12 +488,9 @@ class DecentralizedAverager:
     ) -> Outcome:
         self._joining = (control, contribution, swarm)
         try:
-            outcome = await swarm.average(contribution, deadline - asyncio.get_running_loop().time())
+            return await swarm.average(contribution, deadline - asyncio.get_running_loop().time())
         finally:
             self._joining = None
-        if swarm is not self._swarm:
-            self._bits = next_bits(self._bits, outcome.begin, self.peer_id.key, self._rules.target_group)
-        return outcome
 
     def _reschedule(self, control: StepControl) -> None:
         """The user has set another time for that step."""
@@ -505,10 +509,10 @@ class DecentralizedAverager:
         if not control.claim():
             raise asyncio.CancelledError
 
-    def _read(self, inputs: FlatBuffer) -> None:
+    async def _read(self) -> None:
         """Bring what is averaged to the host; nothing to do for tensors that are there."""
-        if inputs is not self._memory:
-            for host, tensor in zip(inputs.flat, self._memory.flat, strict=True):
+        if not self._on_host:
+            for host, tensor in zip(self._vector.inputs.flat, self._memory.flat, strict=True):
                 host.copy_(tensor)
 
     def _write(self, outputs: FlatBuffer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 import msgspec
@@ -33,17 +33,14 @@ class Directory(ABC):
         """The peers that are listed now."""
 
 
-class Fixed(Directory):
-    """A directory of members who are known already."""
-
-    def __init__(self, members: Sequence[Member]) -> None:
-        self._members = list(members)
+class Unlisted(Directory):
+    """The directory of a run whose members know each other."""
 
     async def publish(self, member: Member) -> None:
         """Nothing to do."""
 
     async def read(self) -> list[Member]:
-        return self._members
+        return []
 
 
 class DHTDirectory(Directory):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from shoal.averaging.directory import Directory
+from shoal.averaging.member import Member
 from shoal.averaging.messages import Begin
 from shoal.averaging.rules import Rules
 from shoal.averaging.swarm import Swarm
@@ -26,9 +27,13 @@ class Runs:
         self._past: list[Swarm] = []
 
     @contextlib.asynccontextmanager
-    async def joined(self, run_id: str, directory: Directory, rules: Rules, tip: Tip | None) -> AsyncIterator[Swarm]:
-        """Within, this peer is in that run: at `tip`, where it left it the last time, or at its beginning."""
+    async def joined(
+        self, run_id: str, directory: Directory, rules: Rules, tip: Tip | None = None, members: Iterable[Member] = ()
+    ) -> AsyncIterator[Swarm]:
+        """Within, this peer is in that run: at `tip`, where it left it the last time, or at its beginning. `members`
+        are in it, too."""
         swarm = self._make(run_id, directory, rules)
+        swarm.membership.learn(members)
         if tip is not None:
             swarm.participant.move(tip)
         # Members of such a run forget what they followed when they leave it. So that no round ever has the name of an

@@ -356,7 +356,7 @@ class Swarm:
 
     def _handle(self, peer: PeerID, message: Any, buffers: Sequence[memoryview]) -> Answer | Awaitable[Answer]:
         if self._retired and isinstance(message, Hello | Progress | Join | Call | Begin):
-            raise Refused("this peer has left the run")
+            raise Unavailable("this peer has left the run")
         match message:
             case Part() | Result():
                 self._round.on_chunk(peer, message, buffers)

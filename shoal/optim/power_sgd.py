@@ -1,0 +1,235 @@
+"""Averaging gradients as products of two thin matrices (PowerSGD)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from shoal.averaging.contribution import Outcome
+from shoal.averaging.control import StepControl
+from shoal.averaging.directory import Unlisted
+from shoal.averaging.errors import AveragingError
+from shoal.averaging.hold import Hold
+from shoal.averaging.messages import Begin
+from shoal.averaging.swarm import Swarm
+from shoal.averaging.vector import Vector
+from shoal.dht.dht import DHT
+from shoal.flat import Layout, bytes_of
+from shoal.optim.gradient_averager import GradientAverager
+
+Tensors = list[torch.Tensor]
+
+
+class PowerSGDGradientAverager(GradientAverager):
+    """A `GradientAverager` that sends two thin matrices instead of each large gradient M: (rows + columns) * rank
+    numbers instead of rows * columns.
+
+    Source: Vogels, Karimireddy and Jaggi 2019, PowerSGD (arXiv 1905.13727). A step is two rounds of one group. In the
+    first the members average P = M Q, where Q is what the last step ended with; each makes the columns of the average
+    orthonormal. In the second they average Q = M^T P; the result is P Q^T. What of its own gradient a member could not
+    bring in, M - P (M^T P)^T, it adds to its next one (error feedback).
+
+    Nothing is kept of a step that fails in either round: error feedback, Q and the gradients change when both have
+    succeeded. The result is the same bits on all members that compute alike (instruction set, torch, threads).
+
+    Args:
+        parameters: see `GradientAverager`, as those that are not named here.
+        averager_rank: columns of P and Q.
+        min_compression_ratio: tensors of which less than this part would be saved, and those with less than two
+            dimensions, are averaged as they are.
+
+    Raises ValueError as `GradientAverager`, and for a rank that is not at least 1.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        averager_rank: int,
+        *,
+        dht: DHT,
+        prefix: str,
+        start: bool,
+        reuse_grad_buffers: bool = False,
+        accumulate_grads_on: torch.device | str | None = None,
+        client_mode: bool | None = None,
+        warn: bool = True,
+        min_compression_ratio: float = 0.5,
+        averaged_grads: Sequence[torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(averager_rank, int) or averager_rank < 1:
+            raise ValueError(f"averager_rank={averager_rank!r}: give a whole number, at least 1")
+        self.rank, self.min_compression_ratio = averager_rank, min_compression_ratio
+        super().__init__(
+            parameters,
+            dht=dht,
+            prefix=prefix,
+            start=False,
+            reuse_grad_buffers=reuse_grad_buffers,
+            accumulate_grads_on=accumulate_grads_on,
+            client_mode=client_mode,
+            warn=warn,
+            averaged_grads=averaged_grads,
+            **kwargs,
+        )
+        gradients = self._vector.inputs.views()
+        shapes = [matrix_shape(tuple(gradient.shape)) for gradient in gradients]
+        saved = [1 - self.rank * sum(shape) / max(1, math.prod(shape)) for shape in shapes]
+        wanted = [g.dim() > 1 and part >= min_compression_ratio for g, part in zip(gradients, saved, strict=True)]
+        self._compressed = [index for index, yes in enumerate(wanted) if yes]
+        self._plain = [index for index, yes in enumerate(wanted) if not yes]
+        self._shapes = [shapes[index] for index in self._compressed]
+        ranks = [min(self.rank, *shape) for shape in self._shapes]
+        lefts = [torch.empty(rows, rank, device="meta") for (rows, _), rank in zip(self._shapes, ranks, strict=True)]
+        rights = [torch.empty(cols, rank, device="meta") for (_, cols), rank in zip(self._shapes, ranks, strict=True)]
+        plain = [torch.empty_like(gradients[index], device="meta") for index in self._plain]
+        self._left = Vector(Layout.of(lefts).on("cpu"), self._compression)
+        self._right = Vector(Layout.of([*rights, *plain]).on("cpu"), self._compression)
+        self._errors: Tensors = [torch.zeros(shape) for shape in self._shapes]
+        self._qs = self._random(bytes(16))  # the same at all peers
+        self._rules = dataclasses.replace(self._rules, sizes=self._left.sizes)
+        if start:
+            self.run_in_background()
+
+    def _agreed_options(self) -> dict[str, str]:
+        own = {"averager_rank": str(self.rank), "min_compression_ratio": f"{self.min_compression_ratio:g}"}
+        return super()._agreed_options() | own
+
+    def _random(self, seed: bytes) -> Tensors:
+        generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)
+        views = self._right.inputs.views()[: len(self._compressed)]
+        return [torch.randn(view.shape, generator=generator) for view in views]
+
+    # -- a step
+
+    async def _aggregate(self, swarm: Swarm, control: StepControl, hold: Hold, deadline: float) -> Outcome:
+        async with contextlib.AsyncExitStack() as runs:
+            step = _Step()
+
+            async def begin_left() -> None:
+                begin, mine = swarm.participant.begin, self._joining
+                if begin is None:
+                    return
+                # All are in the second run before any sends its part in the first: so nobody ends that, and begins the
+                # second one, without somebody who is only slower.
+                second = await runs.enter_async_context(self._second_run(begin))
+                matrices: Tensors = []
+                products = self._left.inputs.views()  # of an auxiliary peer, which brings nothing
+                if not self.auxiliary:
+                    await self._read()
+                    matrices, products = await asyncio.to_thread(self._lefts, self._common_qs(begin))
+                if mine is not None and self._joining is mine:  # else that round is over
+                    step.run, step.matrices = second, matrices
+                    _copy(self._left.inputs.views(), products)
+
+            first = self._contribution(self._left, control, hold, begin_left)
+            first.state = b"" if self.auxiliary else _digest(self._qs)
+            outcome = await self._average(swarm, control, first, deadline)
+            if outcome.missed or step.run is None:
+                raise AveragingError("the first half of the step went on without this peer")
+            if not self.auxiliary:
+                step.bases = await asyncio.to_thread(_orthonormal, self._left.outputs.views())
+
+            async def begin_right() -> None:
+                mine = self._joining
+                products = await asyncio.to_thread(step.rights)
+                if mine is not None and self._joining is mine and not self.auxiliary:
+                    gradients = self._vector.inputs.views()
+                    _copy(self._right.inputs.views(), [*products, *(gradients[index] for index in self._plain)])
+
+            second = self._contribution(self._right, control, hold, begin_right)
+            second.patience = self.min_matchmaking_time
+            outcome = await self._average(step.run, control, second, deadline)
+            await self._hold_until(deadline, control, hold)
+            if not self.auxiliary:
+                await self._finish(step, counted=control.weight > 0 and not outcome.missed)
+            return outcome
+
+    def _second_run(self, begin: Begin) -> contextlib.AbstractAsyncContextManager[Swarm]:
+        """The run in which the members of a round make another."""
+        rules = dataclasses.replace(self._rules, sizes=self._right.sizes, target_group=len(begin.members), min_group=1)
+        return self._runs.joined(f"{self.prefix}/{begin.round.hex()}", Unlisted(), rules, members=begin.members)
+
+    def _common_qs(self, begin: Begin) -> Tensors:
+        """The Qs of the last step, if all members have the same; else others that all make alike."""
+        pairs = zip(begin.members, begin.states, strict=True)
+        states = {state for member, state in pairs if member.contributes}
+        return self._qs if len(states) == 1 else self._random(begin.round)
+
+    def _lefts(self, qs: Tensors) -> tuple[Tensors, Tensors]:
+        """The gradients as matrices, with what was left of the last ones, and their products with `qs`."""
+        gradients = self._vector.inputs.views()
+        matrices = [
+            gradients[index].reshape(shape).float() + error
+            for index, shape, error in zip(self._compressed, self._shapes, self._errors, strict=True)
+        ]
+        return matrices, [matrix @ q for matrix, q in zip(matrices, qs, strict=True)]
+
+    async def _finish(self, step: _Step, counted: bool) -> None:
+        """Both rounds have succeeded: take over the result, and what could not be brought in."""
+        count = len(self._compressed)
+        own = self._right.inputs.views()[:count]
+        averages = self._right.outputs.views()
+        qs, plain = [view.clone() for view in averages[:count]], averages[count:]
+
+        def products() -> tuple[Tensors, Tensors]:
+            triples = zip(step.matrices, step.bases, own, strict=True)
+            errors = [m - p @ q.T for m, p, q in triples] if counted else self._errors
+            return [p @ q.T for p, q in zip(step.bases, qs, strict=True)], errors
+
+        made, self._errors = await asyncio.to_thread(products)
+        self._qs = qs
+        outputs = self._vector.outputs.views()
+        for index, average in zip(self._compressed + self._plain, [*made, *plain], strict=True):
+            outputs[index].copy_(average.view(outputs[index].shape))
+        self._write(self._vector.outputs)
+
+
+@dataclass
+class _Step:
+    """A step between its two rounds.
+
+    Attributes:
+        run: of the second round; None before the first has begun.
+        matrices: this peer's gradients, with what was left of its last ones.
+        bases: the Ps that all have, with orthonormal columns.
+    """
+
+    run: Swarm | None = None
+    matrices: Tensors = field(default_factory=list)
+    bases: Tensors = field(default_factory=list)
+
+    def rights(self) -> Tensors:
+        """This peer's Qs."""
+        return [matrix.T @ base for matrix, base in zip(self.matrices, self.bases, strict=True)]
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of the matrix as which a tensor is sent: its dimensions are split where that is smallest."""
+    splits = [(math.prod(shape[:at]), math.prod(shape[at:])) for at in range(1, max(2, len(shape)))]
+    return min(splits, key=sum)
+
+
+def _orthonormal(matrices: Tensors) -> Tensors:
+    """Orthonormal bases of the column spaces (more, where columns depend on each other): any such serve."""
+    return [torch.linalg.qr(matrix).Q for matrix in matrices]
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def _digest(tensors: Tensors) -> bytes:
+    hasher = blake3()
+    for tensor in tensors:
+        hasher.update(bytes_of(tensor))
+    return hasher.digest()
