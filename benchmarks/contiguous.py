@@ -1,6 +1,7 @@
 """Optimizer step, clip_grad_norm_ and zero_grad: on separate tensors, with the reference package, and with Shoal.
 
-    python -m benchmarks.contiguous [--rows a b c d] [--rounds 30] [--threads 2] [--compile-limit 500]
+    python -m benchmarks.contiguous [--rows a b c d] [--optimizers AdamW …] [--rounds 30] [--threads 2]
+                                    [--compile-limit 500]
 
 The sides, each with parameters, gradients and state of its own:
 
@@ -9,10 +10,12 @@ The sides, each with parameters, gradients and state of its own:
   compiling takes minutes there;
 - reference: `contiguous_params.ContiguousParams`, with the optimizer as its README makes it, and with `fused=True`. It
   is no dependency of Shoal: `pip install --no-deps contiguous-params==1.0.0`, or it is left out;
-- Shoal: `shoal.ContiguousParams`, the optimizer as its README makes it: no options.
+- Shoal: `shoal.ContiguousParams`, the optimizer as its README makes it: no options;
+- kernel: torch's fused kernel alone, on flat arrays of as many elements: what no optimizer that uses it can be below.
 
-Sides take turns, operation by operation, so what slows the machine slows all, and no side finds its memory in a cache
-that it would not find there after a backward pass. "Step again" is the third step in a row, where memory counts least.
+Sides take turns, operation by operation, so what slows the machine slows all; who begins changes from round to round.
+A "step" finds none of its memory in the caches, as after a backward pass of a model larger than they are. "Step again"
+is the third in a row, with as much in the caches as fits: as after the backward pass of a small model.
 The *floor* is the bytes that an operation must move, at the rate at which torch copies as many bytes here. Medians
 count; every raw figure is in the JSON file.
 """
@@ -25,6 +28,7 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +52,7 @@ PASSES = {"SGD, momentum": 5, "Adam": 7, "AdamW": 7, "clip": 3, "zero": 1}
 ARRAYS = {"SGD, momentum": 3, "Adam": 4, "AdamW": 4, "clip": 1, "zero": 1}
 OPERATIONS = ("step", "step again", "clip", "zero", "set to None")
 REPEATS = 3  # steps one after the other, of which the last is "step again"
-SIDES = ("loop", "foreach", "fused", "compiled", "reference", "reference, fused", "Shoal")
+SIDES = ("loop", "foreach", "fused", "compiled", "reference", "reference, fused", "Shoal", "kernel")
 
 
 class Side:
@@ -100,17 +104,7 @@ class Side:
     def timed(self, name: str) -> float | None:
         """Seconds of one operation."""
         operation = self.operation(name)
-        if operation is None:
-            return None
-        self._synchronize()
-        start = time.perf_counter()
-        operation()
-        self._synchronize()
-        return time.perf_counter() - start
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        return None if operation is None else seconds_of(operation, self._device)
 
     def seconds_to_validate(self) -> float:
         """Of one `buffer_is_valid()`."""
@@ -119,16 +113,51 @@ class Side:
         return time.perf_counter() - start
 
 
+class Kernel:
+    """torch's fused kernel alone."""
+
+    name = "kernel"
+
+    def __init__(self, shapes: list[Shape], optimizer: str, device: torch.device) -> None:
+        self._device = device
+        numel = sum(int(torch.Size(shape).numel()) for shape in shapes)
+        arrays = [[torch.full((numel,), 0.01, device=device)] for _ in range(ARRAYS[optimizer])]
+        options: dict[str, Any] = {"lr": 1e-3, "maximize": False, "weight_decay": 0.0, "grad_scale": None}
+        if optimizer == "SGD, momentum":
+            options |= {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "is_first_step": False, "found_inf": None}
+            self._step = partial(torch._fused_sgd_, *arrays, **options)
+        else:
+            options |= {"amsgrad": False, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "found_inf": None}
+            kernel = torch._fused_adam_ if optimizer == "Adam" else torch._fused_adamw_
+            self._step = partial(kernel, *arrays, [], [torch.ones((), device=device)], **options)
+
+    def refill(self) -> None:
+        """Nothing: nobody changes its gradients."""
+
+    def timed(self, name: str) -> float | None:
+        """Seconds of one operation."""
+        return seconds_of(self._step, self._device) if name == "step" else None
+
+
+def seconds_of(operation: Callable[[], object], device: torch.device) -> float:
+    """How long it takes, on the device too."""
+    synchronize(device)
+    start = time.perf_counter()
+    operation()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for what was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 def copy_rate(nbytes: int, device: torch.device) -> float:
     """Bytes read and written per second by a copy that touches `nbytes` in all."""
     source, target = (torch.zeros(max(1, nbytes // 8), device=device) for _ in range(2))
-    seconds = []
-    for _ in range(12):
-        start = time.perf_counter()
-        target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+    seconds = [seconds_of(partial(target.copy_, source), device) for _ in range(12)]
     return 2 * source.numel() * 4 / statistics.median(seconds[2:])
 
 
@@ -155,10 +184,13 @@ def measure(
     shapes: list[Shape], optimizer: str, sides: list[str], rounds: int, device: torch.device
 ) -> tuple[dict[str, dict[str, list[float]]], list[float]]:
     """Seconds per side and operation, one per round; and those of Shoal's look at its validity."""
-    contenders = [Side(name, shapes, optimizer, device) for name in sides]
+    contenders: list[Side | Kernel] = [Side(name, shapes, optimizer, device) for name in sides if name != "kernel"]
+    contenders.append(Kernel(shapes, optimizer, device))
+    ours = next(contender for contender in contenders if isinstance(contender, Side) and contender.name == "Shoal")
     seconds: dict[str, dict[str, list[float]]] = {name: {operation: [] for operation in OPERATIONS} for name in sides}
     validity: list[float] = []
     for turn in range(rounds + 3):
+        contenders.append(contenders.pop(0))
         for contender in contenders:
             contender.refill()
         for operation in ("clip", "step", "step again", "zero", "set to None"):
@@ -170,7 +202,7 @@ def measure(
                 if taken is not None and turn >= 3:  # state is made, compiled and paged in in the first
                     seconds[contender.name][operation].append(taken)
         if turn >= 3:
-            validity.append(contenders[-1].seconds_to_validate())
+            validity.append(ours.seconds_to_validate())
     return seconds, validity
 
 
@@ -223,12 +255,18 @@ def figures(results: list[dict[str, Any]]) -> list[Figure]:
     for result in results:
         median, label = result["median"], f"({result['row']}) {result['optimizer']}"
         ours = median["Shoal"]["step"]
-        best = min((median[side]["step"], side) for side in median if side != "Shoal")
+        best = min((median[side]["step"], side) for side in median if side not in ("Shoal", "kernel"))
         found.append(Figure(f"{label}: step of {best[1]}, the best of the others / Shoal's", best[0] / ours, ">= 1"))
         if result["row"] in ("a", "b") and "fused" in median:
             bound = {"a": ">= 3", "b": ">= 20"}[result["row"]]
-            again = median["fused"]["step again"] / median["Shoal"]["step again"]
-            found.append(Figure(f"{label}: step again of torch fused / Shoal's", again, bound))
+            for name, bound_of_it in (("step", ""), ("step again", bound)):
+                fused = median["fused"][name]
+                found.append(
+                    Figure(f"{label}: {name} of torch fused / Shoal's", fused / median["Shoal"][name], bound_of_it)
+                )
+                found.append(
+                    Figure(f"{label}: {name} of torch fused / the kernel alone", fused / median["kernel"][name], "")
+                )
         if result["row"] in ("c", "d"):
             found.append(Figure(f"{label}: Shoal's step / floor", ours / result["floor"]["step"], "<= 1.3"))
     return found
@@ -256,7 +294,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> tuple[list[dict[
     for row in arguments.rows:
         shapes = ROWS[row][1]()
         fitting = [side for side in sides if side != "compiled" or len(shapes) <= arguments.compile_limit]
-        for optimizer in OPTIMIZERS:
+        for optimizer in arguments.optimizers:
             floor = floors(shapes, optimizer, device)
             torch.compiler.reset()
             seconds, validity = measure(shapes, optimizer, fitting, arguments.rounds, device)
@@ -272,7 +310,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> tuple[list[dict[
             print(
                 f"({row}) {optimizer}: " + ", ".join(f"{side} {1000 * median[side]['step']:.3g} ms" for side in median)
             )
-    return results, [side for side in sides if side != "compiled"]
+    return results, [side for side in sides if side not in ("compiled", "kernel")]
 
 
 def report(results: list[dict[str, Any]], facts: dict[str, Any], device: torch.device) -> str:
@@ -301,6 +339,7 @@ def main() -> None:
     """Runs on the CPU, and on CUDA where there is one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS])
+    parser.add_argument("--optimizers", nargs="+", choices=[*OPTIMIZERS], default=[*OPTIMIZERS])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--compile-limit", type=int, default=500, help="most tensors that a step is compiled for")
