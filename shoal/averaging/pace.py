@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-LATE = 0.5  # a step that takes so much longer (as a part of its time) than expected is no longer counted on
+LATE = 1.0  # a step that takes so much longer (as a part of its time) than expected is no longer counted on
 MAX_STEPS_AHEAD = 64  # of one member
 
 
@@ -41,7 +41,7 @@ class Step:
         """When its samples and those of the member's further steps up to `horizon` come; how many; until when they are
         counted on. None if it is long overdue."""
         due = self.begun + self.seconds
-        if now > due + LATE * self.seconds:
+        if now >= due + LATE * self.seconds:
             return
         first = max(due, now)
         yield first, self.samples, due + LATE * self.seconds
