@@ -91,7 +91,8 @@ class Optimizer(torch.optim.Optimizer):
         grad_averager_factory: makes an object that accumulates and averages the gradients instead, as
             `shoal.GradientAverager` does: called with the trained parameters and `dht`, `prefix`, `start` and times.
         state_averaging_compression: how the state travels when it is averaged.
-        load_state_compression: how this peer sends its state to newcomers.
+        load_state_compression: how this peer sends its state to newcomers; statistics of the optimizer only if they are
+            averaged, since nothing else makes them equal again.
         average_opt_statistics: names of tensors in the optimizer's state, of their parameter's shape, that are averaged
             with the parameters.
         extra_tensors: shared with newcomers beside the parameters and the optimizer's state; those of floating point
@@ -198,6 +199,7 @@ class Optimizer(torch.optim.Optimizer):
         self._scaler: GradScaler | None = None  # of the gradients that are accumulated
         self._state_changed = asyncio.Event()
         self._machine = options.machine()
+        self._lossy_epoch = -1  # of the last state that was downloaded through a lossy codec
         self._applied = self._counting = self._replica.tip  # of the model, and of what is accumulated
         self._start_run(extra_tensors)
         self.tracker = RunProgress(
@@ -371,9 +373,12 @@ class Optimizer(torch.optim.Optimizer):
         """Report what was accumulated, and end the epoch if that is due."""
         if self._background.busy:
             tip = self._background.tip
-            if tip is None:
-                return  # the round of the last epoch is under way: what is accumulated belongs to one without a name
-            self._count_from(tip)
+            if tip is not None:
+                self._count_from(tip)
+            elif self._samples < (self._background.samples or self.target_batch_size):
+                return  # the round is under way, and what is accumulated belongs to an epoch without a name yet
+            else:
+                self._take_result(wait=True)  # this peer has its part of that epoch: one epoch late is the most
         try:
             self.tracker.report_local_progress(self._samples)
             if self.tracker.ready_to_update_epoch:
@@ -434,7 +439,8 @@ class Optimizer(torch.optim.Optimizer):
             return
         if averaged.outcome is not None and self._rules.due_sizes and self._rules.is_due(averaged.tip.epoch - 1):
             self._replica.put_buffers()
-        if averaged.with_state:
+        # What is not averaged was downloaded exactly, and is still the others' if no step was made since.
+        if averaged.with_state and (self._replica.is_averaged_whole or averaged.tip.epoch == self._lossy_epoch + 1):
             self._end.machine = self._machine
         self._replica.publish()
         self._applied = averaged.tip
@@ -505,6 +511,7 @@ class Optimizer(torch.optim.Optimizer):
         self._run.follow(tip)
         self._go_on_from(tip)
         if state.lossy:  # it may differ from those that compute alike, until the state is averaged
+            self._lossy_epoch = tip.epoch
             self._end.machine = f"{self._run.me.hex()[:16]} after a lossy download, {self._machine}"[:256]
         digest = self._replica.digest.hex()
         report = DownloadReport(tip.epoch, state.seconds, state.nbytes, len(state.chunks_from), digest)

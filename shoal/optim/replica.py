@@ -86,6 +86,11 @@ class Replica:
         own = sum(max(4, p.element_size()) * p.numel() for p in [*self.trained, *self.frozen])
         return 16 * own + sum(t.element_size() * t.numel() for t in self._state.extra_tensors) + MANIFEST_BYTES
 
+    @property
+    def is_averaged_whole(self) -> bool:
+        """Whether all on which a step depends is averaged with the state: then peers are alike after it."""
+        return all(name in self._statistics for name in self._state.statistic_names())
+
     # -- steps
 
     def step(self, gradients: GradientBuffers, tip: Tip, *, with_state: bool, max_norm: float | None) -> None:
@@ -104,7 +109,7 @@ class Replica:
         """Make the local optimizer's step with this peer's own `.grad`; the epoch goes on."""
         with self._lock:
             self._optimizer.step()
-            self._state.adopt_statistics()
+            self._adopt_statistics()
 
     def end_epoch(self, tip: Tip, *, with_state: bool) -> None:
         """After steps of this peer's own: set the state to its average if that was averaged, keeping what has changed
@@ -118,8 +123,13 @@ class Replica:
     def _end_epoch(self, tip: Tip) -> None:
         if self._scheduler is not None:
             self._scheduler.step()
-        self._state.adopt_statistics()
+        self._adopt_statistics()
         self.tip = tip
+
+    def _adopt_statistics(self) -> None:
+        self._state.adopt_statistics()
+        for name in self._statistics:
+            self._state.statistics(name)  # raises if there is no such
 
     def publish(self) -> None:
         """Set the model's parameters to those that the optimizer has on the host."""
@@ -152,7 +162,7 @@ class Replica:
         """A copy for a newcomer, to be sent so. Raises ValueError if the optimizer holds something that can't be
         sent."""
         with self._lock:
-            return self._state.snapshot(self.tip, compression)
+            return self._state.snapshot(self.tip, compression, self._statistics)
 
     def load(self, state: Downloaded) -> None:
         """Take over a downloaded state. Raises ValueError, and changes nothing, if it does not fit."""

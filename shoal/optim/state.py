@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -90,6 +90,11 @@ class TrainingState:
             hasher.update(bytes_of(flat.detach().cpu()))
         return hasher.digest()
 
+    def statistic_names(self) -> set[str]:
+        """Of the tensors in the optimizer's state that have more than one element."""
+        found = (self.optimizer.state[self.parameters[s.parameter]][s.name] for s in self._statistics())
+        return {s.name for s, tensor in zip(self._statistics(), found, strict=True) if tensor.dim()}
+
     def statistics(self, name: str) -> list[torch.Tensor | None]:
         """The tensors of that name in the optimizer's state, one for each parameter; None where it has none.
 
@@ -108,9 +113,12 @@ class TrainingState:
             found.append(value)
         return found
 
-    def snapshot(self, tip: Tip, compression: Compression) -> Snapshot:
-        """A copy of everything, for a newcomer, to be sent so. Raises ValueError if the optimizer holds something that
-        is not plain data, or if the compression has no codec for a tensor."""
+    def snapshot(self, tip: Tip, compression: Compression, averaged: Collection[str] = ()) -> Snapshot:
+        """A copy of everything, for a newcomer, to be sent so. Statistics whose names are not in `averaged` are sent
+        exactly: nothing would make them equal again.
+
+        Raises ValueError if the optimizer holds something that is not plain data, or if the compression has no codec
+        for a tensor."""
         statistics = self._statistics()
         tensors = [*self.parameters]
         tensors += [self.optimizer.state[self.parameters[s.parameter]][s.name] for s in statistics]
@@ -137,7 +145,9 @@ class TrainingState:
         layout = msgspec.msgpack.encode(memory.layout.to_wire())
         roles = [TensorRole.PARAMETER] * len(self.parameters) + [TensorRole.OPTIMIZER] * len(statistics)
         roles += [TensorRole.UNSPECIFIED] * len(self.extra_tensors)
-        codecs = compression.plan(memory.layout, roles)
+        first = len(self.parameters)
+        exact = {first + number for number, one in enumerate(statistics) if one.name not in averaged}
+        codecs = compression.plan(memory.layout, roles, exact=exact)
         return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(scalars), codecs)
 
     def load(self, state: Downloaded) -> None:

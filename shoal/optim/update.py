@@ -204,6 +204,7 @@ class Background:
 
     Attributes:
         tip: of the state after it, as soon as that is known; None before.
+        samples: that this peer brought to it.
     """
 
     def __init__(self, end: EpochEnd, *, steps: bool) -> None:
@@ -211,6 +212,7 @@ class Background:
         self._thread: ThreadPoolExecutor | None = None
         self._future: Future[Averaged | None] | None = None
         self.tip: Tip | None = None
+        self.samples = 0.0
 
     @property
     def busy(self) -> bool:
@@ -228,6 +230,7 @@ class Background:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-update")
         self.tip = averaged.tip if averaged is not None else None
+        self.samples = samples
         self._future = self._thread.submit(self._run, samples, averaged)
 
     def _run(self, samples: float, averaged: Averaged | None) -> Averaged | None:

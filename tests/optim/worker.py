@@ -18,10 +18,13 @@ import torch
 from blake3 import blake3
 
 import shoal
+from shoal.compression import compression_by_spec
 from shoal.flat import bytes_of
+from shoal.optim import options
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
 
-CODECS = {"none": shoal.compression.NoCompression(), "float16": shoal.compression.Float16Compression()}
+
+REAL_MACHINE = options.machine
 
 
 def say(**message: Any) -> None:
@@ -39,6 +42,23 @@ class Log(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+class Nudges:
+    """After each of the first `steps` of a local optimizer, its parameters or a statistic are a little larger than
+    they should be: so does a machine that rounds in another way."""
+
+    def __init__(self, what: str, steps: int) -> None:
+        self.what, self.steps = what, steps
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.steps <= 0:
+            return
+        self.steps -= 1
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                tensor = parameter if self.what == "parameters" else optimizer.state[parameter][self.what]
+                tensor.data.mul_(1.0001)
+
+
 class Training:
     """A model, its optimizer and its DHT.
 
@@ -50,8 +70,11 @@ class Training:
     def __init__(self, initial_peers: list[str], run: dict[str, Any]) -> None:
         self.log = Log()
         logging.getLogger("shoal").addHandler(self.log)
-        self.dht = shoal.DHT(initial_peers, start=True)
+        self.dht = shoal.DHT(initial_peers, start=True, client_mode=run.pop("dht_client", False))
         self.model = make_model(run.pop("seed", 0), run.pop("width", 20))
+        self.extra = torch.full((3,), run.pop("extra", 0.0))
+        self.extras: list[list[float]] = []  # what that was after each epoch
+        self.nudges = Nudges(*run.pop("nudge", ["", 0]))
         started = time.perf_counter()
         try:
             self.optimizer = self.make_optimizer(**run)
@@ -75,24 +98,35 @@ class Training:
         codec: str = "none",
         target: int = 64,
         run_id: str = "test",
+        machine: str = "",
+        state_codec: str = "none",
+        load_codec: str = "none",
         **arguments: Any,
     ) -> shoal.Optimizer:
-        return shoal.Optimizer(
+        options.machine = (lambda: machine) if machine else REAL_MACHINE
+        if arguments.pop("shares_extra", False):
+            arguments["extra_tensors"] = [self.extra]
+        made = shoal.Optimizer(
             dht=self.dht,
             run_id=run_id,
             target_batch_size=target,
             params=self.model.parameters(),
             optimizer=OPTIMIZERS[optimizer],
             scheduler=SCHEDULERS[scheduler],
-            grad_compression=CODECS[codec],
+            grad_compression=compression_by_spec(codec),
+            state_averaging_compression=compression_by_spec(state_codec),
+            load_state_compression=compression_by_spec(load_codec),
             **arguments,
         )
+        made.optimizer.register_step_post_hook(self.nudges)
+        return made
 
     def heard(self, event: shoal.EpochReport | shoal.DownloadReport) -> None:
         kind = "epoch" if isinstance(event, shoal.EpochReport) else "download"
         line = {"kind": kind, "time": time.monotonic(), "epoch": event.epoch, "digest": event.state_digest}
         if isinstance(event, shoal.EpochReport):
             line |= {"peers": event.num_peers, "coordinator": event.coordinator, "samples": event.samples}
+            line |= {"sent": event.bytes_sent}
         self.events.append(line)
 
     def fixed(self, share: tuple[int, int], epochs: int, parts: int = 1) -> None:
@@ -108,6 +142,23 @@ class Training:
             while self.optimizer.local_epoch == epoch:
                 self.optimizer.step(batch_size=0)
                 time.sleep(0.001)
+            self.extras.append(self.extra.tolist())
+
+    def delayed(self, share: tuple[int, int], epochs: int) -> None:
+        """The same, never waiting for the end of an epoch but at the end."""
+        start, stop = share
+        for epoch in range(epochs):
+            inputs, outputs = fixed_batch(epoch)
+            backward(self.model, inputs[start:stop], outputs[start:stop])
+            self.optimizer.step(batch_size=stop - start)
+        while self.optimizer.local_epoch < epochs:
+            self.optimizer.step(batch_size=0)
+            time.sleep(0.001)
+
+    def assist(self) -> None:
+        """Lend a hand until told to stop."""
+        while self.optimizer.local_epoch < self.stop_at:
+            self.optimizer.step()
 
     def train(self, batch: int, pause: float) -> None:
         """Train on random batches, each taking at least `pause` seconds, until told to stop."""
@@ -133,7 +184,8 @@ class Training:
 
     def begin_to_train(self, batch: int, pause: float) -> None:
         self.stop_at = float("inf")
-        self.thread = threading.Thread(target=self.train, args=(batch, pause))
+        target, args = (self.train, (batch, pause)) if batch else (self.assist, ())
+        self.thread = threading.Thread(target=target, args=args)
         self.thread.start()
 
     def stop(self, epoch: int | None) -> None:
@@ -157,6 +209,7 @@ class Training:
             "parameters_digest": blake3(bytes_of(flat(self.model))).hexdigest(),
             "statistics": statistics.hexdigest(),
             "scheduler": None if scheduler is None else {k: repr(v) for k, v in scheduler.state_dict().items()},
+            "extra": self.extra.tolist(),
             "rate": repr(self.optimizer.param_groups[0]["lr"]),
         }
 
@@ -178,7 +231,7 @@ def main() -> None:
         if command["do"] == "begin":
             try:
                 training = Training(command["initial_peers"], command["run"])
-            except shoal.AveragingError as error:
+            except (shoal.AveragingError, ValueError) as error:
                 say(error=str(error))
                 continue
             addresses = [str(address) for address in training.dht.get_visible_maddrs()]
@@ -189,6 +242,14 @@ def main() -> None:
             case "fixed":
                 training.fixed(command["share"], command["epochs"], command.get("parts", 1))
                 say(parameters=flat(training.model).tolist(), **training.state())
+            case "delayed":
+                training.delayed(command["share"], command["epochs"])
+                say(parameters=flat(training.model).tolist(), **training.state())
+            case "set extra":
+                training.extra.fill_(command["value"])
+                say(ok=True)
+            case "extras":
+                say(extras=training.extras)
             case "train":
                 training.begin_to_train(command["batch"], command["pause"])
                 say(ok=True)
