@@ -1,0 +1,44 @@
+"""How many samples an epoch has, and how long it takes, where several real peers train."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+
+from tests.optim.processes import Pool, events, gaps, training, wait_until
+
+UNKNOWN = 4  # epochs until the peers know how fast each is
+
+
+def epochs_of(peer: Any) -> list[dict[str, Any]]:
+    return [event for event in events(peer) if event["kind"] == "epoch"]
+
+
+@pytest.mark.parametrize(
+    ("batches", "pauses", "target"),
+    [
+        ([16, 16], [0.1, 0.1], 240),
+        ([16, 16, 16, 16], [0.1, 0.1, 0.1, 0.1], 16 * 14),  # four steps of each are 1.14 of the target
+        ([16, 8, 24, 16], [0.1, 0.17, 0.13, 0.31], 16 * 20),
+    ],
+    ids=["two in lockstep", "four in lockstep", "four of different speed"],
+)
+def test_an_epoch_has_at_most_1_1_of_the_target(
+    pool: Pool, batches: list[int], pauses: list[float], target: int
+) -> None:
+    with training(pool, len(batches), optimizer="sgd", target=target, matchmaking_time=10.0) as peers:
+        for peer, batch, pause in zip(peers.all, batches, pauses, strict=True):
+            peer.ask(do="train", batch=batch, pause=pause)
+        wait_until(lambda: len(epochs_of(peers.all[0])) >= UNKNOWN + 10, 120)
+        history = epochs_of(peers.all[0])
+    samples = [event["samples"] / target for event in history if event["peers"] == len(batches)][UNKNOWN:]
+    assert len(samples) >= 8, "there were epochs without somebody"
+    assert all(part >= 1.0 for part in samples), "an epoch ended on samples that nobody had"
+    assert statistics.mean(samples) <= 1.1, samples
+    assert sum(part <= 1.1 for part in samples) >= 0.8 * len(samples), samples
+    # And waiting costs no time: an epoch is not longer than the peers need for the target, and one step more.
+    speed = sum(batch / pause for batch, pause in zip(batches, pauses, strict=True))
+    lengths = [length for _, length in gaps(history)[UNKNOWN:]]
+    assert statistics.median(lengths) < 1.5 * (target / speed + max(pauses)), lengths
