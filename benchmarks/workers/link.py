@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -104,32 +104,39 @@ def _run_round(peer: Peer, at: float, busy: bool) -> dict[str, Any]:
 
 
 def serve(peer: Peer, rank: int) -> None:
-    """Answers commands from stdin until it ends, then closes the peer. What libraries print goes to stderr."""
+    """Answers commands about one vector that is averaged, until stdin ends; then closes the peer."""
+
+    def handle(command: str, **arguments: Any) -> Any:
+        match command:
+            case "open":
+                return peer.open(arguments["initial_peers"])
+            case "connect":
+                return peer.connect(arguments["addresses"])
+            case "fill":
+                return fill(peer.vector, rank)
+            case "round":
+                return _run_round(peer, arguments["at"], arguments["busy"])
+            case "digest":
+                return hashlib.blake2b(bytes_of(peer.vector), digest_size=16).hexdigest()
+            case "error":
+                return error(peer.vector, arguments["size"])
+        raise ValueError(f"no command is named {command!r}")
+
+    answer(handle, peer.close)
+
+
+def answer(handle: Callable[..., Any], close: Callable[[], None]) -> None:
+    """Answers each command from stdin with what `handle(command, **arguments)` returns, until stdin ends; then closes.
+    What libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
         for line in sys.stdin:
-            request = json.loads(line)
-            result: Any = None
             try:
-                match request["command"]:
-                    case "open":
-                        result = peer.open(request["initial_peers"])
-                    case "connect":
-                        peer.connect(request["addresses"])
-                    case "fill":
-                        fill(peer.vector, rank)
-                    case "round":
-                        result = _run_round(peer, request["at"], request["busy"])
-                    case "digest":
-                        result = hashlib.blake2b(bytes_of(peer.vector), digest_size=16).hexdigest()
-                    case "error":
-                        result = error(peer.vector, request["size"])
-                    case other:
-                        raise ValueError(f"no command is named {other!r}")
+                result = handle(**json.loads(line))
             except Exception:  # noqa: BLE001 - it is answered, and the driver raises it
                 answers.write(json.dumps({"error": traceback.format_exc()}) + "\n")
             else:
                 answers.write(json.dumps({"result": result}) + "\n")
     finally:
-        peer.close()
+        close()

@@ -1,0 +1,307 @@
+"""Trains with 2 and 4 peers in every mode: `shoal.Optimizer` and `hivemind.Optimizer` in turn, and one plain process.
+
+    python -m benchmarks.optimizer --hivemind-python .venv-hivemind/bin/python        (or: make bench-optimizer)
+
+What an epoch costs beyond the trainers' compute is what is compared. The machine has fewer cores than peers have
+trainers, so a step's forward and backward pass, which are real, are padded to a fixed time, as if another device made
+them: what is left over is the cores' time for the optimizer. The losses are compared in runs without that padding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.processes import Worker, WorkerError, end_on_signals
+from benchmarks.report import Figure, number
+
+RESULTS = Path(__file__).resolve().parent / "results"
+MODES: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "reused gradients": {"reuse_grad_buffers": True},
+    "delayed step": {"delay_optimizer_step": True, "offload_optimizer": True},
+    "delayed gradients": {"delay_optimizer_step": True, "delay_grad_averaging": True, "offload_optimizer": True},
+    "local updates": {"use_local_updates": True},
+}
+SYNCHRONOUS = ("synchronous", "reused gradients")
+DELAYED = ("delayed step", "delayed gradients")
+# Both sides alike. hivemind advises at least 3 s of matchmaking; with Shoal it is a bound and not a wait.
+SETTINGS = {"matchmaking_time": 3.0, "averaging_timeout": 30.0}
+BATCH, STEPS = 32, 10  # samples of a step, steps of a peer in an epoch
+WARM_UP = 1  # epochs that are not counted: peers find each other, optimizers allocate their state
+LEAD = 0.5  # seconds between the command and the moment at which all peers begin
+TIMEOUT = 150.0  # seconds for everything that a peer is asked
+SEEDS, LOSS_EPOCHS, LOSS_TARGET = 5, 30, 256
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One mode of one side. Times in seconds per epoch, medians over epochs, of the slowest peer.
+
+    Attributes:
+        overhead: what an epoch takes beyond the trainers' compute.
+        blocked: of it, what the trainer spends in `step`.
+        samples_per_second: of all peers.
+    """
+
+    side: str
+    model: str
+    peers: int
+    compute: float
+    mode: str
+    epoch: float
+    overhead: float
+    blocked: float
+    samples_per_second: float
+    failure: str | None = None
+
+
+class Swarm:
+    """The trainers of one side, each a process; alive in the `with` block."""
+
+    def __init__(self, python: str, library: str, peers: int, logs: Path) -> None:
+        self._library, self._runs = library, itertools.count()
+        self._workers: list[Worker] = []
+        with contextlib.ExitStack() as stack:
+            for rank in range(peers):
+                log = logs / f"{library}-{peers}-{rank}.log"
+                worker = Worker(python, "benchmarks.workers.trainer", [library], log)
+                stack.callback(worker.stop, 5.0)
+                self._workers.append(worker)
+            addresses = self._workers[0].ask("open", TIMEOUT, initial_peers=[])
+            for worker in self._workers[1:]:
+                worker.ask("open", TIMEOUT, initial_peers=addresses)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Swarm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _all(self, command: str, **arguments: Any) -> list[Any]:
+        for worker in self._workers:
+            worker.send(command, **arguments)
+        return [worker.receive(TIMEOUT) for worker in self._workers]
+
+    @contextlib.contextmanager
+    def run(self, size: str, target: int, options: dict[str, Any], seed: int = 0) -> Iterator[int]:
+        """A run of its own; gives the number of parameters."""
+        name = f"run{next(self._runs)}"
+        settings = options if self._library == "alone" else SETTINGS | options
+        shared = {"run_id": name, "size": size, "target": target, "batch_size": BATCH, "options": settings}
+        for rank, worker in enumerate(self._workers):
+            worker.send("begin", seed=seed * len(self._workers) + rank, **shared)
+        numel = [worker.receive(TIMEOUT) for worker in self._workers][0]
+        yield numel
+        self._all("end")
+
+    def train(self, epochs: int, step_seconds: float) -> list[list[dict[str, float]]]:
+        """See `Trainer.train`, of each peer."""
+        return self._all("train", at=time.monotonic() + LEAD, epochs=epochs, step_seconds=step_seconds)
+
+    def evaluate(self) -> list[float]:
+        """The loss of each peer."""
+        return self._all("evaluate")
+
+
+def say(progress: str) -> None:
+    """Progress, apart from the report."""
+    print(progress, file=sys.stderr, flush=True)
+
+
+def time_mode(swarm: Swarm, side: str, model: str, peers: int, compute: float, mode: str, epochs: int) -> Timing:
+    """Trains `epochs` epochs, of `compute` seconds each, that count."""
+    target = BATCH * STEPS * peers
+    with swarm.run(model, target, {} if side == "alone" else MODES[mode]):
+        peers_records = swarm.train(WARM_UP + epochs, compute / STEPS)
+    rows = []
+    for records in peers_records:
+        counted = records[WARM_UP:] or records
+        rows.append(
+            (
+                statistics.median(r["seconds"] / r["epochs"] for r in counted),
+                statistics.median((r["seconds"] - r["compute"]) / r["epochs"] for r in counted),
+                statistics.median(r["blocked"] / r["epochs"] for r in counted),
+                sum(r["steps"] for r in counted) * BATCH / sum(r["seconds"] for r in counted),
+            )
+        )
+    epoch, overhead, blocked = (max(row[index] for row in rows) for index in range(3))
+    speed = sum(row[3] for row in rows)
+    return Timing(side, model, peers, compute, mode, epoch, overhead, blocked, speed)
+
+
+def time_all(
+    pythons: dict[str, str],
+    model: str,
+    peers: int,
+    computes: Sequence[float],
+    modes: Sequence[str],
+    epochs: int,
+    logs: Path,
+) -> list[Timing]:
+    """All modes of all sides, in turn."""
+    timings: list[Timing] = []
+    with contextlib.ExitStack() as stack:
+        swarms = {
+            side: stack.enter_context(Swarm(python, side, 1 if side == "alone" else peers, logs))
+            for side, python in pythons.items()
+        }
+        for compute, mode, side in itertools.product(computes, modes, pythons):
+            if side == "alone" and mode != modes[0]:
+                continue
+            count = 1 if side == "alone" else peers
+            try:
+                timing = time_mode(swarms[side], side, model, count, compute, mode, epochs)
+            except WorkerError as error:
+                timing = Timing(side, model, count, compute, mode, 0, 0, 0, 0, str(error).splitlines()[0])
+                swarms[side].__exit__()
+                swarms[side] = stack.enter_context(Swarm(pythons[side], side, count, logs))
+            timings.append(timing)
+            told = timing.failure or f"{timing.epoch:.2f} s an epoch, {timing.overhead:.2f} beyond compute"
+            say(f"{model}, {peers} peers, {compute:g} s epochs, {mode}, {side}: {told}")
+    return timings
+
+
+def losses(pythons: dict[str, str], modes: Sequence[str], logs: Path) -> dict[str, list[float]]:
+    """The loss after equal samples, for every seed: of the plain process, and of 2 peers of Shoal in each mode."""
+    found: dict[str, list[float]] = {}
+    with Swarm(pythons["alone"], "alone", 1, logs) as alone, Swarm(pythons["shoal"], "shoal", 2, logs) as shoal:
+        for name, swarm, options in [("alone", alone, {}), *((mode, shoal, MODES[mode]) for mode in modes)]:
+            for seed in range(SEEDS):
+                with swarm.run("0.3M", LOSS_TARGET, options, seed):
+                    swarm.train(LOSS_EPOCHS, 0.0)
+                    found.setdefault(name, []).append(swarm.evaluate()[0])
+            say(f"losses, {name}: {', '.join(f'{loss:.3f}' for loss in found[name])}")
+    return found
+
+
+def distance(ours: Sequence[float], plain: Sequence[float]) -> float:
+    """Of the means, in standard errors of their difference."""
+    error = (statistics.variance(ours) / len(ours) + statistics.variance(plain) / len(plain)) ** 0.5
+    return abs(statistics.mean(ours) - statistics.mean(plain)) / error
+
+
+def compare(timings: Sequence[Timing], computes: Sequence[float], found: dict[str, list[float]]) -> list[Figure]:
+    """What is promised."""
+    figures = []
+    long, short = max(computes), min(computes)
+    ours = [timing for timing in timings if timing.side == "shoal"]
+    theirs = {(t.model, t.peers, t.compute, t.mode): t for t in timings if t.side == "hivemind" and not t.failure}
+    for timing in ours:
+        where = f"{timing.model}, {timing.peers} peers, {timing.compute:g} s epochs, {timing.mode}"
+        other = theirs.get((timing.model, timing.peers, timing.compute, timing.mode))
+        if timing.mode in DELAYED:
+            figures.append(Figure(f"{where}: blocked, of an epoch", timing.blocked / timing.epoch, "<= 0.05"))
+        if other is not None:
+            ratio = timing.overhead / max(other.overhead, 1e-9)
+            figures.append(Figure(f"{where}: beyond compute, of hivemind's", ratio, "<= 0.2"))
+            if timing.compute == short < long:
+                speed = timing.samples_per_second / other.samples_per_second
+                figures.append(Figure(f"{where}: samples/s, of hivemind's", speed, ">= 3"))
+    for mode, values in found.items():
+        if mode != "alone":
+            name = f"loss, {mode}: distance of the means, in standard errors"
+            figures.append(Figure(name, distance(values, found["alone"]), "<= 2"))
+    return figures
+
+
+def timing_table(timings: Sequence[Timing]) -> str:
+    """One line per mode and side."""
+    head = [
+        "model, peers, compute s, mode",
+        "side",
+        "epoch s",
+        "beyond compute s",
+        "blocked s",
+        "epochs/s",
+        "samples/s",
+    ]
+    return report.table(
+        head,
+        [
+            [
+                f"{t.model}, {t.peers}, {t.compute:g}, {t.mode if t.side != 'alone' else 'plain Adam'}",
+                t.side,
+                *(
+                    [t.failure, "-", "-", "-", "-"]
+                    if t.failure
+                    else [
+                        number(t.epoch),
+                        number(t.overhead, 3),
+                        number(t.blocked, 3),
+                        number(1 / t.epoch),
+                        number(t.samples_per_second, 0),
+                    ]
+                ),
+            ]
+            for t in timings
+        ],
+    )
+
+
+def loss_table(found: dict[str, list[float]]) -> str:
+    """Means over the seeds."""
+    rows = [
+        [name, number(statistics.mean(values), 4), number(statistics.stdev(values) / len(values) ** 0.5, 4)]
+        for name, values in found.items()
+    ]
+    return report.table(["loss after equal samples", "mean, nats", "standard error"], rows)
+
+
+NOTE = f"""\
+Every peer's step: {BATCH} samples, forward and backward padded to a tenth of an epoch's compute; an epoch is
+{STEPS} steps of every peer. Medians over the epochs after the first, of the slowest peer. *Beyond compute* is what an epoch
+takes besides those passes, *blocked* what of it the trainer spends in `optimizer.step()`. *alone*: one plain process with
+torch's Adam, {STEPS} accumulated steps an epoch. Both libraries have matchmaking_time={SETTINGS["matchmaking_time"]:g}."""
+
+
+def main() -> None:
+    """Parses the command line, measures, reports; exit code 1 when Shoal failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hivemind-python", metavar="PATH", help="interpreter of a venv with hivemind 1.1.12")
+    parser.add_argument("--models", nargs="+", default=["0.3M", "6.3M", "25M"], help="parameters (default: all)")
+    parser.add_argument("--peers", nargs="+", type=int, default=[2, 4], help="default: 2 4")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
+    parser.add_argument("--compute", nargs="+", type=float, default=[3.0, 0.5], help="seconds of an epoch")
+    parser.add_argument("--epochs", type=int, default=3, help="that count, of each mode (default: 3)")
+    parser.add_argument("--no-losses", action="store_true", help="leave the comparison of losses out")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for optimizer.md and optimizer.json")
+    options = parser.parse_args()
+    end_on_signals()
+    facts = report.environment()
+    pythons = {"alone": sys.executable, "shoal": sys.executable}
+    if options.hivemind_python:
+        pythons["hivemind"] = options.hivemind_python
+    timings: list[Timing] = []
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as logs:
+        for model, peers in itertools.product(options.models, options.peers):
+            timings += time_all(pythons, model, peers, options.compute, options.modes, options.epochs, Path(logs))
+        compared = [mode for mode in SYNCHRONOUS if mode in options.modes]
+        found = {} if options.no_losses else losses(pythons, compared, Path(logs))
+    figures = compare(timings, options.compute, found)
+    parts = ["# Training with `Optimizer`", report.describe(facts), timing_table(timings), NOTE]
+    parts += [loss_table(found)] if found else []
+    parts.append(report.figure_table(figures))
+    data = {
+        "environment": facts,
+        "timings": [asdict(timing) for timing in timings],
+        "losses": found,
+        "figures": [asdict(figure) | {"met": figure.met} for figure in figures],
+    }
+    report.publish(options.out, "optimizer", "\n\n".join(parts), data)
+    sys.exit(1 if any(timing.failure for timing in timings if timing.side == "shoal") else 0)
+
+
+if __name__ == "__main__":
+    main()
