@@ -1,7 +1,7 @@
 """What happens right before an optimizer steps flat parameters, so that torch.optim treats them as the originals.
 
 torch calls global hooks before and after every optimizer's step. Two are put there when the first `ContiguousParams` is
-made; they cost an optimizer without flat parameters 2 µs.
+made; they cost an optimizer without flat parameters 1 µs.
 """
 
 from __future__ import annotations

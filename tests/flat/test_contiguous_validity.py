@@ -181,15 +181,26 @@ def test_assigning_another_dtype_replaces_and_is_found() -> None:
         parameters.assert_buffer_is_valid()
 
 
-def test_a_step_of_a_model_that_was_moved_is_refused() -> None:
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_step_of_a_model_that_was_moved_is_refused(steps: int) -> None:
     model = small_model()
     optimizer = optim.SGD(ContiguousParams(model).contiguous(), lr=0.1)
+    for _ in range(steps):
+        with_gradients(model)
+        optimizer.step()
     model.double()
     model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
     with pytest.raises(ValueError, match="parameter 0 has left the flat memory"):
         optimizer.step()
+
+
+def test_clipping_gradients_of_a_model_that_was_moved_is_refused() -> None:
+    model = small_model()
+    parameters = ContiguousParams(model)
+    model.double()
+    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
     with pytest.raises(ValueError, match=r"a gradient of torch.float64 .* but its flat memory is of torch.float32"):
-        clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+        clip_grad_norm_(parameters.contiguous(), 1.0)
 
 
 def test_an_optimizer_that_is_not_in_place_is_refused() -> None:
