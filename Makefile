@@ -20,7 +20,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TYPED := shoal tests $(wildcard examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo albert test lint bench bench-contiguous clean
+.PHONY: help demo albert test lint bench bench-optimizer bench-contiguous clean
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make lint    style, types and the arrows between rooms"
 	@echo "make albert  pretrain ALBERT with two peers and a monitor on this machine (ARGS=...)"
 	@echo "make bench   time averaging against hivemind, which gets an environment of its own (ARGS=...)"
+	@echo "make bench-optimizer     train in every mode, with Shoal and with hivemind (ARGS=...)"
 	@echo "make bench-contiguous    time ContiguousParams against torch's optimizers and contiguous-params (ARGS=...)"
 	@echo "make clean   remove the environments, caches and output"
 
@@ -51,6 +52,9 @@ bench: $(VENV)/.installed $(BENCH_VENV)/.installed
 albert: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[albert]'
 	$(VENV)/bin/python -m examples.albert $(ARGS)
+
+bench-optimizer: $(VENV)/.installed $(BENCH_VENV)/.installed
+	$(VENV)/bin/python -m benchmarks.optimizer --hivemind-python $(BENCH_VENV)/bin/python $(ARGS)
 
 bench-contiguous: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps contiguous-params==1.0.0

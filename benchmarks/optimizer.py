@@ -102,8 +102,8 @@ class Swarm:
         shared = {"run_id": name, "size": size, "target": target, "batch_size": BATCH, "options": settings}
         for rank, worker in enumerate(self._workers):
             worker.send("begin", seed=seed * len(self._workers) + rank, **shared)
-        numel = [worker.receive(TIMEOUT) for worker in self._workers][0]
-        yield numel
+        numels = [worker.receive(TIMEOUT) for worker in self._workers]
+        yield numels[0]
         self._all("end")
 
     def train(self, epochs: int, step_seconds: float) -> list[list[dict[str, float]]]:
@@ -189,7 +189,7 @@ def losses(pythons: dict[str, str], modes: Sequence[str], logs: Path) -> dict[st
 def distance(ours: Sequence[float], plain: Sequence[float]) -> float:
     """Of the means, in standard errors of their difference."""
     error = (statistics.variance(ours) / len(ours) + statistics.variance(plain) / len(plain)) ** 0.5
-    return abs(statistics.mean(ours) - statistics.mean(plain)) / error
+    return float(abs(statistics.mean(ours) - statistics.mean(plain)) / error)
 
 
 def compare(timings: Sequence[Timing], computes: Sequence[float], found: dict[str, list[float]]) -> list[Figure]:
@@ -260,10 +260,10 @@ def loss_table(found: dict[str, list[float]]) -> str:
 
 
 NOTE = f"""\
-Every peer's step: {BATCH} samples, forward and backward padded to a tenth of an epoch's compute; an epoch is
-{STEPS} steps of every peer. Medians over the epochs after the first, of the slowest peer. *Beyond compute* is what an epoch
-takes besides those passes, *blocked* what of it the trainer spends in `optimizer.step()`. *alone*: one plain process with
-torch's Adam, {STEPS} accumulated steps an epoch. Both libraries have matchmaking_time={SETTINGS["matchmaking_time"]:g}."""
+Every peer's step: {BATCH} samples, forward and backward padded to a tenth of an epoch's compute; an epoch is {STEPS}
+steps of every peer. Medians over the epochs after the first, of the slowest peer. *Beyond compute* is what an epoch takes
+besides those passes, *blocked* what of it the trainer spends in `optimizer.step()`. *alone*: one plain process with Adam,
+{STEPS} accumulated steps an epoch. Both libraries have matchmaking_time={SETTINGS["matchmaking_time"]:g}."""
 
 
 def main() -> None:
