@@ -7,50 +7,40 @@ import contextlib
 import itertools
 import logging
 import random
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 import torch
 
-from shoal.averaging.contribution import Contribution, Outcome
-from shoal.averaging.control import AveragingStage, Gathered, StepControl
+from shoal.averaging.control import Gathered, StepControl
 from shoal.averaging.directory import DHTDirectory, Directory
 from shoal.averaging.donor import Snapshot, StateDonor
-from shoal.averaging.errors import AveragingError, Rejected
+from shoal.averaging.errors import AveragingError
 from shoal.averaging.exchange import compute_serially
-from shoal.averaging.gathered import encode_gathered, told
-from shoal.averaging.hold import Hold
+from shoal.averaging.gathered import encode_gathered
 from shoal.averaging.member import Member, Role
 from shoal.averaging.messages import Terms
 from shoal.averaging.options import check_bits, check_group, check_role, check_tensors, check_weight_of_role, term_of
-from shoal.averaging.report import RoundReport
 from shoal.averaging.rules import Rules
-from shoal.averaging.runs import Runs, next_bits
 from shoal.averaging.shared_state import snapshot_of, state_of
+from shoal.averaging.stepping import Stepping
 from shoal.averaging.swarm import Swarm
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded, NothingShared, download_state
-from shoal.averaging.vector import Vector
 from shoal.compression import Compression, CompressionInfo, NoCompression
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
-from shoal.flat import FlatBuffer
-from shoal.p2p.identity import PeerID
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 State = tuple[Any, list[torch.Tensor]]
 
 DEFAULT_TIMEOUT = 60.0  # of a step, in seconds beyond the time at which it is scheduled
 REQUEST_TIMEOUT = 10.0
-SHUT_DOWN = "the averager was shut down"
-RETRY_SECONDS = 0.05  # after a round that failed: what fails at once is not to keep the reactor busy
 
 
-class DecentralizedAverager:
+class DecentralizedAverager(Stepping):
     """Averages tensors with whichever peers call `step` at about the same time. All methods are synchronous.
 
     The given tensors move into flat memory (`tensor.data` becomes a view of it), where rounds read and write them.
@@ -139,24 +129,8 @@ class DecentralizedAverager:
         check_tensors(averaged_tensors, tensor_infos)
         if not 0 < averaging_alpha <= 1:
             raise ValueError(f"averaging_alpha={averaging_alpha}: give a number over 0 and at most 1")
-        self.dht, self.prefix = dht, prefix
-        self.client_mode, self.auxiliary, self.bandwidth = client_mode, auxiliary, bandwidth
-        self.min_matchmaking_time, self.shutdown_timeout = min_matchmaking_time, shutdown_timeout
-        self.request_timeout = REQUEST_TIMEOUT if request_timeout is None else request_timeout
-        self.averaging_alpha = averaging_alpha
-        self.state_sharing_priority = 0.0
-        self._shares_state = not client_mode and not auxiliary if allow_state_sharing is None else allow_state_sharing
-        self.last_round: RoundReport | None = None
-        self.lock_averaged_tensors = threading.Lock()
-        self._compression = compression if compression is not None else NoCompression()
-        self._state_compression = state_compression if state_compression is not None else NoCompression()
-        self._tensors = tuple(averaged_tensors)
-        self._memory = FlatBuffer.adopt(self._tensors)
-        self._on_host = all(spec.device.type == "cpu" for spec in self._memory.layout.buffers)
-        layout = self._memory.layout.on("cpu")
-        self._vector = Vector(layout, self._compression, tensor_infos, self._memory if self._on_host else None)
-        self._rules = Rules(
-            sizes=self._vector.sizes,
+        rules = Rules(
+            sizes=(),  # until the vector is made
             matchmaking_time=min_matchmaking_time,
             round_timeout=60.0 if allreduce_timeout is None else allreduce_timeout,
             min_group=min_group_size,
@@ -164,19 +138,29 @@ class DecentralizedAverager:
             chunk_elements=part_size_bytes // 4,
             smallest_span=min_vector_size,
         )
+        super().__init__(
+            averaged_tensors,
+            dht,
+            prefix,
+            rules,
+            compression=compression if compression is not None else NoCompression(),
+            infos=tensor_infos,
+            auxiliary=auxiliary,
+            averaging_alpha=averaging_alpha,
+            group_bits=initial_group_bits,
+        )
+        self.client_mode, self.bandwidth = client_mode, bandwidth
+        self.min_matchmaking_time, self.shutdown_timeout = min_matchmaking_time, shutdown_timeout
+        self.request_timeout = REQUEST_TIMEOUT if request_timeout is None else request_timeout
+        self.state_sharing_priority = 0.0
+        self._shares_state = not client_mode and not auxiliary if allow_state_sharing is None else allow_state_sharing
+        self._state_compression = state_compression if state_compression is not None else NoCompression()
         self._timeouts = {
             "chunk_timeout": next_chunk_timeout,
             "sender_timeout": sender_timeout,
             "reducer_timeout": reducer_timeout,
         }
-        self._swarm: Swarm | None = None
-        self._runs = Runs(self._make_swarm)
-        self._bits = initial_group_bits
-        self._tips: dict[str, Tip] = {}  # at which this peer left the runs of group bits
         self._donor: StateDonor | None = None
-        self._turn = asyncio.Lock()  # one step at a time: they share the memory, and this peer's place in a round
-        self._joining: tuple[StepControl, Contribution, Swarm] | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._snapshots = itertools.count()
         if start:
             self.run_in_background()
@@ -246,11 +230,6 @@ class DecentralizedAverager:
         self.shutdown()
 
     # -- what it is
-
-    @property
-    def peer_id(self) -> PeerID:
-        """This peer, as it is named in the result of `step`."""
-        return self.dht.peer_id
 
     @property
     def mode(self) -> Role:
@@ -389,139 +368,6 @@ class DecentralizedAverager:
             control.cancel()  # Ctrl-C: nobody waits for it any more
             raise
 
-    async def _step(self, control: StepControl) -> Gathered:
-        timeout = control.get_timeout()
-        deadline = asyncio.get_running_loop().time() + timeout
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._turn.acquire()
-        except TimeoutError:
-            raise AveragingError(f"no result within {timeout:.3g} s: the step before did not end") from None
-        hold = Hold(self.lock_averaged_tensors)
-        try:
-            outcome = await self._try(control, hold, deadline)
-        finally:
-            hold.release()
-            self._turn.release()
-        self.last_round = RoundReport.of(outcome)
-        return told(outcome)
-
-    async def _try(self, control: StepControl, hold: Hold, deadline: float) -> Outcome:
-        """One round; and another, as long as there is time, if it fails."""
-        loop = asyncio.get_running_loop()
-        while True:
-            control.stage = AveragingStage.LOOKING_FOR_GROUP
-            try:
-                async with self._run_of_step() as swarm:
-                    outcome = await self._aggregate(swarm, control, hold, deadline)
-                if swarm is not self._swarm:
-                    self._bits = next_bits(self._bits, outcome.begin, self.peer_id.key, self._rules.target_group)
-                return outcome
-            except Rejected:
-                raise
-            except AveragingError as error:
-                if not control.allow_retries or loop.time() >= deadline - 2 * RETRY_SECONDS:
-                    raise
-                log.debug("%r: %s: trying again", self.peer_id, error)
-            await asyncio.sleep(RETRY_SECONDS)
-
-    @contextlib.asynccontextmanager
-    async def _run_of_step(self) -> AsyncIterator[Swarm]:
-        """The run in which this peer averages: that of its group bits."""
-        self._runs.forget()
-        swarm, bits = self._swarm, self._bits
-        if swarm is None:
-            raise AveragingError(SHUT_DOWN)
-        if not bits:
-            yield swarm
-            return
-        name = f"{self.prefix}.0b{bits}"
-        directory = DHTDirectory(self.dht.dht_node, name)
-        async with self._runs.joined(name, directory, self._rules, self._tips.get(bits)) as swarm:
-            try:
-                yield swarm
-            finally:
-                self._tips[bits] = swarm.tip
-                self.dht.node.spawn(directory.withdraw(swarm.me))
-
-    async def _aggregate(self, swarm: Swarm, control: StepControl, hold: Hold, deadline: float) -> Outcome:
-        """A round of the run, and its result in the tensors. What subclasses average otherwise."""
-        contribution = self._contribution(self._vector, control, hold, self._read)
-        outcome = await self._average(swarm, control, contribution, deadline)
-        await self._hold_until(deadline, control, hold)  # a round that was missed has not taken it
-        if not self.auxiliary:
-            self._write(self._vector.outputs)
-        return outcome
-
-    def _contribution(
-        self, vector: Vector, control: StepControl, hold: Hold, fill: Callable[[], Awaitable[None]]
-    ) -> Contribution:
-        """The vector, once the user allows it and lets go of the tensors, as this step's part in a round. Then `fill`
-        writes its inputs."""
-
-        async def prepare() -> None:
-            await self._wait_for_trigger(control, contribution)
-            if await hold.take():
-                await fill()
-
-        me = self.peer_id.key
-        contribution = Contribution(
-            control.weight,
-            lambda begin, send, fault: vector.open(me, begin, send, fault),
-            max(0.0, control.scheduled_time - get_dht_time()),
-            prepare,
-            control.data_for_gather,
-            excused=lambda: not control.triggered,
-        )
-        return contribution
-
-    async def _wait_for_trigger(self, control: StepControl, contribution: Contribution) -> None:
-        if not control.triggered:
-            control.stage = AveragingStage.AWAITING_TRIGGER
-            await control.wait_for_trigger()
-        if not control.done():
-            control.stage, control.began_allreduce = AveragingStage.RUNNING_ALLREDUCE, True
-            contribution.weight = 0.0 if self.auxiliary else control.weight
-
-    async def _average(
-        self, swarm: Swarm, control: StepControl, contribution: Contribution, deadline: float
-    ) -> Outcome:
-        self._joining = (control, contribution, swarm)
-        try:
-            return await swarm.average(contribution, deadline - asyncio.get_running_loop().time())
-        finally:
-            self._joining = None
-
-    def _reschedule(self, control: StepControl) -> None:
-        """The user has set another time for that step."""
-        if self._joining is not None and self._joining[0] is control:
-            _, contribution, swarm = self._joining
-            contribution.patience = max(0.0, control.scheduled_time - get_dht_time())
-            swarm.rejoin()
-
-    async def _hold_until(self, deadline: float, control: StepControl, hold: Hold) -> None:
-        """There is a result: have the tensors for writing it, if the step was not cancelled meanwhile."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                await hold.take()
-        except TimeoutError:
-            raise AveragingError("there is a result, but the tensors are in use (`get_tensors`)") from None
-        if not control.claim():
-            raise asyncio.CancelledError
-
-    async def _read(self) -> None:
-        """Bring what is averaged to the host; nothing to do for tensors that are there."""
-        if not self._on_host:
-            for host, tensor in zip(self._vector.inputs.flat, self._memory.flat, strict=True):
-                host.copy_(tensor)
-
-    def _write(self, outputs: FlatBuffer) -> None:
-        for tensor, output in zip(self._memory.flat, outputs.flat, strict=True):
-            if self.averaging_alpha == 1:
-                tensor.copy_(output)
-            else:
-                tensor.lerp_(output.to(tensor.device), self.averaging_alpha)
-
     # -- state
 
     def get_current_state(self) -> tuple[Any, ...]:
@@ -569,25 +415,3 @@ class DecentralizedAverager:
         assert self._swarm is not None
         data, tensors, *infos = await asyncio.get_running_loop().run_in_executor(None, self.get_current_state)
         return snapshot_of(self._swarm.tip, data, tensors, self._state_compression, *infos)
-
-    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run it on the reactor, until this averager is shut down."""
-
-        async def run() -> T:
-            task = asyncio.current_task()
-            assert task is not None
-            self._tasks.add(task)
-            try:
-                return await coroutine
-            except asyncio.CancelledError:
-                if self._swarm is None or not self.dht.is_alive():
-                    raise AveragingError(SHUT_DOWN) from None
-                raise  # by whoever holds the future
-            finally:
-                self._tasks.discard(task)
-
-        return self.dht.reactor.submit(run())
-
-    def _call_soon(self, callback: Callable[[StepControl], None], control: StepControl) -> None:
-        if self.dht.is_alive():
-            self.dht.reactor.loop.call_soon_threadsafe(callback, control)

@@ -1,0 +1,93 @@
+"""How long a round without a target of samples waits: who joined first says, may change its mind, and may leave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.averaging.coordinator import Phase
+from shoal.averaging.messages import Begin
+from tests.averaging.rounds import RULES, key
+from tests.averaging.test_coordinator import gathering, join
+
+ROUND_SECONDS = RULES.round_timeout
+
+
+def test_who_joined_first_says_how_long_all_wait() -> None:
+    coordinator = gathering(1, 2, 3)
+    join(coordinator, 1, now=0.0, patience=8.0)
+    join(coordinator, 2, now=1.0, patience=2.0)
+    assert coordinator.wake_at() == 8.0
+    join(coordinator, 2, now=1.5, patience=30.0)
+    assert coordinator.wake_at() == 8.0
+
+
+@pytest.mark.parametrize("patience", [1.0, 40.0])
+def test_and_it_may_change_its_mind(patience: float) -> None:
+    coordinator = gathering(1, 2, 3)
+    join(coordinator, 1, now=0.0, patience=8.0)
+    join(coordinator, 2, now=1.0, patience=5.0)
+    join(coordinator, 1, now=2.0, patience=patience)
+    assert coordinator.wake_at() == 2.0 + patience
+
+
+def test_when_it_leaves_the_next_one_says() -> None:
+    coordinator = gathering(1, 2, 3)
+    join(coordinator, 1, now=0.0, patience=8.0)
+    join(coordinator, 2, now=1.0, patience=50.0)
+    assert coordinator.unjoin(key(1), 2.0) == []
+    assert coordinator.wake_at() == 51.0
+    assert list(coordinator.joins) == list(coordinator.gathered) == [key(2)]
+
+
+def test_when_all_leave_it_is_as_if_nobody_had_come() -> None:
+    coordinator = gathering(1, 2, 3)
+    for number in (1, 2):
+        join(coordinator, number, now=0.0, patience=1.0)
+    for number in (1, 2):
+        coordinator.unjoin(key(number), 0.5)
+    assert coordinator.phase is Phase.COUNTING
+    assert coordinator.wake_at() is None
+    assert coordinator.tick(60.0) == [], "a round began without anybody"
+    join(coordinator, 3, now=60.0, patience=4.0)
+    assert coordinator.wake_at() == 64.0
+
+
+def test_who_has_left_is_not_in_the_round() -> None:
+    coordinator = gathering(1, 2, 3)
+    for number in (1, 2):
+        join(coordinator, number, now=0.0)
+    coordinator.unjoin(key(2), 0.5)
+    (sent,) = join(coordinator, 3, now=1.0) + join(coordinator, 2, now=1.0, patience=1.0)
+    assert isinstance(sent.message, Begin)
+    assert coordinator.unjoin(key(2), 1.5) == [], "too late: it is in the round, and is put out by what it does"
+    assert key(2) in coordinator.live()
+
+
+def test_where_samples_are_counted_the_call_says_how_long() -> None:
+    others = frozenset({key(1), key(2)})
+    coordinator = gathering(1, 2, 3, rules=replace(RULES, target_samples=10.0), veterans=others)
+    join(coordinator, 1, now=0.0, patience=8.0)
+    deadline = coordinator.deadline
+    join(coordinator, 1, now=2.0, patience=40.0)
+    assert coordinator.deadline == deadline
+    coordinator.unjoin(key(1), 3.0)
+    assert (coordinator.phase, coordinator.deadline) == (Phase.GATHERING, deadline)
+
+
+def test_time_stands_still_while_a_user_lets_the_others_wait() -> None:
+    coordinator = gathering(1, 2)
+    for number in (1, 2):
+        join(coordinator, number, now=0.0)
+    assert coordinator.phase is Phase.RUNNING
+    for second in range(10, 1000, 10):
+        assert coordinator.wait(float(second)) == []
+    assert coordinator.wake_at() == 990.0 + ROUND_SECONDS
+    counted = gathering(1, 2, rules=replace(RULES, target_samples=10.0))
+    for number in (1, 2):
+        join(counted, number, now=0.0)
+    counted.tick(100.0)
+    deadline = counted.wake_at()
+    counted.wait(50.0)
+    assert counted.wake_at() == deadline, "where samples are counted nobody has a say"
