@@ -1,13 +1,13 @@
-"""One rank of `benchmarks.sharding`: python -m benchmarks.workers.sharding_rank SIDE MODEL RANK RANKS FOLDER STEPS.
+"""One rank of `benchmarks.sharding`: python -m benchmarks.workers.sharding_rank SIDE MODEL RANK RANKS FOLDER.
 
-Writes ``RANK.json`` into the folder. It believes the counters of ``lo``, so it wants a network namespace of its own.
+Does what the lines of stdin say (``warm``, ``step COUNT``, ``finish``), all ranks at the same time, and answers each
+with a line of JSON. It believes the counters of ``lo``, so it wants a network namespace of its own.
 """
 
 from __future__ import annotations
 
 import json
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +26,7 @@ import shoal
 from benchmarks import shapes
 
 WARM_UPS = 2
+JOIN_PAIRS, JOIN_STEPS = 9, 5
 
 
 class Shapes(nn.Module):
@@ -118,7 +119,8 @@ def timed(run: Callable[[], None], count: int) -> list[float]:
 def main() -> None:
     """Measure one side on one model."""
     side, name, folder = sys.argv[1], sys.argv[2], sys.argv[5]
-    rank, ranks, steps = int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[6])
+    rank, ranks = int(sys.argv[3]), int(sys.argv[4])
+    answer({})
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     model, batch = model_of(name)
@@ -130,53 +132,62 @@ def main() -> None:
         network(batch).sum().backward()
         optimizer.step()
 
-    timed(step, WARM_UPS)
-    dist.barrier()
-    before = sent_bytes()
-    seconds = timed(step, steps)
-    after = sent_bytes()
-    dist.barrier()
-    local = optimizer.optim if hasattr(optimizer, "optim") else optimizer
-    tensors = [value for state in local.state.values() for value in state.values() if isinstance(value, Tensor)]
-    state = sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors if tensor.dim())
-    result: dict[str, Any] = {
-        "step": statistics.median(seconds),
-        "steps": seconds,
-        "wire": (after - before) / steps / ranks,
-        "state": state,
-        "peak": peak(),
-        "model": sum(param.numel() * param.itemsize for param in model.parameters()),
-        "base": base,
-    }
-    if side in ("torch zero, best", "shoal"):
-        join: Any = shoal.Join if side == "shoal" else TorchJoin
-        joinables = [optimizer] if side == "shoal" else [network, optimizer]
-        pairs = []
-        for _ in range(steps):
-            for context in (nullcontext(), join(joinables)):
-                pairs.append(_in(context, step))
-        result["without join"] = statistics.median(pairs[::2])
-        result["with join"] = statistics.median(pairs[1::2])
-    if side.startswith(("torch zero", "shoal")):
-        result["consolidate"] = timed(optimizer.consolidate_state_dict, 1)[0]
-        result["consolidate peak"] = peak()
-        if rank == 0:
-            saved = optimizer.state_dict()
-            began = time.perf_counter()
-            optimizer.load_state_dict(saved)
-            result["load"] = time.perf_counter() - began
-    Path(folder, f"{rank}.json").write_text(json.dumps(result))
+    for line in sys.stdin:
+        what, *count = line.split()
+        if what == "warm":
+            timed(step, WARM_UPS)
+            answer({})
+        elif what == "step":
+            sent, used = sent_bytes(), time.process_time()
+            seconds = timed(step, int(count[0]))
+            each = len(seconds)
+            used, sent = time.process_time() - used, sent_bytes() - sent
+            answer({"steps": seconds, "cpu": used / each, "wire": sent / each / ranks})
+        else:
+            answer({"base": base, **the_rest(side, model, network, optimizer, step)})
+            break
     dist.barrier()
     dist.destroy_process_group()
 
 
+def answer(outcome: dict[str, Any]) -> None:
+    """One line to the parent."""
+    print(json.dumps(outcome), flush=True)
+
+
+def the_rest(side: str, model: nn.Module, network: nn.Module, optimizer: Any, step: Callable[[], None]) -> Any:
+    """All that is measured once: memory, `Join`, consolidating and loading."""
+    local = optimizer.optim if hasattr(optimizer, "optim") else optimizer
+    tensors = [value for state in local.state.values() for value in state.values() if isinstance(value, Tensor)]
+    result: dict[str, Any] = {
+        "state": sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors if tensor.dim()),
+        "peak": peak(),
+        "model": sum(param.numel() * param.itemsize for param in model.parameters()),
+    }
+    if side in ("torch zero, best", "shoal"):
+        join: Any = shoal.Join if side == "shoal" else TorchJoin
+        joinables = [optimizer] if side == "shoal" else [network, optimizer]
+        # In turn, many steps in one context: what is paid at its end is not paid per step.
+        result["pairs"] = [(_in(nullcontext(), step), _in(join(joinables), step)) for _ in range(JOIN_PAIRS)]
+    if side.startswith(("torch zero", "shoal")):
+        result["consolidate"] = timed(optimizer.consolidate_state_dict, 1)[0]
+        result["consolidate peak"] = peak()
+        if dist.get_rank() == 0:
+            saved = optimizer.state_dict()
+            began = time.perf_counter()
+            optimizer.load_state_dict(saved)
+            result["load"] = time.perf_counter() - began
+    return result
+
+
 def _in(context: AbstractContextManager[Any], step: Callable[[], None]) -> float:
-    """Seconds of one step in a context, without entering and leaving it."""
+    """Seconds per step in a context, without entering and leaving it."""
     with context:
         dist.barrier()
         began = time.perf_counter()
-        step()
-        return time.perf_counter() - began
+        for _ in range(JOIN_STEPS):
+            step()
+        return (time.perf_counter() - began) / JOIN_STEPS
 
 
 if __name__ == "__main__":
