@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.sharding.memory import flat_like
-from shoal.sharding.shard import Piece
+from shoal.sharding.shard import Piece, Shard
 from shoal.sharding.sharded_state import ShardedState
 
 StateDict = dict[str, Any]
@@ -35,6 +35,24 @@ def pack_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def is_per_element(value: Any, piece: Piece) -> bool:
     """Whether ``value``, of the state of a cut parameter, has one number for each element of the slice."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.local.shape
+
+
+def sharded(shard: Shard, params: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
+    """The state of this rank's slices as a state dict has it, with `ShardedState` where a parameter is cut."""
+    # Checkpoints want an entry for all that trains, on every rank.
+    state: dict[int, dict[str, Any]] = {n: {} for n, param in enumerate(params) if param.requires_grad}
+    for piece in shard.all_pieces:
+        entries = shard.state_of(piece)
+        if entries and not piece.whole:
+            entries = {
+                name: ShardedState.of(piece.param.shape, [(piece.part.span, value)])
+                if is_per_element(value, piece)
+                else value
+                for name, value in entries.items()
+            }
+        if entries:
+            state[piece.part.tensor] = entries
+    return dict(sorted(state.items()))
 
 
 def read(

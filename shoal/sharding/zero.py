@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from shoal.sharding import consolidation
+from shoal.sharding.arguments import Partition, checked, may_cut
 from shoal.sharding.buffers import Buffers
 from shoal.sharding.communication import Communication
 from shoal.sharding.element_wise import is_element_wise
@@ -25,10 +26,7 @@ from shoal.sharding.parameters import Parameters
 from shoal.sharding.partition import Slice
 from shoal.sharding.reduced_gradients import ReducedGradients
 from shoal.sharding.shard import Shard
-from shoal.sharding.sharded_state import ShardedState
-from shoal.sharding.state_dict import is_per_element, pack_groups, read
-
-Partition = Literal["auto", "elements", "parameters"]
+from shoal.sharding.state_dict import pack_groups, read, sharded
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -90,7 +88,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         master_weights: bool = False,
         **defaults: Any,
     ) -> None:
-        given = _checked(params)
+        given = checked(params)
         self._built = False
         Optimizer.__init__(self, given, defaults)
         Joinable.__init__(self)
@@ -112,7 +110,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._failures = Failures(group, self.rank)
         self._parameters = Parameters(
             self.world_size,
-            cut=_may_cut(partition, self._element_wise, self.world_size),
+            cut=may_cut(partition, self._element_wise, self.world_size),
             flat_buffers=parameters_as_bucket_view,
         )
         self._gradients: Gradients = (
@@ -288,24 +286,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         ``torch.distributed.checkpoint`` saves and loads as the whole ones, on any number of ranks; ``torch.save``
         refuses them. It does not communicate.
         """
-        state = self._sharded_state() if self._consolidated is None else self._consolidated
+        state = sharded(self._shard, self._all_params) if self._consolidated is None else self._consolidated
         return {"state": dict(state), "param_groups": pack_groups(self.param_groups)}
-
-    def _sharded_state(self) -> dict[int, dict[str, Any]]:
-        # Checkpoints want an entry for all that trains, on every rank.
-        state: dict[int, dict[str, Any]] = {n: {} for n, param in enumerate(self._all_params) if param.requires_grad}
-        for piece in self._shard.all_pieces:
-            entries = self._shard.state_of(piece)
-            if entries and not piece.whole:
-                entries = {
-                    name: ShardedState.of(piece.param.shape, [(piece.part.span, value)])
-                    if is_per_element(value, piece)
-                    else value
-                    for name, value in entries.items()
-                }
-            if entries:
-                state[piece.part.tensor] = entries
-        return dict(sorted(state.items()))
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Brings the state of all parameters to one rank, into memory of the CPU: every rank must call it.
@@ -367,28 +349,3 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_process_group(self) -> dist.ProcessGroup:
         """The process group."""
         return self.process_group
-
-
-def _checked(params: Any) -> list[Any]:
-    if isinstance(params, Tensor):
-        raise TypeError("params is an iterable of tensors or parameter groups, got one tensor: put it in a list")
-    if not isinstance(params, Iterable):
-        raise TypeError(f"params is an iterable of tensors or parameter groups, got {type(params).__name__}")
-    given = list(params)
-    if not given:
-        raise ValueError("ZeroRedundancyOptimizer got no parameters")
-    groups = [entry for entry in given if isinstance(entry, dict)]
-    for group in groups:
-        if "params" not in group:
-            raise ValueError("a parameter group has a key 'params'")
-    if groups and len(groups) < len(given):
-        raise TypeError("params is an iterable of tensors or of parameter groups, not of both")
-    return given
-
-
-def _may_cut(partition: Partition, element_wise: bool, world_size: int) -> bool:
-    if partition == "auto":
-        return element_wise and world_size > 1
-    if partition not in ("elements", "parameters"):
-        raise ValueError(f"partition is 'auto', 'elements' or 'parameters', got {partition!r}")
-    return partition == "elements"

@@ -17,7 +17,7 @@ Call = tuple[str, dict[str, Any]]
 """A scenario's name and arguments; one of these is `inputs`, a list with an entry for each rank that takes part."""
 
 
-def run_ranks(calls: list[Call], folder: Path, timeout: float = 400.0) -> list[list[Any]]:
+def run_ranks(calls: list[Call], folder: Path, timeout: float = 280.0) -> list[list[Any]]:
     """Start as many processes as the largest call needs, and make all calls one after the other.
 
     Returns:
@@ -70,7 +70,7 @@ def main() -> None:
             init_method=f"file://{folder}/store-{number}",
             rank=rank,
             world_size=ranks,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=100),
         )
         try:
             answers.append(getattr(join_scenarios, name)(**arguments))

@@ -75,7 +75,7 @@ def all_calls() -> list[Call]:
     return sorted(calls, key=lambda call: -len(call[1]["inputs"]))
 
 
-pytestmark = pytest.mark.timeout(420)  # the first test runs them all, maybe on a machine with much else to do
+pytestmark = pytest.mark.timeout(290)  # the first test runs them all, maybe on a machine with much else to do
 
 every_pattern = pytest.mark.parametrize("inputs", PATTERNS, ids=str)
 EXHAUSTED, DETECTED = "Rank {} exhausted all inputs.", "Detected at least one rank that exhausted inputs. Throwing"

@@ -10,45 +10,57 @@ import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-Outcome = dict[str, str | None]
-"""By check: None where it passed, else the traceback."""
+DIED = "the process ended with"
+"""How the failure of a rank begins that could not say anything."""
 
 
-def start(ranks: int, folder: Path, modules: list[str], timeout: float = 60.0) -> list[subprocess.Popen[str]]:
-    """One process per rank; their output is captured."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PG_TIMEOUT": str(timeout)}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.sharding.zero_ranks", str(rank), str(ranks), str(folder), *modules],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+class Ranks:
+    """One process per rank, which run all checks of some modules one after the other.
 
+    Args:
+        ranks: how many.
+        folder: an empty one.
+        modules: with checks; or single checks, as MODULE:CHECK.
+    """
 
-def outcomes(processes: list[subprocess.Popen[str]], folder: Path, timeout: float = 400.0) -> list[Outcome | str]:
-    """What each rank wrote, or the output of a rank that wrote nothing."""
-    try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
-    finally:
-        for process in processes:
+    def __init__(self, ranks: int, folder: Path, modules: list[str]) -> None:
+        self._folder = folder
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        self._processes = []
+        for rank in range(ranks):
+            with (folder / f"{rank}.log").open("wb") as log:
+                command = [sys.executable, "-m", "tests.sharding.zero_ranks", str(rank), str(ranks), str(folder)]
+                self._processes.append(
+                    subprocess.Popen([*command, *modules], cwd=ROOT, env=environment, stdout=log, stderr=log)
+                )
+
+    def failures(self, check: str) -> list[str | None]:
+        """Waits for one check: by rank None where it passed, else why not."""
+        return [self._failure(check, rank, process) for rank, process in enumerate(self._processes)]
+
+    def _failure(self, check: str, rank: int, process: subprocess.Popen[bytes]) -> str | None:
+        path = self._folder / f"{check}.{rank}.json"
+        while True:
+            ended = process.poll() is not None  # asked first: what it wrote at the end counts
+            if path.exists():
+                failure: str | None = json.loads(path.read_text())
+                return failure
+            if ended:
+                return f"{DIED} {process.returncode}:\n{(self._folder / f'{rank}.log').read_text()}"
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
             process.kill()
             process.wait()
-    results: list[Outcome | str] = []
-    for rank, output in enumerate(outputs):
-        path = folder / f"{rank}.json"
-        results.append(json.loads(path.read_text()) if path.exists() else output)
-    return results
 
 
 def checks_of(module: str) -> list[str]:
@@ -64,7 +76,6 @@ def main() -> None:
 
     torch.set_num_threads(1)
     rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    done: Outcome = {}
     for name in sys.argv[4:]:
         name, _, only = name.partition(":")
         module = importlib.import_module(name)
@@ -75,15 +86,17 @@ def main() -> None:
                 init_method=f"file://{folder}/{check}",
                 rank=rank,
                 world_size=ranks,
-                timeout=timedelta(seconds=float(os.environ["PG_TIMEOUT"])),
+                timeout=timedelta(seconds=100),
             )
+            failure = None
             try:
                 getattr(module, check)()
-                done[check] = None
             except Exception:  # noqa: BLE001 (told to the test, which shows it)
-                done[check] = traceback.format_exc()
+                failure = traceback.format_exc()
+            written = folder / f"{check}.{rank}"
+            written.write_text(json.dumps(failure))
+            written.rename(f"{written}.json")
             dist.destroy_process_group()
-    (folder / f"{rank}.json").write_text(json.dumps(done))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -152,31 +151,39 @@ def check_checkpoints_of_any_number_of_ranks_load_on_any_other() -> None:
     trained(plain, reference)
     ranks = dist.get_world_size()
     groups = [dist.new_group(range(count)) for count in range(1, ranks + 1)]
-    whole = groups[-1]
-    for savers, loaders in [*product(groups, [whole]), *product([whole], groups[:-1])]:
-        for partition in ("elements", "parameters"):
-            folder = _folder()
-            if isinstance(savers, dist.ProcessGroup):
-                (ours,) = copies(1)
-                saved: Any = shoal.ZeroRedundancyOptimizer(
-                    ours.parameters(), torch.optim.Adam, process_group=savers, partition=partition, lr=0.5
-                )
-                trained(ours, saved)
-                content = {"model": ours.state_dict(), "optim": get_optimizer_state_dict(ours, saved)}
-                dcp.save(content, checkpoint_id=folder, process_group=savers)
-            dist.barrier()
-            if isinstance(loaders, dist.ProcessGroup):
-                (again,) = copies(1)
-                loaded: Any = shoal.ZeroRedundancyOptimizer(
-                    again.parameters(), torch.optim.Adam, process_group=loaders, partition=partition
-                )
-                content = {"model": again.state_dict(), "optim": get_optimizer_state_dict(again, loaded)}
-                dcp.load(content, checkpoint_id=folder, process_group=loaders)
-                set_optimizer_state_dict(again, loaded, content["optim"])
-                assert_equal(again.parameters(), plain.parameters())
-                loaded.consolidate_state_dict()
-                if dist.get_rank() == 0:
-                    assert_states_equal(loaded.state_dict(), reference.state_dict())
+    first, before, whole = groups[0], groups[max(0, ranks - 2)], groups[-1]
+    for savers, loaders, partition in (
+        (first, whole, "elements"),
+        (whole, before, "elements"),
+        (whole, first, "parameters"),
+        (before, whole, "parameters"),
+    ):
+        folder = _folder()
+        if isinstance(savers, dist.ProcessGroup):
+            (ours,) = copies(1)
+            saved: Any = shoal.ZeroRedundancyOptimizer(
+                ours.parameters(), torch.optim.Adam, process_group=savers, partition=partition, lr=0.5
+            )
+            trained(ours, saved)
+            content = {"model": ours.state_dict(), "optim": get_optimizer_state_dict(ours, saved)}
+            dcp.save(content, checkpoint_id=folder, process_group=savers)
+        dist.barrier()
+        if isinstance(loaders, dist.ProcessGroup):
+            (again,) = copies(1)
+            loaded: Any = shoal.ZeroRedundancyOptimizer(
+                again.parameters(),
+                torch.optim.Adam,
+                process_group=loaders,
+                partition=partition,
+                reduce_scatter=partition == "elements",
+            )
+            content = {"model": again.state_dict(), "optim": get_optimizer_state_dict(again, loaded)}
+            dcp.load(content, checkpoint_id=folder, process_group=loaders)
+            set_optimizer_state_dict(again, loaded, content["optim"])
+            assert_equal(again.parameters(), plain.parameters())
+            loaded.consolidate_state_dict()
+            if dist.get_rank() == 0:
+                assert_states_equal(loaded.state_dict(), reference.state_dict())
 
 
 def check_a_sharded_state_dict_is_not_saved_by_accident() -> None:
