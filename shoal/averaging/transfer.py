@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,6 +30,7 @@ from shoal.averaging.donor import (
 from shoal.averaging.download import DownloadPlan
 from shoal.averaging.errors import AveragingError
 from shoal.averaging.manifest import Manifest, StateChunk, choose
+from shoal.averaging.tip import Tip
 from shoal.compression import CodecPlan, CodecSpan, codec_by_name
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
@@ -85,6 +86,7 @@ async def download_state(
     timeout: float,
     rng: random.Random,
     max_nbytes: int = 1 << 36,
+    chosen: Callable[[Tip], None] = lambda tip: None,
 ) -> Downloaded:
     """Download the state that most of `donors` hold, from all that hold it at once.
 
@@ -99,13 +101,14 @@ async def download_state(
         timeout: seconds for all of it.
         rng: draws the order in which donors are asked.
         max_nbytes: offers of states that need more memory are not taken.
+        chosen: called with the tip of a state before its first chunk is asked for.
 
     Raises DownloadFailed, which names every donor and its reason, if no donor is left or the time is up;
     `NothingShared` if there is none, or all say that they do not share their states.
     """
     others = sorted(set(donors) - {node.peer_id})
     rng.shuffle(others)
-    download = _Download(node, transfer_service(service_name), others, timeout, max_nbytes)
+    download = _Download(node, transfer_service(service_name), others, timeout, max_nbytes, chosen)
     try:
         async with asyncio.timeout(timeout):
             return await download.run()
@@ -157,8 +160,17 @@ class _Fetch:
 class _Download:
     """One call of `download_state`."""
 
-    def __init__(self, node: Node, service: Service, donors: list[PeerID], timeout: float, max_nbytes: int) -> None:
+    def __init__(
+        self,
+        node: Node,
+        service: Service,
+        donors: list[PeerID],
+        timeout: float,
+        max_nbytes: int,
+        chosen: Callable[[Tip], None],
+    ) -> None:
         self._node = node
+        self._chosen = chosen
         self._service = service
         self._donors = donors
         self._timeout = timeout
@@ -221,6 +233,7 @@ class _Download:
         """Fetch the state of that id; None if all that offer it failed."""
         holders = [donor for donor in self._donors if donor in self._offers and self._offers[donor].id == id]
         fetch = self._fetch = _Fetch(self._offers[holders[0]], holders)
+        self._chosen(fetch.manifest.tip)
         while not fetch.plan.done and not fetch.plan.failed:
             for donor, chunk in fetch.plan.next_requests(_now()):
                 self._begin(self._ask_chunk(fetch, donor, chunk))

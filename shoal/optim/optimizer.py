@@ -199,6 +199,7 @@ class Optimizer(torch.optim.Optimizer):
         self._scaler: GradScaler | None = None  # of the gradients that are accumulated
         self._state_changed = asyncio.Event()
         self._machine = options.machine()
+        self._downloads = 0  # since the last epoch that this peer was in
         self._lossy_epoch = -1  # of the last state that was downloaded through a lossy codec
         self._applied = self._counting = self._replica.tip  # of the model, and of what is accumulated
         self._start_run(extra_tensors)
@@ -443,6 +444,7 @@ class Optimizer(torch.optim.Optimizer):
         if averaged.with_state and (self._replica.is_averaged_whole or averaged.tip.epoch == self._lossy_epoch + 1):
             self._end.machine = self._machine
         self._replica.publish()
+        self._downloads = 0
         self._applied = averaged.tip
         if not accumulating:
             self._begin_accumulating()
@@ -499,7 +501,11 @@ class Optimizer(torch.optim.Optimizer):
         return bool(donors) and self._download(donors, timeout)
 
     def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:
-        state = self._run.download(donors, timeout, self._replica.max_nbytes)
+        # What takes longer than an epoch would come too late each time. So the others are asked to wait, but not always
+        # where that does not help either: the 2nd, 4th, 8th time.
+        self._downloads += 1
+        awaited = self._downloads > 1 and self._downloads.bit_count() == 1
+        state = self._run.download(donors, timeout, self._replica.max_nbytes, awaited)
         tip = state.manifest.tip
         if self._replica.tip.outranks(tip):
             log.info("the peers' state, of epoch %d, is behind this peer's, of epoch %d", tip.epoch, self.local_epoch)
@@ -605,12 +611,24 @@ class Optimizer(torch.optim.Optimizer):
             self.on_event(event)
 
     def shutdown(self) -> None:
-        """Leave the run; the parameters stay usable, and so does the DHT. Calling it again does nothing."""
-        if not self._closed:
-            self._closed = True
-            if self.dht.is_alive():
-                self.tracker.stop()
-            self._run.stop(self._settings.shutdown_timeout)
+        """Leave the run; the parameters stay usable, and so does the DHT. A round in the background ends without a
+        result, a step is waited for and applied. Calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        timeout = self._settings.shutdown_timeout
+        self._end.stop()
+        if self.dht.is_alive():
+            self.tracker.stop()
+        self._run.stop(timeout)
+        self._background.stop(timeout)
+        if self._background.done:
+            try:
+                self._background.take()
+            except AveragingError as error:
+                log.info("the end of an epoch was given up: %s", error)
+            self._replica.publish()
+            self._applied = self._replica.tip
 
     def __repr__(self) -> str:
         return f"shoal.Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, optimizer={self.optimizer!r})"

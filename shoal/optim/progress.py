@@ -314,6 +314,4 @@ def _take(report: Future[Count | None] | Future[None]) -> None:
         log.debug("could not report progress: %s", error)
 
 
-ProgressTracker = RunProgress  # until its one importer says RunProgress
-
-__all__ = ["GlobalProgress", "LocalProgress", "ProgressTracker", "RunProgress"]
+__all__ = ["GlobalProgress", "LocalProgress", "RunProgress"]

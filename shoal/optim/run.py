@@ -16,12 +16,13 @@ from shoal.averaging.donor import Snapshot, StateDonor
 from shoal.averaging.errors import AveragingError
 from shoal.averaging.exchange import compute_serially
 from shoal.averaging.member import MAX_ADDRESSES, Member, Role
-from shoal.averaging.messages import Terms
+from shoal.averaging.messages import Progress, Terms
 from shoal.averaging.rules import Rules
 from shoal.averaging.swarm import JOIN_TIMEOUT, Swarm
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded, download_state
 from shoal.dht.dht import DHT
+from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 
 T = TypeVar("T")
@@ -130,8 +131,19 @@ class Run:
 
         return self._wait(connected())
 
-    def download(self, donors: Sequence[PeerID], timeout: float, max_nbytes: int) -> Downloaded:
-        """See `download_state`."""
+    def download(
+        self, donors: Sequence[PeerID], timeout: float, max_nbytes: int, awaited: bool = False
+    ) -> Downloaded:
+        """See `download_state`. The rounds that follow on the state are followed from the beginning, so that the result
+        of one of them can be had if it is over before the download is. If this peer wants to be `awaited`, the first of
+        them begins only when it is there, or `matchmaking_time` after the call."""
+
+        def chosen(tip: Tip) -> None:
+            if tip.outranks(self.swarm.tip):
+                self.swarm.move(tip)
+            if awaited and self.swarm.tip == tip:
+                self.dht.node.spawn(self._be_awaited(tip))
+
         return self._wait(
             download_state(
                 self.dht.node,
@@ -140,8 +152,15 @@ class Run:
                 timeout=timeout,
                 rng=self._random,
                 max_nbytes=max_nbytes,
+                chosen=chosen,
             )
         )
+
+    async def _be_awaited(self, tip: Tip) -> None:
+        try:
+            await self.swarm.report(Progress(tip, 0.0, 0.0))
+        except (P2PError, AveragingError, TimeoutError) as error:
+            log.debug("could not ask to be waited for: %s", error)
 
     def follow(self, tip: Tip, after: Tip | None = None) -> bool:
         """This peer's state is `tip` now; what it heard of better ones is forgotten, and will be heard again if they

@@ -48,6 +48,37 @@ def test_newcomer_joins_while_the_others_train(pool: Pool) -> None:
     by_epoch(histories)
 
 
+def test_a_newcomer_whose_download_takes_longer_than_an_epoch_catches_up(pool: Pool) -> None:
+    """Each state that it has downloaded is several epochs old by then, until the others wait for it: once."""
+    slow = 1.5
+    with training(pool, 2, optimizer="adamw", target=64, matchmaking_time=20.0) as peers:
+        old = list(peers.all)
+        for peer in old:
+            peer.ask(do="train", batch=16, pause=0.1)
+        wait_until(lambda: len(events(old[0])) >= 6)
+        [newcomer] = peers.add(1, seed=77, download_seconds=slow)
+        newcomer.ask(do="train", batch=16, pause=0.1)
+        wait_until(lambda: sum(event["kind"] == "epoch" for event in events(newcomer)) >= 5)
+        last = max(event["epoch"] for peer in old for event in events(peer)) + 3
+        for peer in peers.all:
+            peer.tell(do="stop", epoch=last)
+        states = [peer.hear() for peer in peers.all]
+        histories = [events(peer) for peer in peers.all]
+    newest = histories[2]
+    downloads = [event for event in newest if event["kind"] == "download"]
+    assert len(downloads) == 2, newest
+    assert downloads[1]["epoch"] >= downloads[0]["epoch"] + 3, "an epoch took as long as a download: nothing was tested"
+    # From then on it was in every epoch.
+    made = [event["epoch"] for event in newest if event["kind"] == "epoch"]
+    assert made == list(range(downloads[1]["epoch"] + 1, last + 1)), newest
+    # The others have waited once, and no longer than it took.
+    waits = [length for _, length in gaps(histories[0]) if length > 0.5 * slow]
+    assert len(waits) <= 1, waits
+    assert all(length < slow + 5 for length in waits), waits
+    assert all(state == states[0] for state in states), states
+    by_epoch(histories)
+
+
 def test_peers_that_begin_from_different_weights_are_equal_after_one_epoch(pool: Pool) -> None:
     with training(pool, 4, optimizer="adamw", scheduler="cosine", seed=[1, 2, 3, 3]) as peers:
         for peer in peers.all:

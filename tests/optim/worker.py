@@ -23,7 +23,6 @@ from shoal.flat import bytes_of
 from shoal.optim import options
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
 
-
 REAL_MACHINE = options.machine
 
 
@@ -75,6 +74,7 @@ class Training:
         self.extra = torch.full((3,), run.pop("extra", 0.0))
         self.extras: list[list[float]] = []  # what that was after each epoch
         self.nudges = Nudges(*run.pop("nudge", ["", 0]))
+        download_seconds = run.pop("download_seconds", 0.0)
         started = time.perf_counter()
         try:
             self.optimizer = self.make_optimizer(**run)
@@ -82,6 +82,8 @@ class Training:
             self.dht.shutdown()
             raise
         self.start_seconds = time.perf_counter() - started
+        if download_seconds:
+            self.slow_down_downloads(download_seconds)
         self.events: list[dict[str, Any]] = []
         self.optimizer.on_event = self.heard
         self.thread: threading.Thread | None = None
@@ -121,6 +123,17 @@ class Training:
         made.optimizer.register_step_post_hook(self.nudges)
         return made
 
+    def slow_down_downloads(self, seconds: float) -> None:
+        """As if this peer's link were so slow that a state takes so long to come."""
+        download = self.optimizer._run.download
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            state = download(*args, **kwargs)
+            time.sleep(seconds)
+            return state
+
+        self.optimizer._run.download = slow  # type: ignore[method-assign]
+
     def heard(self, event: shoal.EpochReport | shoal.DownloadReport) -> None:
         kind = "epoch" if isinstance(event, shoal.EpochReport) else "download"
         line = {"kind": kind, "time": time.monotonic(), "epoch": event.epoch, "digest": event.state_digest}
@@ -128,6 +141,9 @@ class Training:
             line |= {"peers": event.num_peers, "coordinator": event.coordinator, "samples": event.samples}
             line |= {"sent": event.bytes_sent}
         self.events.append(line)
+
+    def backward(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
+        backward(self.model, inputs, outputs, clear=not self.optimizer.reuse_grad_buffers)
 
     def fixed(self, share: tuple[int, int], epochs: int, parts: int = 1) -> None:
         """`epochs` epochs of this peer's share of the fixed batches, each in so many steps."""
@@ -137,7 +153,7 @@ class Training:
             size = (stop - start) // parts
             for part in range(parts):
                 first, last = start + part * size, stop if part == parts - 1 else start + (part + 1) * size
-                backward(self.model, inputs[first:last], outputs[first:last])
+                self.backward(inputs[first:last], outputs[first:last])
                 self.optimizer.step(batch_size=last - first)
             while self.optimizer.local_epoch == epoch:
                 self.optimizer.step(batch_size=0)
@@ -145,12 +161,15 @@ class Training:
             self.extras.append(self.extra.tolist())
 
     def delayed(self, share: tuple[int, int], epochs: int) -> None:
-        """The same, never waiting for the end of an epoch but at the end."""
+        """The same, but waiting only until the end of an epoch has begun in the background."""
         start, stop = share
         for epoch in range(epochs):
             inputs, outputs = fixed_batch(epoch)
-            backward(self.model, inputs[start:stop], outputs[start:stop])
+            self.backward(inputs[start:stop], outputs[start:stop])
             self.optimizer.step(batch_size=stop - start)
+            while self.optimizer.local_epoch == epoch and not self.optimizer._background.busy:
+                self.optimizer.step(batch_size=0)
+                time.sleep(0.001)
         while self.optimizer.local_epoch < epochs:
             self.optimizer.step(batch_size=0)
             time.sleep(0.001)
@@ -165,7 +184,7 @@ class Training:
         generator = torch.Generator().manual_seed(hash(self.dht.peer_id.key) % 2**31)
         while self.optimizer.local_epoch < self.stop_at:
             inputs = torch.randn(batch, 10, generator=generator)
-            backward(self.model, inputs, inputs[:, :1])
+            self.backward(inputs, inputs[:, :1])
             if self.poisoned:
                 self.poisoned -= 1
                 next(self.model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
@@ -245,9 +264,9 @@ def main() -> None:
             case "delayed":
                 training.delayed(command["share"], command["epochs"])
                 say(parameters=flat(training.model).tolist(), **training.state())
-            case "set extra":
-                training.extra.fill_(command["value"])
-                say(ok=True)
+            case "role":
+                me, dht = training.optimizer._run.swarm.me, training.dht
+                say(role=me.role.value, addresses=list(me.addresses), listens=bool(dht.get_visible_maddrs()))
             case "extras":
                 say(extras=training.extras)
             case "train":
