@@ -12,9 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.averaging.download import DownloadPlan
-from shoal.averaging.manifest import CHUNK_ELEMENTS, BufferShape, Manifest, StateChunk, choose
+from shoal.averaging.manifest import (
+    CHUNK_ELEMENTS,
+    MAX_CHUNKS,
+    MAX_LAYOUT_BYTES,
+    MAX_RUNS,
+    BufferShape,
+    Manifest,
+    StateChunk,
+    choose,
+)
 from shoal.averaging.tip import Tip
 from shoal.p2p.identity import PeerID
+from shoal.p2p.transport import MAX_BUFFER_BYTES
 
 DIGESTS = [bytes([number]) * 32 for number in range(10)]
 ANN, BOB, CYD, DAN = (PeerID(bytes([number]) * 32) for number in range(1, 5))
@@ -107,6 +117,56 @@ def test_any_bytes_are_a_manifest_or_a_value_error(data: bytes):
     for garbage in (data, manifest().encode()[:40] + data, b"\x91" * 100_000):
         with pytest.raises(ValueError, match="not a manifest"):
             Manifest.decode(garbage)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 1 << 34), st.integers(0, 15)), max_size=8),
+    st.lists(st.integers(0, 1 << 20), max_size=6),
+    st.lists(st.sampled_from(["none", "float16", "zip", ""]), max_size=4),
+)
+def test_runs_cover_the_buffers_or_are_refused(
+    runs: list[tuple[int, int]], numels: list[int], codecs: list[str]
+) -> None:
+    buffers = tuple(BufferShape("float32", numel) for numel in numels)
+    chunks = sum(-(-numel // CHUNK_ELEMENTS) for numel in numels) + 1
+    fields = {"runs": tuple(runs), "buffers": buffers, "codecs": tuple(codecs), "digests": bytes(32 * chunks)}
+    data = msgspec.msgpack.encode(msgspec.structs.asdict(manifest()) | fields)
+    try:
+        made = Manifest.decode(data)
+    except ValueError:
+        return
+    covered = [0] * len(numels)
+    for buffer, start, stop, name in made.spans:
+        assert start == covered[buffer] < stop
+        assert name in codecs
+        covered[buffer] = stop
+    assert covered == numels
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 1 << 16), max_size=5), st.randoms(use_true_random=False))
+def test_runs_that_cover_the_buffers_are_taken(numels: list[int], rng: random.Random) -> None:
+    runs = []
+    for numel in numels:
+        while numel:
+            runs.append((taken := rng.randint(1, numel), rng.randrange(2)))
+            numel -= taken
+    buffers = tuple(BufferShape("float32", numel) for numel in numels)
+    chunks = sum(-(-numel // CHUNK_ELEMENTS) for numel in numels) + 1
+    made = manifest(runs=tuple(runs[: 1 << 16]), buffers=buffers, digests=bytes(32 * chunks))
+    assert sum(stop - start for _, start, stop, _ in made.spans) == sum(numels)
+
+
+def test_the_largest_manifest_fits_into_a_message():
+    numels = [1 << 26] * 256
+    runs = ((1 << 18, 0),) * MAX_RUNS
+    largest = Manifest(
+        Tip((1 << 52) - 1, bytes(32), 1e300), bytes(MAX_LAYOUT_BYTES), ("x" * 32,) * 16, runs,
+        tuple(BufferShape("complex128", numel) for numel in numels), 0, bytes(32 * MAX_CHUNKS),
+    )  # fmt: skip
+    assert len(largest.encode()) <= MAX_BUFFER_BYTES
+    assert sum(stop - start for _, start, stop, _ in largest.spans) == sum(numels)
 
 
 def test_the_majoritys_state_is_chosen_and_ties_go_to_more_samples_then_epochs():

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,14 +66,20 @@ def die_when(where: str, number: int) -> None:
         Lead._act = act  # type: ignore[method-assign]
 
 
+def memory(which: str) -> int:
+    """Bytes that this process holds ("VmRSS"), or has held at most ("VmHWM")."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(which))
+
+
 def main() -> None:
     torch.set_num_threads(1)
     options = json.loads(sys.argv[1])
     dht = shoal.DHT(options.get("initial_peers", []), start=True)
     tensor = torch.zeros(options["elements"])
     given = options["averager"]
-    if "compression" in given:
-        given["compression"] = compression_by_spec(given["compression"])
+    for name in {"compression", "state_compression"} & set(given):
+        given[name] = compression_by_spec(given[name])
     averager = shoal.DecentralizedAverager([tensor], dht, start=True, **given)
     swarm = averager._swarm
     assert swarm is not None
@@ -129,6 +136,15 @@ def main() -> None:
                     except shoal.AveragingError:
                         sizes.append(0)
                 say(sizes=sizes, commits=commits)
+            case "load":
+                before = memory("VmRSS")
+                Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+                loaded = averager.load_state_from_peers(timeout=60.0)
+                assert loaded is not None
+                with averager.get_tensors():
+                    tensor.copy_(loaded[1][0])
+                del loaded
+                say(peak=memory("VmHWM") - before, left=memory("VmRSS") - before)
             case "stop":
                 averager.shutdown()
                 dht.shutdown()

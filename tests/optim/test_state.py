@@ -129,6 +129,16 @@ def other_model(_: Made) -> Downloaded:
     return downloaded(made.snapshot(TIP, NoCompression()))
 
 
+def test_a_newcomer_is_sent_parameters_and_statistics_and_nothing_else() -> None:
+    """The reference's donors send their gradient buffers too, which are thrown away."""
+    model, state = trained(1)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    tensors = 3 * parameters + 6 + sum(extra.numel() for extra in state.extra_tensors)  # AdamW's two, step counts
+    padding = 16 * (4 * 6 + len(state.extra_tensors))
+    buffers = downloaded(state.snapshot(TIP, NoCompression())).buffers
+    assert tensors <= sum(buffer.numel() for buffer in buffers) <= tensors + padding
+
+
 def other_dtype(_: Made) -> Downloaded:
     model = make_model().double()
     made = TrainingState(torch.optim.SGD(model.parameters(), lr=1.0), None, [torch.zeros(3)])
