@@ -1,0 +1,52 @@
+"""A run in which nothing goes wrong has no delays, and what goes wrong costs what it must and no more."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+from tests.optim.processes import Pool, by_epoch, events, gaps, training, wait_until
+
+ALONE = "going on with this peer's own gradients"
+
+
+def test_a_healthy_run_has_no_fallback_no_download_and_no_long_epoch(pool: Pool) -> None:
+    """The reference, in such a run, once fell back to local gradients, and was 30 s late."""
+    with training(pool, 4, optimizer="adamw", target=64, averaging_timeout=60.0) as peers:
+        for peer in peers.all:
+            peer.ask(do="train", batch=4, pause=0.01)
+        wait_until(lambda: len(events(peers.all[0])) >= 40, 120)
+        reports = [peer.ask(do="report") for peer in peers.all]
+    histories = [report["events"] for report in reports]
+    assert not any(ALONE in line for report in reports for line in report["log"]), reports[0]["log"]
+    for history in histories:
+        assert all(event["kind"] == "epoch" for event in history), history
+        assert all(event["peers"] == 4 for event in history[1:]), history
+        assert max(length for _, length in gaps(history)) < 5.0 + 5 * median(length for _, length in gaps(history))
+    by_epoch(histories)
+
+
+def test_a_peer_that_stood_still_costs_the_others_the_time_to_notice_and_itself_a_download(pool: Pool) -> None:
+    timeouts = {"averaging_timeout": 20.0, "next_chunk_timeout": 2.0, "matchmaking_time": 2.0}
+    with training(pool, 3, optimizer="adamw", target=48, **timeouts) as peers:
+        *others, still = peers.all
+        for peer in peers.all:
+            peer.ask(do="train", batch=8, pause=0.05)
+        wait_until(lambda: len(events(others[0])) >= 5)
+        still.hang()
+        hung = time.monotonic()
+        wait_until(lambda: sum(e["time"] > hung and e.get("peers") == 2 for e in events(others[0])) >= 5)
+        still.go_on()
+        woke = time.monotonic()
+        wait_until(lambda: any(e["time"] > woke and e.get("peers") == 3 for e in events(others[0])))
+        whole = time.monotonic()
+        histories = [events(peer) for peer in peers.all]
+        logs = [peer.ask(do="report")["log"] for peer in peers.all]
+    assert whole - woke < 15.0, "it took as long as the reference to be one again"
+    for history, log in zip(histories[:2], logs[:2], strict=True):
+        assert all(event["kind"] == "epoch" for event in history), history
+        assert not any(ALONE in line for line in log), log
+        late = [length for end, length in gaps(history) if hung < end < woke]
+        assert max(late) < 2.0 + 2.0 + 5.0, late  # the time-outs by which it is noticed, and what this machine adds
+        assert sorted(late)[-3] < 2.0, "it was waited for again and again"
+    by_epoch(histories)
