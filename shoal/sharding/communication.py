@@ -9,7 +9,7 @@ Elsewhere (NCCL, tensors on other devices) the backend's own broadcast and reduc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -196,10 +196,14 @@ class Communication:
             works: Works = [(to, self._send(there, to, STATES))]
             return lambda: _wait(works)
 
-        run_in_window(partial(start, chunk) for chunk in _chunks(tensor))
+        run_in_window(partial(start, chunk) for chunk in chunks_of(tensor))
 
     def receive_all(self, tensor: Tensor, sender: int) -> None:
         """Receives what :meth:`send_all` sends of a tensor of equal size and dtype."""
+        run_in_window(self.receiving(tensor, sender))
+
+    def receiving(self, tensor: Tensor, sender: int) -> Iterator[Callable[[], Finish]]:
+        """The parts of :meth:`receive_all`, for :func:`run_in_window`: each starts to receive one chunk."""
 
         def start(chunk: Tensor) -> Finish:
             there = chunk if self._reaches(chunk) else torch.empty_like(chunk, device=self.device)
@@ -212,7 +216,7 @@ class Communication:
 
             return finish
 
-        run_in_window(partial(start, chunk) for chunk in _chunks(tensor))
+        return (partial(start, chunk) for chunk in chunks_of(tensor))
 
     def _direct(self, tensor: Tensor) -> bool:
         return self.by_messages and tensor.device.type == "cpu"
@@ -270,6 +274,7 @@ def _unpack(buffer: Tensor, parcel: Parcel, tensors: Mapping[int, Tensor]) -> No
         at += len(part.span)
 
 
-def _chunks(tensor: Tensor) -> list[Tensor]:
+def chunks_of(tensor: Tensor) -> list[Tensor]:
+    """A 1-D tensor in parts of at most `PARCEL_BYTES`, none if it is empty."""
     spans = Span(0, tensor.numel()).split(max(1, PARCEL_BYTES // tensor.itemsize))
     return [tensor[span.slice] for span in spans]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from shoal.flat import bytes_of
-from shoal.sharding.communication import Communication
+from shoal.sharding.communication import Communication, Finish, chunks_of, run_in_window
 from shoal.sharding.memory import flat_like, shaped_like
 from shoal.sharding.shard import Piece, Shard
 from shoal.sharding.state_dict import is_per_element
@@ -32,49 +34,73 @@ def give(communication: Communication, shard: Shard, to: int) -> None:
 
 
 def collect(communication: Communication, shard: Shard, params: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
-    """The state of all parameters, on the CPU, as torch.optim's state dict has it; the others :func:`give` theirs."""
+    """The state of all parameters, on the CPU, as torch.optim's state dict has it; the others :func:`give` theirs.
+
+    Chunks of all ranks come in turn, this rank's own among them: it copies while others are on their way.
+    """
+    own: list[Tensor] = []
+    described = [
+        [_describe(piece, shard, own) for piece in shard.all_pieces]
+        if rank == communication.rank
+        else _receive_description(communication, rank)
+        for rank in range(communication.ranks)
+    ]
     state: dict[int, dict[str, Any]] = {}
     flats: dict[tuple[int, str], Tensor] = {}
-    for rank in range(communication.ranks):
-        if rank == communication.rank:
-            tensors: list[Tensor] = []
-            described = [_describe(piece, shard, tensors) for piece in shard.all_pieces]
-            coming = iter(tensors)
-        else:
-            length = torch.zeros(1, dtype=torch.int64)
-            communication.receive_all(length, rank)
-            if not 0 < length.item() <= MAX_DESCRIPTION:
-                raise ValueError(f"rank {rank} announces a description of {length.item()} bytes")
-            content = torch.empty(int(length.item()), dtype=torch.uint8)
-            communication.receive_all(content, rank)
-            described = json.loads(bytes(bytes_of(content)))
-            coming = None
+    targets: list[list[Tensor]] = [[] for _ in described]
+    for pieces, coming in zip(described, targets, strict=True):
 
-        def fill(target: Tensor, rank: int = rank, coming: Any = coming) -> None:
-            if coming is not None:
-                target.copy_(next(coming).detach().reshape(-1))
-            else:
-                communication.receive_all(target, rank)
+        def receive(dtype: torch.dtype, shape: tuple[int, ...], coming: list[Tensor] = coming) -> Tensor:
+            target = torch.empty(shape, dtype=dtype)
+            coming.append(target.view(-1))
+            return target
 
-        for number, start, stop, entries in described:
+        for number, start, stop, entries in pieces:
             param = params[number]
             of_param = state.setdefault(number, {})
             for name, per_element, entry in entries:
-                if per_element:
-                    dtype = getattr(torch, entry["tensor"][0])
-                    if (number, name) not in flats:
-                        flats[number, name] = torch.empty(param.numel(), dtype=dtype)
-                        of_param[name] = shaped_like(flats[number, name], param)
-                    fill(flats[number, name][start:stop])
+                if not per_element:
+                    of_param[name] = decode(entry, receive)
                     continue
-
-                def receive(dtype: torch.dtype, shape: tuple[int, ...], fill: Any = fill) -> Tensor:
-                    target = torch.empty(shape, dtype=dtype)
-                    fill(target.view(-1))
-                    return target
-
-                of_param[name] = decode(entry, receive)
+                if (number, name) not in flats:
+                    flats[number, name] = torch.empty(param.numel(), dtype=getattr(torch, entry["tensor"][0]))
+                    of_param[name] = shaped_like(flats[number, name], param)
+                coming.append(flats[number, name][start:stop])
+    turns = zip_longest(
+        *(
+            _copying(coming, own) if rank == communication.rank else _receiving(coming, communication, rank)
+            for rank, coming in enumerate(targets)
+        )
+    )
+    run_in_window(start for turn in turns for start in turn if start is not None)
     return {number: state[number] for number in sorted(state) if state[number]}
+
+
+def _receive_description(communication: Communication, rank: int) -> Any:
+    length = torch.zeros(1, dtype=torch.int64)
+    communication.receive_all(length, rank)
+    if not 0 < length.item() <= MAX_DESCRIPTION:
+        raise ValueError(f"rank {rank} announces a description of {length.item()} bytes")
+    content = torch.empty(int(length.item()), dtype=torch.uint8)
+    communication.receive_all(content, rank)
+    return json.loads(bytes(bytes_of(content)))
+
+
+def _receiving(targets: Sequence[Tensor], communication: Communication, rank: int) -> Iterator[Callable[[], Finish]]:
+    for target in targets:
+        yield from communication.receiving(target, rank)
+
+
+def _copying(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Iterator[Callable[[], Finish]]:
+    """Copies chunk by chunk; nothing is left to be finished."""
+
+    def start(target: Tensor, source: Tensor) -> Finish:
+        target.copy_(source)
+        return lambda: None
+
+    for target, source in zip(targets, sources, strict=True):
+        for chunk, there in zip(chunks_of(target), chunks_of(source.detach().reshape(-1)), strict=True):
+            yield partial(start, chunk, there)
 
 
 def _describe(piece: Piece, shard: Shard, tensors: list[Tensor]) -> list[Any]:
