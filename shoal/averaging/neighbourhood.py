@@ -35,6 +35,7 @@ class Neighbourhood:
         tip: this peer's state.
         changed: called after what is known or connected has changed.
         heard: called with the tip of a member, when one tells it.
+        follows: whether a member that tells a tip will be past it in a moment: the commit is on its way.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class Neighbourhood:
         tip: Callable[[], Tip],
         changed: Callable[[], None],
         heard: Callable[[PeerID, Tip], None],
+        follows: Callable[[PeerID, Tip], bool],
     ) -> None:
         self.membership = membership
         self._node, self._service, self._directory = node, service, directory
         self.terms = terms
         self.strangers: dict[bytes, tuple[str, Tip]] = {}  # peers of the run with other terms: what differs, their tip
-        self._tip, self._changed, self._heard = tip, changed, heard
+        self._tip, self._changed, self._heard, self._follows = tip, changed, heard, follows
         self._meeting: set[bytes] = set()
         self._spread: asyncio.TimerHandle | None = None
         self._look_now = asyncio.Event()
@@ -134,7 +136,8 @@ class Neighbourhood:
 
     def told(self, peer: PeerID, tip: Tip) -> None:
         """A member says at which state it is."""
-        if self.membership.told(peer.key, self._tip().outranks(tip)):
+        behind = self._tip().outranks(tip) and not self._follows(peer, tip)
+        if self.membership.told(peer.key, behind):
             self._changed()
         self._heard(peer, tip)
 

@@ -112,6 +112,7 @@ class Swarm:
             tip=lambda: self.tip,
             changed=self._review,
             heard=self._heard,
+            follows=self._follows,
         )
         self.called = False  # whether the coordinator has called the round of this tip
         self.behind: Tip | None = None  # a state that outranks ours, of which a member told
@@ -468,6 +469,12 @@ class Swarm:
         self.node.notify(others, self.service, commit)
         self._new_tip()
         self._on_commit_callback(commit)
+
+    def _follows(self, peer: PeerID, tip: Tip) -> bool:
+        """Whether a member that is at that tip was in the round which ended it: it hears of the commit, too. (Counted
+        as behind it would be no candidate any more for us alone, and nothing that it says later need come here.)"""
+        commit = self.participant.commit
+        return commit is not None and commit.tip == tip and peer.key in commit.members
 
     def _new_tip(self) -> None:
         """The tip has changed: what was about the old one is over."""

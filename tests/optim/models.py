@@ -35,9 +35,11 @@ def fixed_batch(epoch: int) -> tuple[Tensor, Tensor]:
     return inputs, inputs[:, :3].prod(1, keepdim=True)
 
 
-def backward(model: nn.Module, inputs: Tensor, outputs: Tensor) -> Tensor:
-    """The gradients of the mean loss, in `.grad`; returns the loss."""
-    model.zero_grad()
+def backward(model: nn.Module, inputs: Tensor, outputs: Tensor, *, clear: bool = True) -> Tensor:
+    """The gradients of the mean loss, in `.grad` (added to what is there, if that is not to be cleared); returns the
+    loss."""
+    if clear:
+        model.zero_grad()
     loss = ((model(inputs) - outputs) ** 2).mean()
     loss.backward()
     return loss.detach()
@@ -48,9 +50,9 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def train_alone(optimizer: str, scheduler: str, epochs: int) -> Tensor:
+def train_alone(optimizer: str, scheduler: str, epochs: int, width: int = 20) -> Tensor:
     """The parameters after `epochs` fixed batches with nothing but torch, in one process."""
-    model = make_model()
+    model = make_model(width=width)
     local = OPTIMIZERS[optimizer](model.parameters())
     make_scheduler = SCHEDULERS[scheduler]
     schedule = make_scheduler(local) if make_scheduler is not None else None

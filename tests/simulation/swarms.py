@@ -154,7 +154,7 @@ async def spawn_peer(
     swarm = Swarm(node, directory, run_id, me, terms, rules, chunk_timeout=chunk_timeout, on_commit=commits.append)
     if start:
         await swarm.start()
-    return Peer(world, node, swarm, vector, torch.zeros(elements), dht, commits)
+    return Peer(world, node, swarm, vector, torch.zeros(elements), dht, commits=commits)
 
 
 async def spawn_swarm(world: World, count: int, board: Board | None = None, **options: object) -> list[Peer]:

@@ -1,0 +1,58 @@
+"""Which rounds average the state, and of what they consist."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from shoal.averaging.messages import Join
+from shoal.averaging.rules import Rules
+from tests.averaging.rounds import digest, join_of, member
+
+RULES = Rules(sizes=(64,), matchmaking_time=1.0, round_timeout=1.0, due_sizes=(8,), state_sizes=(16, 32))
+
+
+def joins(*told: tuple[str, str]) -> list[Join]:
+    """(machine, letter of its state's digest) of each."""
+    return [
+        msgspec.structs.replace(join_of(member(number)), machine=machine, state=digest(letter) if letter else b"")
+        for number, (machine, letter) in enumerate(told, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("told", "averaged"),
+    [
+        ([("A", "x"), ("A", "x")], False),
+        ([("A", "x"), ("B", "x")], False),
+        ([("A", "x"), ("B", "y")], True),
+        ([("A", "x"), ("A", "y")], False),  # alike, so one has a fault: it downloads
+        ([("A", "x"), ("A", "x"), ("A", "y"), ("B", "x")], False),
+        ([("A", "x"), ("A", "x"), ("A", "y"), ("B", "z")], True),
+        ([("A", "x"), ("B", "")], False),  # one that holds no state
+        ([], False),
+    ],
+)
+def test_unlike_machines_with_unlike_states(told: list[tuple[str, str]], averaged: bool) -> None:
+    assert RULES.averages_state(3, joins(*told)) is averaged
+    assert not RULES.averages_state(0, joins(*told)), "at the start of a run the state of the most is downloaded"
+    every = changed(RULES, state_every=4)
+    assert every.averages_state(3, joins(*told)) is averaged
+    assert not every.averages_state(4, joins(*told))
+    always = changed(RULES, state_always=True, state_every=2)
+    assert [always.averages_state(epoch, joins(*told)) for epoch in range(4)] == [False, True, False, True]
+
+
+def changed(rules: Rules, **changes: object) -> Rules:
+    values = {name: getattr(rules, name) for name in Rules.__dataclass_fields__} | changes
+    return Rules(**values)
+
+
+def test_of_what_the_vector_consists() -> None:
+    assert RULES.vector(0, False) == (64, 8)
+    assert RULES.vector(0, True) == (64, 8, 16, 32)
+    every = changed(RULES, state_every=2)
+    assert every.vector(0, False) == (64,)
+    assert every.vector(1, False) == (64, 8)
+    assert not every.may_average_state(2)
+    assert every.may_average_state(3)
