@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 
 from shoal.compression import Compression, TensorRole
 from shoal.flat import FlatBuffer, Layout
+
+
+class Gradients(Protocol):
+    """What the end of an epoch needs of its gradients; see `GradientBuffers`."""
+
+    @property
+    def samples(self) -> float: ...
+    def accumulate(self, batch_size: int) -> None: ...
+    def reset(self) -> None: ...
+    def close(self, scale: float = 1.0) -> float: ...
+    def average(self, timeout: float) -> None: ...
+    def use_local(self) -> None: ...
+    def as_grad(
+        self, targets: Sequence[torch.Tensor], max_norm: float | None = None
+    ) -> AbstractContextManager[None]: ...
 
 
 class GradientBuffers:
@@ -34,7 +51,7 @@ class GradientBuffers:
         self, parameters: Sequence[torch.Tensor], compression: Compression, *, apart: bool = False, reuse: bool = False
     ) -> None:
         self.parameters = list(parameters)
-        self.samples = 0.0
+        self.samples: float = 0.0
         self._steps = 0
         self._seen: set[int] = set()  # which parameters have got a gradient
         self._reuse = reuse
@@ -56,7 +73,7 @@ class GradientBuffers:
             self._means = FlatBuffer(Layout.of(self.parameters)).views()
 
     @torch.no_grad()
-    def accumulate(self, batch_size: float) -> None:
+    def accumulate(self, batch_size: int) -> None:
         """Take the parameters' `.grad`, the mean over `batch_size` samples, into the mean of the epoch. A parameter
         without a gradient counts as one with zeros."""
         self.samples += batch_size
@@ -114,6 +131,9 @@ class GradientBuffers:
             else:
                 mean.zero_()
         torch._foreach_div_(self._mean, max(1, self._steps) * scale)
+
+    def average(self, timeout: float) -> None:
+        """Nothing to do before the round of the run, which averages what was closed."""
 
     def use_local(self) -> None:
         """Take this peer's own mean for the average: there was no round."""

@@ -21,7 +21,8 @@ from shoal.dht.dht import DHT
 from shoal.flat import Layout
 from shoal.optim import options
 from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.gradients import GradientBuffers
+from shoal.optim.gradients import GradientBuffers, Gradients
+from shoal.optim.own_gradients import AveragerGradients
 from shoal.optim.progress import RunProgress
 from shoal.optim.refresh import refresh_of
 from shoal.optim.replica import Replica
@@ -194,7 +195,7 @@ class Optimizer(torch.optim.Optimizer):
             statistics=settings.average_opt_statistics,
             compression=settings.state_averaging_compression,
         )
-        self._gradients = self._make_gradients()
+        self._gradients = self._make_gradients(grad_averager_factory)
         self._local_samples = 0.0  # with local updates: since the epoch began
         self._scaler: GradScaler | None = None  # of the gradients that are accumulated
         self._state_changed = asyncio.Event()
@@ -214,10 +215,27 @@ class Optimizer(torch.optim.Optimizer):
         self.tracker.start()
         self._be_counted()
 
-    def _make_gradients(self) -> GradientBuffers | None:
+    def _make_gradients(self, factory: Callable[..., Any] | None) -> Gradients | None:
         settings = self._settings
         if settings.use_local_updates:
             return None
+        if factory is not None:
+            return AveragerGradients(
+                factory,
+                self._replica.trained,
+                dht=self.dht,
+                prefix=f"{self.run_id}/grad",
+                start=True,
+                min_group_size=1,
+                min_matchmaking_time=settings.matchmaking_time,
+                allreduce_timeout=settings.allreduce_timeout,
+                next_chunk_timeout=settings.next_chunk_timeout,
+                shutdown_timeout=settings.shutdown_timeout,
+                client_mode=settings.client_mode,
+                reuse_grad_buffers=settings.reuse_grad_buffers,
+                compression=settings.grad_compression,
+                bandwidth=settings.averager_opts.get("bandwidth"),
+            )
         assert settings.grad_compression is not None
         return GradientBuffers(
             self._replica.trained,
@@ -227,7 +245,8 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     def _start_run(self, extra_tensors: Sequence[torch.Tensor]) -> None:
-        settings, replica, gradients = self._settings, self._replica, self._gradients
+        settings, replica = self._settings, self._replica
+        gradients = self._gradients if isinstance(self._gradients, GradientBuffers) else None
         sizes = () if gradients is None else tuple(spec.numel for spec in gradients.layout.buffers)
         rules = settings.rules(sizes, replica.buffers.sizes, replica.shared.sizes)
         schemas = [replica.shared.layout.schema_hash]
@@ -256,7 +275,7 @@ class Optimizer(torch.optim.Optimizer):
             rules,
             replica,
             self._vector,
-            gradients,
+            self._gradients,
             machine=self._machine,
             matchmaking_time=settings.matchmaking_time,
             averaging_timeout=settings.averaging_timeout,
@@ -466,7 +485,8 @@ class Optimizer(torch.optim.Optimizer):
         """As an auxiliary: take part in the next round."""
         settings = self._settings
         try:
-            self._count_from(self._run.catch_up())
+            self._applied = self._replica.tip = self._run.catch_up()
+            self._count_from(self._applied)
             self.tracker.report_local_progress(0.0)
             if not self._run.wait_for_call(settings.matchmaking_time):
                 return
@@ -629,6 +649,8 @@ class Optimizer(torch.optim.Optimizer):
                 log.info("the end of an epoch was given up: %s", error)
             self._replica.publish()
             self._applied = self._replica.tip
+        if isinstance(self._gradients, AveragerGradients):
+            self._gradients.averager.shutdown()
 
     def __repr__(self) -> str:
         return f"shoal.Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, optimizer={self.optimizer!r})"

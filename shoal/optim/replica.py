@@ -15,7 +15,7 @@ from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded
 from shoal.compression import Compression, NoCompression, TensorRole
 from shoal.flat import Layout
-from shoal.optim.gradients import GradientBuffers
+from shoal.optim.gradients import Gradients
 from shoal.optim.offload import HostCopy
 from shoal.optim.shared import SharedTensors
 from shoal.optim.state import TrainingState
@@ -93,7 +93,7 @@ class Replica:
 
     # -- steps
 
-    def step(self, gradients: GradientBuffers, tip: Tip, *, with_state: bool, max_norm: float | None) -> None:
+    def step(self, gradients: Gradients, tip: Tip, *, with_state: bool, max_norm: float | None) -> None:
         """Set the state to its average if that was averaged, then make the local optimizer's step with the averaged
         gradients, and the scheduler's; the state is `tip` then. The model's parameters are not those of the optimizer
         on the host before `publish`."""

@@ -14,7 +14,7 @@ from shoal.averaging.contribution import Contribution, Outcome
 from shoal.averaging.errors import AveragingError, Behind, Rejected
 from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Tip
-from shoal.optim.gradients import GradientBuffers
+from shoal.optim.gradients import Gradients
 from shoal.optim.replica import Replica
 from shoal.optim.run import Run
 from shoal.optim.vector import EpochVector
@@ -69,7 +69,7 @@ class EpochEnd:
         rules: Rules,
         replica: Replica,
         vector: EpochVector,
-        gradients: GradientBuffers | None,
+        gradients: Gradients | None,
         *,
         machine: str,
         matchmaking_time: float,
@@ -108,6 +108,8 @@ class EpochEnd:
         if self._few_are_here():
             return None
         until = time.monotonic() + self._averaging_timeout
+        if self._gradients is not None:
+            self._gradients.average(self._averaging_timeout)
         contribution = Contribution(
             weight=samples,
             open=self._vector.open,

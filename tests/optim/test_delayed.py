@@ -221,6 +221,7 @@ def test_mixed_swarm_where_peers_may_choose(pool: Pool) -> None:
         reuse_grad_buffers=[True, False, False, False],
         offload_optimizer=[None, True, None, False],
         verbose=[False, False, False, True],
+        matchmaking_time=3.0,
     ) as peers:
         node, client, helper, other = peers.all
         for peer, batch in ((node, 8), (client, 16), (helper, 0), (other, 8)):

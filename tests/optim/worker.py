@@ -5,6 +5,7 @@ It can begin and end any number of trainings, each with a new DHT, so that tests
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -23,6 +24,10 @@ from shoal.flat import bytes_of
 from shoal.optim import options
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
 
+FACTORIES = {
+    "GradientAverager": shoal.GradientAverager,
+    "PowerSGDGradientAverager": functools.partial(shoal.PowerSGDGradientAverager, averager_rank=2),
+}
 REAL_MACHINE = options.machine
 
 
@@ -108,6 +113,8 @@ class Training:
         options.machine = (lambda: machine) if machine else REAL_MACHINE
         if arguments.pop("shares_extra", False):
             arguments["extra_tensors"] = [self.extra]
+        if own := arguments.pop("own_averager", ""):
+            arguments["grad_averager_factory"] = FACTORIES[own]
         made = shoal.Optimizer(
             dht=self.dht,
             run_id=run_id,

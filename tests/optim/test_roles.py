@@ -1,0 +1,83 @@
+"""Clients and auxiliaries: exact averages for those who can't be dialled, bandwidth from those who train nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from blake3 import blake3
+
+import shoal
+from shoal.flat import bytes_of
+from tests.optim.models import OPTIMIZERS, make_model, train_alone
+from tests.optim.processes import Pool, by_epoch, events, training, wait_until
+
+SHARES = [(0, 8), (8, 40), (40, 64)]
+EPOCHS = 6
+
+
+@pytest.mark.parametrize("dht_client", [True, False], ids=["no listening DHT", "a listening DHT"])
+def test_a_swarm_of_clients_and_one_node(pool: Pool, dht_client: bool) -> None:
+    with training(
+        pool,
+        3,
+        optimizer="adamw",
+        scheduler="cosine",
+        dht_client=[False, dht_client, dht_client],
+        client_mode=[None, True, True],
+    ) as peers:
+        for peer, share in zip(peers.all, SHARES, strict=True):
+            peer.tell(do="fixed", share=share, epochs=EPOCHS)
+        answers = [peer.hear() for peer in peers.all]
+        histories = [events(peer) for peer in peers.all]
+        node = peers.all[0].peer
+        roles = [peer.ask(do="role") for peer in peers.all]
+    assert all(event["kind"] == "epoch" and event["peers"] == 3 for history in histories for event in history)
+    assert {event["coordinator"] for history in histories for event in history} == {node}
+    by_epoch(histories)
+    assert answers[0] is not None
+    assert all(answer == answers[0] for answer in answers)
+    alone = train_alone("adamw", "cosine", EPOCHS)
+    torch.testing.assert_close(torch.tensor(answers[0]["parameters"]), alone, rtol=1e-4, atol=1e-5)
+    # A client sends its gradients once, and the average to nobody.
+    sizes = [sum(event["sent"] for event in history) for history in histories]
+    assert sizes[1] < 0.7 * sizes[0], sizes
+    assert [role["addresses"] for role in roles[1:]] == [[], []]
+    assert [role["listens"] for role in roles] == [True, not dht_client, not dht_client]
+
+
+def test_an_auxiliary_reduces_and_adds_no_gradients(pool: Pool) -> None:
+    with training(pool, 3, optimizer="sgd", auxiliary=[False, False, True], width=200, matchmaking_time=3.0) as peers:
+        *trainers, helper = peers.all
+        helper.ask(do="train", batch=0, pause=0.0)
+        for peer, share in zip(trainers, [(0, 24), (24, 64)], strict=True):
+            peer.tell(do="fixed", share=share, epochs=EPOCHS)
+        answers = [peer.hear() for peer in trainers]
+        wait_until(lambda: len(events(helper)) >= EPOCHS - 1)
+        helper.tell(do="stop", epoch=0)
+        state = helper.hear()
+        histories = [events(peer) for peer in peers.all]
+    assert all(answer == answers[0] for answer in answers)
+    assert answers[0] is not None
+    alone = train_alone("sgd", "none", EPOCHS, width=200)
+    torch.testing.assert_close(torch.tensor(answers[0]["parameters"]), alone, rtol=1e-4, atol=1e-5)
+    by_epoch(histories[:2])
+    assert all(event["samples"] == 64 for history in histories for event in history)
+    helped = [event for event in histories[0] if event["peers"] == 3]
+    assert len(helped) >= EPOCHS - 1, "the auxiliary was not in the rounds"
+    assert all(event["sent"] > 0 for event in histories[2]), "it sent no averages"
+    assert state is not None
+    untouched = torch.cat([parameter.detach().flatten() for parameter in make_model(0, 200).parameters()])
+    assert state["parameters_digest"] == blake3(bytes_of(untouched)).hexdigest(), "its own tensors were overwritten"
+
+
+def test_an_auxiliary_takes_no_batches(alone: Callable[..., shoal.Optimizer]) -> None:
+    optimizer = alone(
+        make_model(), target_batch_size=8, optimizer=OPTIMIZERS["sgd"], auxiliary=True, matchmaking_time=0.2
+    )
+    for arguments in ({"batch_size": 8}, {"closure": lambda: None}, {"grad_scaler": shoal.GradScaler("cpu")}):
+        with pytest.raises(ValueError, match="auxiliary"):
+            optimizer.step(**arguments)
+    optimizer.step()  # nobody trains: it returns
+    assert optimizer.local_epoch == 0
