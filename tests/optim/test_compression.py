@@ -7,6 +7,7 @@ import torch
 
 from shoal.compression import (
     BlockwiseQuantization,
+    Compression,
     Float16Compression,
     NoCompression,
     PerTensorCompression,
@@ -27,17 +28,16 @@ BY_ROLE = RoleAdaptiveCompression(
     gradient=BY_SIZE, parameter=ScaledFloat16Compression(), optimizer=Float16Compression()
 )
 BY_TENSOR = PerTensorCompression([BY_SIZE, NoCompression(), Quantile8BitQuantization(), *[BlockwiseQuantization()] * 3])
-LOSSY = [
+LOSSY: list[Compression] = [
     Float16Compression(), ScaledFloat16Compression(), Uniform8BitQuantization(), Quantile8BitQuantization(),
     BlockwiseQuantization(), BY_SIZE, BY_ROLE, BY_TENSOR,
 ]  # fmt: skip
-EPOCHS = 8
+EPOCHS = 4
 SHARES = [(0, 8), (8, 40), (40, 64)]
 
 
 @pytest.mark.parametrize("compression", LOSSY, ids=lambda compression: type(compression).__name__)
-def test_gradients_through_every_compression(pool: Pool, compression: object) -> None:
-    assert isinstance(compression, tuple(type(one) for one in LOSSY))
+def test_gradients_through_every_compression(pool: Pool, compression: Compression) -> None:
     with training(pool, 3, optimizer="sgd", codec=compression.spec) as peers:
         for peer, share in zip(peers.all, SHARES, strict=True):
             peer.tell(do="fixed", share=share, epochs=EPOCHS)
@@ -67,8 +67,7 @@ def test_flags_are_never_compressed() -> None:
 
 
 @pytest.mark.parametrize("compression", [Uniform8BitQuantization(), BY_ROLE], ids=["one", "by role"])
-def test_state_is_averaged_through_a_compression(pool: Pool, compression: object) -> None:
-    assert isinstance(compression, tuple(type(one) for one in LOSSY))
+def test_state_is_averaged_through_a_compression(pool: Pool, compression: Compression) -> None:
     run = {"optimizer": "sgd", "use_local_updates": True, "delay_state_averaging": False}
     with training(pool, 3, **run, state_codec=compression.spec) as peers:
         for peer in peers.all:
