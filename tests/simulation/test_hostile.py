@@ -333,8 +333,8 @@ def test_samples_of_strangers_do_not_count() -> None:
             report = Progress(peer.tip, 1000.0, 1.0)
             answer = await stranger.call_for_buffers(peer.node.peer_id, peer.swarm.service, report, timeout=1)
             assert isinstance(answer.body, Hello | Elsewhere)
-        assert not any([(await peer.swarm.report(1.0, 1.0)).called for peer in peers])
-        assert (await peers[0].swarm.report(100.0, 1.0)).called
+        assert not any([(await peer.swarm.report(Progress(peer.swarm.tip, 1.0, 1.0))).called for peer in peers])
+        assert (await peers[0].swarm.report(Progress(peers[0].swarm.tip, 100.0, 1.0))).called
 
     run(scenario())
 

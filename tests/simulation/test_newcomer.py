@@ -15,7 +15,7 @@ from shoal.averaging.contribution import Contribution, Fault, Outcome, SendTo
 from shoal.averaging.errors import Behind
 from shoal.averaging.exchange import Exchange
 from shoal.averaging.manifest import CHUNK_ELEMENTS
-from shoal.averaging.messages import Begin
+from shoal.averaging.messages import Begin, Progress
 from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Snapshot, StateDonor, download_state
@@ -68,7 +68,7 @@ class Trainer:
         peer, swarm = self.peer, self.peer.swarm
         samples = 0.0
         while swarm.tip == self.tip and not swarm.called:
-            await swarm.report(samples, 1.0 / BATCH_SECONDS)
+            await swarm.report(Progress(swarm.tip, samples, 1.0 / BATCH_SECONDS))
             await asyncio.sleep(BATCH_SECONDS)
             samples += 1.0
 
