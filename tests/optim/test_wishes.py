@@ -89,9 +89,10 @@ def test_an_averager_of_ones_own(pool: Pool, kind: str, option: dict[str, Any]) 
             peer.tell(do="fixed", share=share, epochs=EPOCHS)
         answers = [peer.hear() for peer in peers.all]
         histories = [events(peer) for peer in peers.all]
+        roles = [peer.ask(do="role") for peer in peers.all]
     assert all([event["kind"] for event in history] == ["epoch"] * EPOCHS for history in histories)
     by_epoch(histories)
-    assert all(event["sent"] < 100 for history in histories for event in history), "the run averaged gradients too"
+    assert all((role["own"], role["sizes"]) == (kind, []) for role in roles), "the run averaged gradients too"
     assert answers[0] is not None
     assert all(answer == answers[0] for answer in answers)
     plain = make_model()

@@ -273,7 +273,15 @@ def main() -> None:
                 say(parameters=flat(training.model).tolist(), **training.state())
             case "role":
                 me, dht = training.optimizer._run.swarm.me, training.dht
-                say(role=me.role.value, addresses=list(me.addresses), listens=bool(dht.get_visible_maddrs()))
+                own = type(getattr(training.optimizer._gradients, "averager", None)).__name__
+                sizes = list(training.optimizer._rules.sizes)
+                say(
+                    own=own,
+                    sizes=sizes,
+                    role=me.role.value,
+                    addresses=list(me.addresses),
+                    listens=bool(dht.get_visible_maddrs()),
+                )
             case "extras":
                 say(extras=training.extras)
             case "train":

@@ -1,0 +1,86 @@
+"""Options that must be equal in a run: the peer that differs is told which one does."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.compression import Float16Compression
+from tests.optim.models import OPTIMIZERS, SCHEDULERS, make_model
+
+DIFFERING: dict[str, Any] = {
+    "target_batch_size": 128,
+    "optimizer": OPTIMIZERS["adamw"],
+    "scheduler": SCHEDULERS["steps"],
+    "matchmaking_time": 16.0,
+    "averaging_timeout": 61.0,
+    "allreduce_timeout": 30.0,
+    "next_chunk_timeout": 6.0,
+    "delay_optimizer_step": True,
+    "delay_grad_averaging": True,
+    "delay_state_averaging": False,
+    "average_state_every": 2,
+    "use_local_updates": True,
+    "grad_compression": Float16Compression(),
+    "grad_averager_factory": shoal.GradientAverager,
+    "state_averaging_compression": Float16Compression(),
+    "load_state_compression": Float16Compression(),
+    "average_opt_statistics": ["momentum_buffer"],
+    "extra_tensors": [torch.zeros(3)],
+    "performance_ema_alpha": 0.2,
+    "max_grad_norm": 1.0,
+    "min_peers": 2,
+}
+FREE: dict[str, Any] = {
+    "batch_size_per_step": 4,
+    "client_mode": True,
+    "auxiliary": True,
+    "reuse_grad_buffers": True,
+    "offload_optimizer": True,
+    "verbose": True,
+    "averager_opts": {"bandwidth": 2.0},
+    "tracker_opts": {"min_refresh_period": 0.25},
+    "load_state_timeout": 60.0,
+    "shutdown_timeout": 6.0,
+}
+
+
+def make(dht: shoal.DHT, **arguments: Any) -> shoal.Optimizer:
+    given: dict[str, Any] = {"run_id": "agreed", "target_batch_size": 64, "optimizer": OPTIMIZERS["sgd"], **arguments}
+    return shoal.Optimizer(dht=dht, params=make_model().parameters(), **given)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[list[shoal.DHT]]:
+    """Two peers of a run, and a DHT for a third."""
+    with shoal.DHT(start=True) as first:
+        addresses = first.get_visible_maddrs()
+        with shoal.DHT(addresses, start=True) as second, shoal.DHT(addresses, start=True) as third:
+            made = [make(first), make(second)]
+            yield [third]
+            for optimizer in made:
+                optimizer.shutdown()
+
+
+def test_every_option_is_one_or_the_other() -> None:
+    options = set(inspect.signature(shoal.Optimizer).parameters)
+    assert options - set(DIFFERING) - set(FREE) == {"dht", "run_id", "params"}
+    assert not set(DIFFERING) & set(FREE)
+
+
+@pytest.mark.parametrize("name", DIFFERING)
+def test_who_differs_is_told_in_what(running: list[shoal.DHT], name: str) -> None:
+    with pytest.raises(shoal.AveragingError, match=f"{name} is .* here, and .* there"):
+        make(running[0], **{name: DIFFERING[name]}).step(batch_size=1)
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_who_may_differ_is_let_in(running: list[shoal.DHT], name: str) -> None:
+    optimizer = make(running[0], **{name: FREE[name]})
+    assert len(optimizer._run.swarm.neighbourhood.connected()) == 3
+    optimizer.shutdown()
