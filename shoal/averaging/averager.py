@@ -351,12 +351,11 @@ class DecentralizedAverager(Stepping):
             weight = 0.0 if self.auxiliary else 1.0
         check_weight_of_role(weight, self.auxiliary)
         now = get_dht_time()
-        scheduled_time = now + self.min_matchmaking_time if scheduled_time is None else scheduled_time
-        patience = max(0.0, scheduled_time - now)
+        patience = self.min_matchmaking_time if scheduled_time is None else max(0.0, scheduled_time - now)
         timeout = patience + DEFAULT_TIMEOUT if timeout is None else timeout
-        if patience > timeout:
+        if scheduled_time is not None and patience > timeout:
             raise ValueError(f"scheduled_time is in {patience:.1f} s, which does not fit within timeout={timeout}")
-        control = StepControl(scheduled_time, now + timeout, allow_retries, weight, encode_gathered(gather))
+        control = StepControl(now + patience, now + timeout, allow_retries, weight, encode_gathered(gather))
         if not require_trigger:
             control.allow_allreduce()
         control.attach(self._submit(self._step(control)), lambda: self._call_soon(self._reschedule, control))
