@@ -1,0 +1,50 @@
+"""`tracker_opts` and `performance_ema_alpha` of an Optimizer do what they say."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+import shoal
+from tests.optim.conftest import Alone
+from tests.optim.models import OPTIMIZERS, make_model
+
+
+def test_how_often_the_others_are_asked_for(alone: Alone, caplog: pytest.LogCaptureFixture) -> None:
+    """With nothing to report; and at the level that was given."""
+    often = {"min_refresh_period": 0.05, "default_refresh_period": 0.05, "max_refresh_period": 0.1}
+    counts = {}
+    for name, periods in (("often", often), ("as it is", {})):
+        caplog.clear()
+        options = {**periods, "status_loglevel": logging.INFO}
+        optimizer = alone(make_model(), optimizer=OPTIMIZERS["sgd"], target_batch_size=64, tracker_opts=options)
+        with caplog.at_level(logging.INFO, "shoal.optim.progress"):
+            time.sleep(1.0)
+        counts[name] = sum(record.name == "shoal.optim.progress" for record in caplog.records)
+        optimizer.shutdown()
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "shoal.optim.progress"):
+            time.sleep(0.3)
+        assert caplog.records == [], "it asks after it was shut down"
+    assert counts["often"] >= 4
+    assert counts["as it is"] <= 2
+
+
+def test_unknown_ones_are_refused_by_name(alone: Alone) -> None:
+    for options, name in (({"refresh_period": 1.0}, "refresh_period"), ({"client_mode": True}, "client_mode")):
+        with pytest.raises(ValueError, match=f"tracker_opts has .*{name}"):
+            alone(make_model(), optimizer=OPTIMIZERS["sgd"], target_batch_size=64, tracker_opts=options)
+
+
+def test_weight_of_the_newest_measurement(alone: Alone) -> None:
+    optimizer = alone(make_model(), optimizer=OPTIMIZERS["sgd"], target_batch_size=640, performance_ema_alpha=1.0)
+    assert isinstance(optimizer, shoal.Optimizer)
+    speeds = []
+    for pause in (0.02, 0.4):
+        time.sleep(pause)
+        optimizer.step(batch_size=8)
+        speeds.append(optimizer.tracker.local_progress.samples_per_second)
+    assert speeds[1] == pytest.approx(8 / 0.4, rel=0.3), "only the last one counts"
+    assert speeds[0] > 3 * speeds[1]
