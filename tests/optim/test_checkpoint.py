@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import shoal
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
+from tests.optim.processes import Peers, Pool, events, training
 
 Alone = Callable[..., shoal.Optimizer]
 
@@ -98,3 +100,32 @@ def test_a_state_dict_of_another_model_is_refused(alone: Alone) -> None:
     with pytest.raises(ValueError, match="parameter group"):
         optimizer.load_state_dict(other.state_dict())
     assert optimizer.local_epoch == 0
+
+
+@pytest.mark.parametrize(
+    "option", [{}, {"offload_optimizer": True}, {"delay_grad_averaging": True}, {"use_local_updates": True}], ids=str
+)
+def test_a_run_stopped_and_started_again(pool: Pool, tmp_path: Path, option: dict[str, Any]) -> None:
+    """In other processes, from files: it goes on where it was, bit for bit. (Peers keep who they are, too: gradients
+    are summed in the order of their keys.)"""
+    shares = [(0, 8), (8, 40), (40, 64)]
+    keys = [str(tmp_path / f"{index}.key") for index in range(3)]
+    run = {"optimizer": "adamw", "scheduler": "steps", "delay_state_averaging": False, "identity": keys, **option}
+
+    def train(peers: Peers, epochs: int) -> list[dict[str, Any]]:
+        for peer, share in zip(peers.all, shares, strict=True):
+            peer.tell(do="fixed", share=share, epochs=epochs)
+        answers = [peer.hear() for peer in peers.all]
+        return [answer for answer in answers if answer is not None]
+
+    with training(pool, 3, **run) as peers:
+        train(peers, 3)
+        for index, peer in enumerate(peers.all):
+            peer.ask(do="save", to=str(tmp_path / f"{index}.pt"))
+        expected = train(peers, 6)
+    with training(pool, 3, seed=9, **run) as peers:
+        for index, peer in enumerate(peers.all):
+            assert peer.ask(do="load", of=str(tmp_path / f"{index}.pt")) == {"epoch": 3}
+        assert train(peers, 6) == expected
+        histories = [events(peer) for peer in peers.all]
+    assert all(event["kind"] == "epoch" for history in histories for event in history)

@@ -52,7 +52,7 @@ def deafen(optimizer: shoal.Optimizer) -> None:
     async def never(*_: Any) -> None:
         await asyncio.Event().wait()
 
-    optimizer._run.swarm._round._flow = never  # type: ignore[method-assign]
+    optimizer._run.swarm._round._flow = never  # type: ignore[method-assign, assignment]
 
 
 def together(optimizers: Peers, well: shoal.Optimizer) -> float:

@@ -74,7 +74,8 @@ class Training:
     def __init__(self, initial_peers: list[str], run: dict[str, Any]) -> None:
         self.log = Log()
         logging.getLogger("shoal").addHandler(self.log)
-        self.dht = shoal.DHT(initial_peers, start=True, client_mode=run.pop("dht_client", False))
+        client, identity = run.pop("dht_client", False), run.pop("identity", None)
+        self.dht = shoal.DHT(initial_peers, start=True, client_mode=client, identity_path=identity)
         self.model = make_model(run.pop("seed", 0), run.pop("width", 20))
         self.extra = torch.full((3,), run.pop("extra", 0.0))
         self.extras: list[list[float]] = []  # what that was after each epoch
@@ -153,9 +154,9 @@ class Training:
         backward(self.model, inputs, outputs, clear=not self.optimizer.reuse_grad_buffers)
 
     def fixed(self, share: tuple[int, int], epochs: int, parts: int = 1) -> None:
-        """`epochs` epochs of this peer's share of the fixed batches, each in so many steps."""
+        """This peer's share of the fixed batches up to that epoch, each in so many steps."""
         start, stop = share
-        for epoch in range(epochs):
+        for epoch in range(self.optimizer.local_epoch, epochs):
             inputs, outputs = fixed_batch(epoch)
             size = (stop - start) // parts
             for part in range(parts):
@@ -282,6 +283,16 @@ def main() -> None:
                     addresses=list(me.addresses),
                     listens=bool(dht.get_visible_maddrs()),
                 )
+            case "save":
+                torch.save(
+                    {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}, command["to"]
+                )
+                say(ok=True)
+            case "load":
+                saved = torch.load(command["of"], weights_only=True)
+                training.model.load_state_dict(saved["model"])
+                training.optimizer.load_state_dict(saved["optimizer"])
+                say(epoch=training.optimizer.local_epoch)
             case "extras":
                 say(extras=training.extras)
             case "train":
