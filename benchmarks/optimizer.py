@@ -261,9 +261,9 @@ def loss_table(found: dict[str, list[float]]) -> str:
 
 NOTE = f"""\
 Every peer's step: {BATCH} samples, forward and backward padded to a tenth of an epoch's compute; an epoch is {STEPS}
-steps of every peer. Medians over the epochs after the first, of the slowest peer. *Beyond compute* is what an epoch takes
-besides those passes, *blocked* what of it the trainer spends in `optimizer.step()`. *alone*: one plain process with Adam,
-{STEPS} accumulated steps an epoch. Both libraries have matchmaking_time={SETTINGS["matchmaking_time"]:g}."""
+steps of every peer. Medians over the epochs after the first, of the slowest peer. *Beyond compute* is what an epoch
+takes besides those passes, *blocked* what of it the trainer spends in `optimizer.step()`. *alone*: one plain process
+with Adam, {STEPS} accumulated steps an epoch. Both libraries have matchmaking_time={SETTINGS["matchmaking_time"]:g}."""
 
 
 def main() -> None:
