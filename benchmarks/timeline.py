@@ -54,16 +54,20 @@ class Recorded:
     name: str
     peers: list[list[Mark]]
 
-    def blocked(self) -> list[float]:
-        """How long the trainer of the first peer was in `step` in each epoch, in seconds."""
-        epochs, total = [], 0.0
-        for mark in self.peers[0]:
-            if mark.what in ("blocked", "last step"):
-                total += mark.end - mark.start
-            if mark.what == "last step":
-                epochs.append(total)
-                total = 0.0
-        return epochs
+    def blocked(self) -> float:
+        """How long a trainer was in `step` in an epoch, in seconds: the median of the epochs but the first, and of
+        that the mean over the peers."""
+        medians = []
+        for marks in self.peers:
+            epochs, total = [], 0.0
+            for mark in marks:
+                if mark.what in ("blocked", "last step"):
+                    total += mark.end - mark.start
+                if mark.what == "last step":
+                    epochs.append(total)
+                    total = 0.0
+            medians.append(statistics.median(epochs[1:]))
+        return statistics.mean(medians)
 
     def median(self, what: str) -> float | None:
         """Of what is marked so at the first peer, but for the first epoch's; None if nothing is."""
@@ -169,7 +173,7 @@ def draw(runs: list[Recorded], path: Path) -> None:
         axis.set_yticks(range(2 * PEERS), [f"peer {rank}, {what}" for rank in range(PEERS) for what in ROWS])
         axis.invert_yaxis()
         axis.set_xlim(0, longest)
-        axis.set_title(f"{run.name}: blocked {statistics.median(run.blocked()[1:]):.2f} s an epoch", loc="left")
+        axis.set_title(f"{run.name}: blocked {run.blocked():.2f} s an epoch", loc="left")
     axes[-1, 0].set_xlabel("seconds")
     names = {"last step": None, "blocked": "trainer in step"}
     handles = [
@@ -212,7 +216,7 @@ def main() -> None:
     for run in runs:
         cells = [run.median(what) for what in ("matchmaking", "first chunk", "all-reduce")]
         shown = ["not told" if cell is None else f"{cell:.4f}" for cell in cells]
-        lines.append(f"| {run.name} | {statistics.median(run.blocked()[1:]):.3f} | {' | '.join(shown)} |")
+        lines.append(f"| {run.name} | {run.blocked():.3f} | {' | '.join(shown)} |")
     RESULTS.mkdir(exist_ok=True)
     text = "\n".join(lines) + "\n\n![what two peers do in one epoch](timeline.png)\n"
     print(text)

@@ -131,9 +131,7 @@ class Run:
 
         return self._wait(connected())
 
-    def download(
-        self, donors: Sequence[PeerID], timeout: float, max_nbytes: int, awaited: bool = False
-    ) -> Downloaded:
+    def download(self, donors: Sequence[PeerID], timeout: float, max_nbytes: int, awaited: bool = False) -> Downloaded:
         """See `download_state`. The rounds that follow on the state are followed from the beginning, so that the result
         of one of them can be had if it is over before the download is. If this peer wants to be `awaited`, the first of
         them begins only when it is there, or `matchmaking_time` after the call."""
