@@ -190,7 +190,7 @@ class DecentralizedAverager(Stepping):
     def _make_swarm(self, run_id: str, directory: Directory, rules: Rules) -> Swarm:
         node = self.dht.node
         addresses = () if self.client_mode else tuple(map(str, self.dht.dht_node.visible_addresses()))[:8]
-        me = Member(node.peer_id.key, addresses, self.mode, 1.0 if self.bandwidth is None else self.bandwidth)
+        me = Member(node.peer_id.key, addresses, self.mode, self.bandwidth)
         terms = Terms(self._agreed_options(), self.schema_hash)
         times: Any = self._timeouts
         return Swarm(node, directory, run_id, me, terms, rules, request_timeout=self.request_timeout, **times)

@@ -39,7 +39,8 @@ def best_shares(bandwidths: Sequence[float], auxiliary: Sequence[float] = ()) ->
     there is one: they are divided by bandwidth.
 
     An auxiliary member only gets and returns its share, n times: t_i = n w_i / b_i, so w_i = t b_i / n whatever the
-    others do. With a for the sum of their b_i, t = (n - 2 + k) / (sum of the k b_i + a (n - 2) / n).
+    others do. With a for the sum of their b_i, t = (n - 2 + k) / (sum of the k b_i + a (n - 2) / n). For n = 2 the
+    members end at 1 / b_i whatever they reduce, so w_i is at most what an auxiliary can do until then.
     """
     fastest = max((*bandwidths, *auxiliary), default=0.0)
     if not fastest > 0:
@@ -48,7 +49,13 @@ def best_shares(bandwidths: Sequence[float], auxiliary: Sequence[float] = ()) ->
         )
     members, helpers = [b / fastest for b in bandwidths], [b / fastest for b in auxiliary]
     size = len(members)
-    if size <= 2:
+    if size <= 2 and any(members):
+        # What members reduce changes nothing; so helpers get no more than they have done when the members end.
+        end = max(1 / b for b in members if b) if size == 2 else 0.0
+        lent = [min(b / sum(members + helpers), end * b / size) for b in helpers]
+        left = (1 - sum(lent)) / sum(members)
+        shares = [left * b for b in members] + lent
+    elif size <= 2:
         shares = members + helpers
     else:
         total = sum(helpers) * (size - 2) / size
@@ -60,6 +67,13 @@ def best_shares(bandwidths: Sequence[float], auxiliary: Sequence[float] = ()) ->
             end = (size - 2 + reducers) / total
         shares = [max(0.0, (end * b - 1) / (size - 2)) for b in members] + [end * b / size for b in helpers]
     return [share / sum(shares) for share in shares]
+
+
+def filled(bandwidths: Sequence[float | None]) -> list[float]:
+    """The bandwidths, with the mean of those above 0 (1 if there is none) in the place of those not known."""
+    known = [bandwidth for bandwidth in bandwidths if bandwidth]
+    mean = math.fsum(bandwidth / len(known) for bandwidth in known) if known else 1.0
+    return [mean if bandwidth is None else bandwidth for bandwidth in bandwidths]
 
 
 def load_balance_peers(vector_size: int, bandwidths: Sequence[float | None], min_size: int = 0) -> tuple[int, ...]:
@@ -81,11 +95,9 @@ def load_balance_peers(vector_size: int, bandwidths: Sequence[float | None], min
     if vector_size < 0:
         raise ValueError(f"vector_size={vector_size}: give a number of elements, at least 0")
     given = [None if bandwidth is None else float(bandwidth) for bandwidth in bandwidths]
-    known = [bandwidth for bandwidth in given if bandwidth]
-    if any(not 0 < bandwidth < math.inf for bandwidth in known):
+    if any(bandwidth is not None and not 0 <= bandwidth < math.inf for bandwidth in given):
         raise ValueError(f"bandwidths={list(bandwidths)}: give finite numbers, at least 0, or None for not known")
-    assumed = math.fsum(bandwidth / len(known) for bandwidth in known) if known else 1.0
-    exact = [vector_size * share for share in best_shares([assumed if b is None else b for b in given])]
+    exact = [vector_size * share for share in best_shares(filled(given))]
     if max(exact) >= min_size:
         exact = [size if size >= min_size else 0.0 for size in exact]
         exact = [vector_size * size / (math.fsum(exact) or 1.0) for size in exact]

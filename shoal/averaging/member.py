@@ -30,7 +30,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
         key: the bytes of its peer id.
         addresses: where it listens; none for a client.
         role: see `Role`.
-        bandwidth: how much it can carry, in any unit that is the same in the whole run; spans are sized by it.
+        bandwidth: how much it can carry, in any unit that is the same in the whole run; spans are sized by it. None:
+            not known, and taken for the mean of those that are.
     """
 
     key: Digest
@@ -38,7 +39,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
         tuple[Annotated[str, msgspec.Meta(max_length=MAX_LENGTH)], ...], msgspec.Meta(max_length=MAX_ADDRESSES)
     ]
     role: Role
-    bandwidth: Annotated[float, msgspec.Meta(ge=0, le=1e18)] = 1.0
+    bandwidth: Annotated[float, msgspec.Meta(ge=0, le=1e18)] | None = None
 
     @property
     def peer(self) -> PeerID:
@@ -46,7 +47,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def reduces(self) -> bool:
-        return self.role is not Role.CLIENT and self.bandwidth > 0
+        return self.role is not Role.CLIENT and self.bandwidth != 0
 
     @property
     def contributes(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.averaging.load_balancing import best_shares
+from shoal.averaging.load_balancing import best_shares, filled
 from shoal.averaging.member import Member
 from shoal.averaging.messages import MAX_CHUNK_ELEMENTS, MAX_CHUNKS
 
@@ -55,7 +55,7 @@ def can_divide(members: Sequence[Member]) -> bool:
 
 def _bandwidths(members: Sequence[Member]) -> list[float]:
     """With how much each member reduces, in any unit; 0 of those that do not reduce."""
-    bandwidths = [member.bandwidth if member.reduces else 0.0 for member in members]
+    bandwidths = filled([member.bandwidth if member.reduces else 0.0 for member in members])
     if not any(bandwidths):
         bandwidths = [1.0 if member.addresses or len(members) == 1 else 0.0 for member in members]
     return bandwidths

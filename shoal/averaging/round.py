@@ -411,6 +411,8 @@ class RoundDriver:
             return  # the round has ended meanwhile, or its BEGIN is still on its way
         if all(member.key != peer.key for member in begin.members):
             raise Refused("only a member of a round can ask for patience in it")
+        if attempt.contribution.tip is not None:
+            raise Refused("in a round of a training run nobody's user is waited for")
         attempt.asked_to_wait = self._now()
 
     def check_stalled(self) -> None:

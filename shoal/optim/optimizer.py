@@ -263,7 +263,7 @@ class Optimizer(torch.optim.Optimizer):
             Terms(agreed, blake3(b"".join(schemas)).digest()),
             rules,
             role=settings.role,
-            bandwidth=float(settings.averager_opts.get("bandwidth", 1.0)),
+            bandwidth=settings.averager_opts.get("bandwidth"),
             chunk_timeout=settings.next_chunk_timeout,
             request_timeout=settings.averager_opts.get("request_timeout"),
             take_snapshot=self._take_snapshot,

@@ -54,7 +54,7 @@ class Run:
         rules: Rules,
         *,
         role: Role,
-        bandwidth: float = 1.0,
+        bandwidth: float | None = None,
         chunk_timeout: float | None,
         request_timeout: float | None = None,
         take_snapshot: Callable[[], Awaitable[Snapshot]],
@@ -226,6 +226,8 @@ class Run:
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         future = self.dht.reactor.submit(coroutine)
         self._under_way.add(future)
+        if self._left:  # since `stop` looked what is under way
+            future.cancel()
         try:
             return future.result()
         except CancelledError:
