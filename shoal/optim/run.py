@@ -224,6 +224,9 @@ class Run:
                 log.warning("leaving the run took longer than %g s", timeout)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._left:
+            coroutine.close()
+            raise AveragingError("the run was left")
         future = self.dht.reactor.submit(coroutine)
         self._under_way.add(future)
         if self._left:  # since `stop` looked what is under way

@@ -101,6 +101,7 @@ def test_a_newcomer_through_a_lossy_codec_counts_as_unlike(pool: Pool) -> None:
     with training(pool, 2, average_opt_statistics=[["momentum_buffer"]] * 3, **run) as peers:
         for peer in peers.all:
             peer.ask(do="train", batch=8, pause=0.02)
+        wait_until(lambda: len(events(peers.all[0])) >= 3)
         [late] = peers.add(1)
         late.ask(do="train", batch=8, pause=0.02)
         wait_until(lambda: sum(event["kind"] == "epoch" for event in events(late)) >= 4)

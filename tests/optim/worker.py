@@ -175,7 +175,7 @@ class Training:
             inputs, outputs = fixed_batch(epoch)
             self.backward(inputs[start:stop], outputs[start:stop])
             self.optimizer.step(batch_size=stop - start)
-            while self.optimizer.local_epoch == epoch and not self.optimizer._background.busy:
+            while self.optimizer.local_epoch + self.optimizer._background.busy <= epoch:
                 self.optimizer.step(batch_size=0)
                 time.sleep(0.001)
         while self.optimizer.local_epoch < epochs:
