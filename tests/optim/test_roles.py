@@ -81,3 +81,16 @@ def test_an_auxiliary_takes_no_batches(alone: Callable[..., shoal.Optimizer]) ->
             optimizer.step(**arguments)
     optimizer.step()  # nobody trains: it returns
     assert optimizer.local_epoch == 0
+
+
+def test_who_has_no_bandwidth_reduces_nothing(pool: Pool) -> None:
+    with training(
+        pool, 3, width=200, averager_opts=[{"bandwidth": 5.0}, {"bandwidth": 5.0}, {"bandwidth": 0.0}]
+    ) as peers:
+        for peer, share in zip(peers.all, SHARES, strict=True):
+            peer.tell(do="fixed", share=share, epochs=EPOCHS)
+        answers = [peer.hear() for peer in peers.all]
+        sent = [sum(event["sent"] for event in events(peer)) for peer in peers.all]
+    assert all(answer == answers[0] for answer in answers)
+    # Each reducer of two sends half a vector as parts and twice half as averages, the third one vector of parts.
+    assert sent[2] < 0.75 * min(sent[:2]), sent
