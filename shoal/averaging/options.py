@@ -1,24 +1,15 @@
-"""What `DecentralizedAverager` is given: which arguments make sense, and which are not built yet."""
+"""What `DecentralizedAverager` is given: which arguments make sense."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from shoal import __version__
 from shoal.averaging.control import check_weight
 from shoal.compression import CompressionInfo
-
-
-def refuse_not_built(arguments: Mapping[str, Any], not_built: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise NotImplementedError that names the arguments that do not work yet."""
-    asked = [f"{name}={arguments[name]!r}" for name, unset in not_built.items() if arguments[name] not in unset]
-    if asked:
-        raise NotImplementedError(f"shoal {__version__} does not have {', '.join(asked)} yet: leave it at its default")
 
 
 def check_group(target: int | None, least: int) -> None:

@@ -15,6 +15,7 @@ from shoal.averaging.contribution import Contribution, Outcome
 from shoal.averaging.donor import Snapshot
 from shoal.averaging.errors import AveragingError, Behind, Rejected
 from shoal.averaging.messages import Terms
+from shoal.averaging.options import term_of
 from shoal.averaging.tip import Tip
 from shoal.compression import Compression, NoCompression
 from shoal.dht.dht import DHT
@@ -24,7 +25,7 @@ from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradients import GradientBuffers, Gradients
 from shoal.optim.own_gradients import AveragerGradients
 from shoal.optim.progress import RunProgress
-from shoal.optim.refresh import refresh_of
+from shoal.optim.refresh import Refresh, refresh_of
 from shoal.optim.replica import Replica
 from shoal.optim.reports import DownloadReport, EpochReport, Event
 from shoal.optim.run import Run
@@ -110,8 +111,8 @@ class Optimizer(torch.optim.Optimizer):
             then goes on accumulating.
 
     All peers of a run need equal options, but for batch_size_per_step, client_mode, auxiliary, reuse_grad_buffers,
-    offload_optimizer, averager_opts, tracker_opts, load_state_timeout, shutdown_timeout and verbose: the first `step`
-    of a peer that differs raises AveragingError with the option's name.
+    offload_optimizer, verbose, and `bandwidth` in averager_opts: a peer that differs is told so by an AveragingError
+    with the option's name, here or in its first `step`.
 
     Attributes:
         on_event: called in the trainer's thread with an `EpochReport` or `DownloadReport`, if it is not None.
@@ -203,7 +204,7 @@ class Optimizer(torch.optim.Optimizer):
         self._downloads = 0  # since the last epoch that this peer was in
         self._lossy_epoch = -1  # of the last state that was downloaded through a lossy codec
         self._applied = self._counting = self._replica.tip  # of the model, and of what is accumulated
-        self._start_run(extra_tensors)
+        self._start_run(extra_tensors, refresh)
         self.tracker = RunProgress(
             self._run.swarm,
             dht.reactor,
@@ -244,7 +245,7 @@ class Optimizer(torch.optim.Optimizer):
             reuse=settings.reuse_grad_buffers,
         )
 
-    def _start_run(self, extra_tensors: Sequence[torch.Tensor]) -> None:
+    def _start_run(self, extra_tensors: Sequence[torch.Tensor], refresh: Refresh) -> None:
         settings, replica = self._settings, self._replica
         gradients = self._gradients if isinstance(self._gradients, GradientBuffers) else None
         sizes = () if gradients is None else tuple(spec.numel for spec in gradients.layout.buffers)
@@ -253,6 +254,7 @@ class Optimizer(torch.optim.Optimizer):
         if gradients is not None:
             schemas.append(gradients.layout.schema_hash)
         agreed = settings.agreed() | {
+            "tracker_opts": term_of(str(refresh)),
             "optimizer": type(self.optimizer).__name__,
             "scheduler": type(self.scheduler).__name__,
             "extra_tensors": Layout.of(extra_tensors).schema_hash.hex(),
@@ -604,9 +606,9 @@ class Optimizer(torch.optim.Optimizer):
         self._go_on_from(self._replica.tip)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: all peers must have the same parameters from the beginning."""
+        """Raises ValueError: all peers must have the same parameters from the beginning."""
         if self._ready:
-            raise NotImplementedError("the parameters of a run are fixed: give all groups when making the optimizer")
+            raise ValueError("the parameters of a run are fixed: give all groups when making the optimizer")
         super().add_param_group(param_group)
 
     # -- the rest

@@ -10,6 +10,7 @@ from typing import Any
 from shoal.averaging.member import Role
 from shoal.averaging.options import term_of
 from shoal.averaging.rules import Rules
+from shoal.averaging.swarm import JOIN_TIMEOUT
 from shoal.compression import Compression, NoCompression
 
 MAX_SECONDS = 86400
@@ -170,8 +171,8 @@ class Settings:
 
     def agreed(self) -> dict[str, str]:
         """Every option here that must be equal in a run, by its name. What a peer may choose for itself is not in it:
-        batch_size_per_step, client_mode, auxiliary, reuse_grad_buffers, offload_optimizer, averager_opts, and the
-        timeouts that bound its own patience alone."""
+        batch_size_per_step, client_mode, auxiliary, reuse_grad_buffers, offload_optimizer and its bandwidth. Those of
+        averager_opts that stand for an argument are told as that."""
         specs = {}
         for name in COMPRESSIONS:
             compression = getattr(self, name)
@@ -184,6 +185,9 @@ class Settings:
             "averaging_timeout": f"{self.averaging_timeout:g}",
             "allreduce_timeout": "averaging_timeout" if like_whole else f"{self.allreduce_timeout:g}",
             "next_chunk_timeout": str(self.next_chunk_timeout),
+            "load_state_timeout": f"{self.load_state_timeout:g}",
+            "shutdown_timeout": f"{self.shutdown_timeout:g}",
+            "averager_opts": f"request_timeout {self.averager_opts.get('request_timeout', JOIN_TIMEOUT):g}",
             "delay_optimizer_step": str(self.delay_optimizer_step),
             "delay_grad_averaging": str(self.delay_grad_averaging),
             "delay_state_averaging": str(self.delay_state_averaging),

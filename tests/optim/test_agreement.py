@@ -21,6 +21,10 @@ DIFFERING: dict[str, Any] = {
     "averaging_timeout": 61.0,
     "allreduce_timeout": 30.0,
     "next_chunk_timeout": 6.0,
+    "load_state_timeout": 60.0,
+    "shutdown_timeout": 6.0,
+    "averager_opts": {"request_timeout": 5.0},
+    "tracker_opts": {"min_refresh_period": 0.25},
     "delay_optimizer_step": True,
     "delay_grad_averaging": True,
     "delay_state_averaging": False,
@@ -43,11 +47,13 @@ FREE: dict[str, Any] = {
     "reuse_grad_buffers": True,
     "offload_optimizer": True,
     "verbose": True,
-    "averager_opts": {"bandwidth": 2.0},
-    "tracker_opts": {"min_refresh_period": 0.25},
-    "load_state_timeout": 60.0,
-    "shutdown_timeout": 6.0,
 }
+
+SPELLINGS: list[dict[str, Any]] = [  # a peer's own bandwidth, and other words for what the others have
+    {"averager_opts": {"bandwidth": 2.0}},
+    {"averager_opts": {"min_matchmaking_time": 15.0, "request_timeout": 10}},
+    {"tracker_opts": {"min_refresh_period": 0.5, "daemon": False}},
+]
 
 
 def make(dht: shoal.DHT, **arguments: Any) -> shoal.Optimizer:
@@ -79,8 +85,8 @@ def test_who_differs_is_told_in_what(running: list[shoal.DHT], name: str) -> Non
         make(running[0], **{name: DIFFERING[name]}).step(batch_size=1)
 
 
-@pytest.mark.parametrize("name", FREE)
-def test_who_may_differ_is_let_in(running: list[shoal.DHT], name: str) -> None:
-    optimizer = make(running[0], **{name: FREE[name]})
+@pytest.mark.parametrize("given", [{name: value} for name, value in FREE.items()] + SPELLINGS, ids=str)
+def test_who_may_differ_is_let_in(running: list[shoal.DHT], given: dict[str, Any]) -> None:
+    optimizer = make(running[0], **given)
     assert len(optimizer._run.swarm.neighbourhood.connected()) == 3
     optimizer.shutdown()

@@ -147,7 +147,7 @@ def test_parameter_groups_and_frozen_parameters(alone: Alone) -> None:
     backward(model, *fixed_batch(4))
     with pytest.raises(ValueError, match=r"frozen.*new optimizer"):
         optimizer.step(batch_size=64)
-    with pytest.raises(NotImplementedError, match="parameters of a run are fixed"):
+    with pytest.raises(ValueError, match="parameters of a run are fixed"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
