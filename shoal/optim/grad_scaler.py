@@ -30,6 +30,7 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._holding: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose `.grad` hold an epoch's sum
+        self._unused = False  # whether an accumulating optimizer was stepped that looked at no gradients
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, or only look for an overflow, as above."""
@@ -46,14 +47,18 @@ class GradScaler(torch.amp.GradScaler):
         if "closure" in kwargs:
             raise RuntimeError("a closure can't be used with a GradScaler: call backward before")
         step: Callable[..., float | None] = optimizer.step
-        return step(*args, grad_scaler=self, **kwargs)
+        loss = step(*args, grad_scaler=self, **kwargs)
+        # Such as one with a batch_size of 0, or which has downloaded the state instead: `update` has nothing to judge.
+        self._unused = not _found_in(self._per_optimizer_states[id(optimizer)])
+        return loss
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Change the scale, unless gradients are held by the present one."""
         if not self.is_enabled():
             return
         found = [value for state in self._per_optimizer_states.values() for value in _found_in(state)]
-        if new_scale is None and self._holding and not any(value.item() for value in found):
+        unused, self._unused = self._unused and not found, False
+        if new_scale is None and (unused or (self._holding and not any(value.item() for value in found))):
             self._forget_checks()
             return
         before = self.get_scale()

@@ -50,6 +50,23 @@ def test_the_scale_changes_only_after_the_end_of_an_epoch(alone: Alone) -> None:
     torch.testing.assert_close(flat(model), flat(plain), rtol=1e-4, atol=1e-5)
 
 
+def test_a_step_that_used_no_gradients_changes_no_scale(alone: Alone) -> None:
+    """As after a download, or with batch_size=0: torch's `update` would miss the checks."""
+    model = make_model()
+    optimizer = alone(model, target_batch_size=64, optimizer=OPTIMIZERS["sgd"], reuse_grad_buffers=True)
+    by = scaler(growth_interval=1)
+    by.scale(torch.zeros(()))
+    by.step(optimizer, batch_size=0)
+    by.update()
+    assert by.get_scale() == SCALE
+    with pytest.raises(AssertionError, match="No inf checks"):
+        by.update()
+    scaled_backward(model, by, *fixed_batch(0))
+    by.step(optimizer, batch_size=64)
+    by.update()
+    assert by.get_scale() == 2 * SCALE
+
+
 def test_an_overflow_drops_this_peers_accumulation_only(dht: shoal.DHT) -> None:
     with shoal.DHT(dht.get_visible_maddrs(), start=True) as elsewhere:
         models = [make_model(), make_model()]
