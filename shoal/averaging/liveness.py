@@ -24,8 +24,7 @@ class Liveness:
         node: this peer.
         service: over which pings go.
         timeout: seconds without an answer after which a peer counts as lost.
-        waited_for: the keys of the peers to ask now.
-        lost: called with the key of one that does not answer; its connection has been ended.
+        waited_for: the keys of the peers to ask now. One that does not answer is disconnected, and so lost.
     """
 
     def __init__(
@@ -34,10 +33,9 @@ class Liveness:
         service: Service,
         timeout: float,
         waited_for: Callable[[], Iterable[bytes]],
-        lost: Callable[[bytes], None],
     ) -> None:
         self._node, self._service, self._timeout = node, service, timeout
-        self._waited_for, self._lost = waited_for, lost
+        self._waited_for = waited_for
         self._asked: set[bytes] = set()
 
     async def run(self) -> None:
@@ -54,8 +52,7 @@ class Liveness:
             await self._node.call(peer, self._service, Ping(), Pong, timeout=self._timeout)
         except TimeoutError:
             log.info("%r: %r does not answer", self._node.peer_id, peer)
-            self._node.transport.disconnect(peer)
-            self._lost(peer.key)
+            self._node.disconnect(peer, "it does not answer")
         except P2PError as error:
             log.debug("%r: %r: %s", self._node.peer_id, peer, error)  # a lost connection is told by the node itself
         finally:

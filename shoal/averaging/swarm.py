@@ -129,7 +129,7 @@ class Swarm:
             reducer_timeout,
             self._changed.set,
         )
-        self._liveness = Liveness(node, self.service, chunk_timeout, self._waited_for, self._lost)
+        self._liveness = Liveness(node, self.service, chunk_timeout, self._waited_for)
         self._on_commit_callback = on_commit
         self._request_timeout = request_timeout
         self._coordination = Coordination(
@@ -146,6 +146,7 @@ class Swarm:
         )
         self._retired = False
         self._report: Progress | None = None
+        self._reporting_to: list[bytes] = []  # who has not answered yet
         self._reported_to: tuple[bytes, Tip] | None = None
         self._tasks: list[asyncio.Task[Any]] = []
         self._stop_listening: Callable[[], None] = lambda: None
@@ -215,7 +216,13 @@ class Swarm:
         report, coordinator = self._report, self.neighbourhood.coordinator()
         assert report is not None
         self._reported_to = (coordinator.key, report.tip)
-        answer = await self.node.call_for_buffers(coordinator.peer, self.service, report, timeout=self._request_timeout)
+        self._reporting_to.append(coordinator.key)
+        try:
+            answer = await self.node.call_for_buffers(
+                coordinator.peer, self.service, report, timeout=self._request_timeout
+            )
+        finally:
+            self._reporting_to.remove(coordinator.key)
         match answer.body:
             case Count():
                 if answer.body.called and answer.body.tip == self.tip and not self.called:
@@ -498,7 +505,8 @@ class Swarm:
 
     async def _report_again(self) -> None:
         try:
-            await self._send_report()
+            if self._report is not None:  # else the epoch has ended meanwhile
+                await self._send_report()
         except (P2PError, AveragingError, TimeoutError) as error:
             log.debug("%r could not report: %s", self.node.peer_id, error)
 
@@ -542,7 +550,9 @@ class Swarm:
         attempt, ballot = self._round.attempt, self.participant.ballot
         if self.participant.begin is not None and ballot is not None:
             return [ballot.coordinator]
-        return [attempt.joined[0]] if attempt is not None and attempt.joined is not None else []
+        if attempt is not None and attempt.joined is not None:
+            return [attempt.joined[0]]
+        return list(dict.fromkeys(self._reporting_to))
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

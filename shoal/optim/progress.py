@@ -270,12 +270,23 @@ class RunProgress:
                 assert sent is not None
                 if self._swarm.tip != sent.tip:
                     return  # the epoch is over; the trainer's thread will see it
-                count = await self._swarm.report(sent)
-                if count.tip == sent.tip:
+                count = await self._answer(sent)
+                if count is not None and count.tip == sent.tip:
                     self._count = (count, time.monotonic(), sent)
                     self._look_later()
         finally:
             self._sending = None
+
+    async def _answer(self, report: Progress) -> Count | None:
+        """The coordinator's; None if there is other news first: one that hangs would keep the trainer from the round
+        that another has called."""
+        asking, news = asyncio.ensure_future(self._swarm.report(report)), asyncio.ensure_future(self._swarm.news())
+        try:
+            await asyncio.wait({asking, news}, return_when=asyncio.FIRST_COMPLETED)
+            return asking.result() if asking.done() else None
+        finally:
+            asking.cancel()
+            news.cancel()
 
     def _look_later(self) -> None:
         """Ask what all have, if nothing is reported for a while."""

@@ -179,6 +179,11 @@ class Node:
         self._lost_callbacks.append(callback)
         return lambda: self._lost_callbacks.remove(callback) if callback in self._lost_callbacks else None
 
+    def disconnect(self, peer: PeerID, reason: str) -> None:
+        """End all connections to a peer that does not answer: it is lost, to calls that wait for it as well."""
+        self.transport.disconnect(peer)
+        self._on_lost(peer, reason)
+
     # -- messages out
 
     def notify(

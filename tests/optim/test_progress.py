@@ -275,3 +275,18 @@ def test_options_of_the_reference() -> None:
         refresh_of({"min_refresh_period": 20})
     with pytest.raises(ValueError, match="expected_drift_peers=-1"):
         refresh_of({"expected_drift_peers": -1})
+
+
+def test_a_coordinator_that_hangs_does_not_keep_the_trainer_from_a_round(
+    swarm: FakeSwarm, tracker: RunProgress
+) -> None:
+    """Another has taken its place, and called."""
+    swarm.open.clear()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(tracker.report_local_progress, 60.0)
+        time.sleep(0.1)
+        assert not waiting.done()
+        swarm.called = True
+        tracker._reactor.loop.call_soon_threadsafe(swarm.due.set)
+        waiting.result(5)
+    assert tracker.ready_to_update_epoch
