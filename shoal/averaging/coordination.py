@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -74,6 +74,7 @@ class Coordination:
         self._participant, self._membership, self._neighbourhood = participant, membership, neighbourhood
         self._round, self._rules, self._chunk_timeout, self._heard = driver, rules, chunk_timeout, heard
         self.lead: Lead | None = None
+        self._joining: dict[bytes, Join] = {}  # not joined yet: the tip is waited for
         self._tip_waiters: list[asyncio.Future[None]] = []
         self._settled_at = 0.0
         self._met = 1
@@ -99,6 +100,7 @@ class Coordination:
 
     def unjoin(self, peer: PeerID) -> None:
         """A member that has joined waits no longer."""
+        self._joining.pop(peer.key, None)
         if self.lead is not None:
             self.lead.unjoin(peer)
 
@@ -162,8 +164,20 @@ class Coordination:
             return standing
         return self._leading().progress(peer, report)
 
-    async def on_join(self, peer: PeerID, join: Join, gathered: bytes) -> Answer:
-        """A member's input is ready. Raises Refused for what breaks a rule."""
+    def on_join(self, peer: PeerID, join: Join, gathered: bytes) -> Awaitable[Answer]:
+        """A member's input is ready; void if it has said otherwise by the time that this is awaited. Raises Refused for
+        what breaks a rule."""
+        self._joining[peer.key] = join
+        return self._join(peer, join, gathered)
+
+    async def _join(self, peer: PeerID, join: Join, gathered: bytes) -> Answer:
+        try:
+            return await self._join_unless_void(peer, join, gathered)
+        finally:
+            if self._joining.get(peer.key) is join:
+                del self._joining[peer.key]
+
+    async def _join_unless_void(self, peer: PeerID, join: Join, gathered: bytes) -> Answer:
         if join.sender.key != peer.key:
             raise Refused("JOIN in the name of another peer")
         if len(gathered) > MAX_GATHER_BYTES:
@@ -177,7 +191,8 @@ class Coordination:
             return standing
         if join.view and join.view != self._membership.fingerprint():
             return self._neighbourhood.hello()
-        self._leading().join(peer, join, gathered)
+        if self._joining.get(peer.key) is join:
+            self._leading().join(peer, join, gathered)
         return Joined(self._participant.tip)
 
     async def _standing(self, peer: PeerID, tip: Tip) -> Answer:

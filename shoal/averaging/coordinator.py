@@ -154,7 +154,7 @@ class Coordinator:
         all together gather more than fits BEGIN."""
         if self.phase not in (Phase.COUNTING, Phase.GATHERING):
             self.late[key] = None
-            return []
+            return self._regroup() if self._is_too_small() else []
         others = sum(len(data) for other, data in self.gathered.items() if other != key)
         if others + len(gathered) > MAX_GATHERED_BYTES:
             raise RuleBroken(
@@ -173,6 +173,7 @@ class Coordinator:
 
     def unjoin(self, key: bytes, now: float) -> list[Send]:
         """A member that has joined waits no longer."""
+        self.late.pop(key, None)
         if self.phase is not Phase.GATHERING:
             return []
         self._forget_join(key)
@@ -296,7 +297,17 @@ class Coordinator:
         assert self.begin is not None
         self.out[key] = reason
         told = [Send((key,), Abort(self.begin.round, reason[:256]))]
-        return told + self.start_survey(now)
+        return told + (self._regroup() if self._is_too_small() else self.start_survey(now))
+
+    def _is_too_small(self) -> bool:
+        """Whether a group was left by so many (who cancelled their steps, say) that it is smaller than one may be, while
+        others wait who could make up for them."""
+        if self.phase not in (Phase.RUNNING, Phase.SURVEYING) or self.rules.target_samples is not None:
+            return False
+        return bool(self.late) and len(self.live()) < self.rules.min_group
+
+    def _regroup(self) -> list[Send]:
+        return self.abort(f"fewer than {self.rules.min_group} members are left, and others wait: join again")
 
     def start_survey(self, now: float) -> list[Send]:
         """Ask the live members what they hold, under a new ballot."""

@@ -20,7 +20,7 @@ from shoal.p2p.node import Node, Reply, Service
 
 MAX_SNAPSHOTS: Final = 2
 KEEP_SECONDS: Final = 30.0  # a snapshot of which no chunk was asked for so long is dropped
-SPARE_SECONDS: Final = 5.0  # one of which a chunk was asked within so long is not dropped to make room
+SPARE_SECONDS: Final = 5.0  # one that is being downloaded is not dropped to make room, unless idle for so long
 
 
 class GetManifest(msgspec.Struct, tag=1, array_like=True, frozen=True):
@@ -79,6 +79,7 @@ class _Held:
     manifest: Manifest
     chunks: list[StateChunk]
     asked: float  # when a chunk of it was last asked for, or it was taken
+    readers: set[PeerID]  # to whom it was offered last: who asks for an offer again is done with it
 
 
 class StateDonor:
@@ -126,23 +127,26 @@ class StateDonor:
             self._sweeper.cancel()
         self._held.clear()
 
-    def _handle(self, _peer: PeerID, message: object, _buffers: object) -> Reply | Coroutine[Any, Any, Reply]:
+    def _handle(self, peer: PeerID, message: object, _buffers: object) -> Reply | Coroutine[Any, Any, Reply]:
         if not self.allow and isinstance(message, GetManifest):
             return Reply(Withheld())
         if not self.allow:
             raise Refused("this peer does not share its state")
         if isinstance(message, GetManifest):
-            return self._offer()
+            return self._offer(peer)
         if isinstance(message, GetChunk):
             return self._chunk(message)
         raise Refused("not a request")
 
-    async def _offer(self) -> Reply:
+    async def _offer(self, peer: PeerID) -> Reply:
+        for snapshot in self._held.values():
+            snapshot.readers.discard(peer)
         held = self._newest()
         if held is None or (held.snapshot.tip != self._current_tip() and self._make_room()):
             if self._preparing is None:
                 self._preparing = self._node.spawn(self._prepare())
             held = await self._prepared(self._preparing)
+        held.readers.add(peer)
         return Reply(Offer(self._priority()), [held.manifest.encode()])
 
     async def _prepared(self, task: asyncio.Task[_Held]) -> _Held:
@@ -160,8 +164,8 @@ class StateDonor:
         """Whether another snapshot can be held, after dropping one that is not in use if there are too many."""
         if len(self._held) < MAX_SNAPSHOTS:
             return True
-        idle = min(self._held, key=lambda id: self._held[id].asked)
-        if self._held[idle].asked + SPARE_SECONDS > _now():
+        idle = min(self._held, key=lambda id: (bool(self._held[id].readers), self._held[id].asked))
+        if self._held[idle].readers and self._held[idle].asked + SPARE_SECONDS > _now():
             return False
         del self._held[idle]
         return True
@@ -170,7 +174,7 @@ class StateDonor:
         try:
             snapshot = await self._take_snapshot()
             manifest = await describe(snapshot)
-            held = _Held(snapshot, manifest, manifest.chunks, _now())
+            held = _Held(snapshot, manifest, manifest.chunks, _now(), set())
             self._held[manifest.id] = held
             if self._sweeper is None:
                 self._sweeper = asyncio.get_running_loop().call_later(KEEP_SECONDS, self._sweep)

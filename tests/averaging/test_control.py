@@ -151,3 +151,18 @@ def test_a_control_by_itself(caplog: pytest.LogCaptureFixture) -> None:
     for bad in (-1.0, float("inf"), True, "1", 1e16):
         with pytest.raises(ValueError, match="weight"):
             StepControl(now, now, True, bad)
+
+
+def test_pairs_are_made_of_those_who_did_not_cancel() -> None:
+    """Whether a step is cancelled before its JOIN, after it, or in the round: nobody is left over."""
+    with averagers(
+        [[torch.full((3,), float(i))] for i in range(4)], target_group_size=2, client_mode=[True, False] * 2
+    ) as peers:
+        for _ in range(10):
+            controls = [peer.step(wait=False, require_trigger=True, timeout=20.0) for peer in peers]
+            for control in controls[:2]:
+                control.cancel()
+            for control in controls[2:]:
+                control.allow_allreduce()
+            results = [control.result(20.0) for control in controls[2:]]
+            assert all(set(result) == {peer.peer_id for peer in peers[2:]} for result in results)

@@ -689,3 +689,49 @@ def test_a_successor_goes_on_with_those_that_live(lost: tuple[bytes, ...]) -> No
     for each in live:
         actions = coordinator.finished(each.key, Done(BEGIN.round, survey.ballot, ROOT), GROUP, 2.0)
     assert the(actions, Commit).view == tuple(live)
+
+
+# -- a group that was left
+
+
+PAIRS = replace(RULES, min_group=2, target_group=2)
+
+
+def test_a_group_that_is_left_by_all_but_one_regroups_with_those_who_wait():
+    coordinator = running(1, 2, rules=PAIRS)
+    assert join(coordinator, 3) == []
+    [told, end] = coordinator.put_out(key(2), "it gave up", 1.0)
+    assert told.to == keys(2)
+    assert end.to == keys(1, 3)
+    assert isinstance(end.message, Abort)
+    assert "join again" in end.message.reason
+    assert coordinator.phase is Phase.ABORTED
+
+
+def test_who_joins_a_group_that_was_left_by_all_but_one_is_not_kept_waiting():
+    coordinator = running(1, 2, rules=PAIRS)
+    coordinator.put_out(key(2), "it gave up", 1.0)
+    assert coordinator.phase is Phase.SURVEYING, "as long as nobody else is there, the round goes on"
+    [end] = join(coordinator, 3)
+    assert end.to == keys(1, 3)
+    assert isinstance(end.message, Abort)
+
+
+def test_who_waits_no_longer_makes_up_for_nobody():
+    coordinator = running(1, 2, rules=PAIRS)
+    join(coordinator, 3)
+    assert coordinator.unjoin(key(3), 0.5) == []
+    coordinator.put_out(key(2), "it gave up", 1.0)
+    assert coordinator.phase is Phase.SURVEYING
+
+
+def test_a_round_that_counts_samples_goes_on_with_one():
+    rules = replace(RULES, min_group=2, target_samples=32)
+    coordinator = gathering(1, 2, rules=rules)
+    for number in (1, 2):
+        coordinator.progress(key(number), Progress(TIP, 16.0, 1.0), 0.0)
+        join(coordinator, number)
+    assert coordinator.begin is not None
+    join(coordinator, 3)
+    coordinator.put_out(key(2), "lost", 1.0)
+    assert coordinator.phase is Phase.SURVEYING

@@ -385,6 +385,25 @@ def test_a_download_in_progress_is_not_cut_off_by_newer_snapshots():
     run(scenario())
 
 
+def test_who_asks_again_gets_the_newest_state():
+    async def scenario() -> None:
+        newcomer, (node,) = await swarm(World(16), 1)
+        state = snapshot(1, chunks=7)
+
+        async def take() -> Snapshot:
+            return replace(state, tip=tip())
+
+        def tip() -> Tip:
+            return Tip(epoch, bytes(32), float(epoch))
+
+        StateDonor(node, NAME, take, tip)
+        for epoch in range(1, 6):  # `tip` reads it
+            assert (await download(newcomer, [node])).manifest.tip.epoch == epoch
+        assert asyncio.get_running_loop().time() < 5, "no snapshot was idle for so long that it is dropped for that"
+
+    run(scenario())
+
+
 def test_bad_requests_are_refused_with_the_reason():
     async def scenario() -> None:
         newcomer, (donor,) = await swarm(World(14), 1)
