@@ -90,7 +90,7 @@ class Coordinator:
     expected: dict[bytes, Member] = field(default_factory=dict)  # connected members: BEGIN waits for them
     joins: dict[bytes, Join] = field(default_factory=dict)
     gathered: dict[bytes, bytes] = field(default_factory=dict)
-    late: dict[bytes, None] = field(default_factory=dict)  # who joined after BEGIN: they wait for the COMMIT
+    late: dict[bytes, None] = field(default_factory=dict)  # who joined too late for BEGIN: they wait for the COMMIT
     counts: dict[bytes, Progress] = field(default_factory=dict)
     begin: Begin | None = None
     ballot: Ballot | None = None
@@ -259,7 +259,9 @@ class Coordinator:
         return self._is_full() or now >= self.deadline or (now >= self.settled_at and self._all_joined())
 
     def _begin(self, now: float) -> list[Send]:
-        members = tuple(self.joins[key].sender for key in sorted(self._chosen()))
+        chosen = self._chosen()
+        self.late = dict.fromkeys(key for key in self.joins if key not in chosen)
+        members = tuple(self.joins[key].sender for key in sorted(chosen))
         joins = [self.joins[member.key] for member in members]
         reducers = sum(member.reduces for member in members)
         with_state = self.rules.averages_state(self.tip.epoch, joins)
@@ -300,7 +302,7 @@ class Coordinator:
         return told + (self._regroup() if self._is_too_small() else self.start_survey(now))
 
     def _is_too_small(self) -> bool:
-        """Whether a group was left by so many (who cancelled their steps, say) that it is smaller than one may be, while
+        """Whether a group was left by so many (who cancelled their steps, say) that it is smaller than one may be, and
         others wait who could make up for them."""
         if self.phase not in (Phase.RUNNING, Phase.SURVEYING) or self.rules.target_samples is not None:
             return False

@@ -708,6 +708,17 @@ def test_a_group_that_is_left_by_all_but_one_regroups_with_those_who_wait():
     assert coordinator.phase is Phase.ABORTED
 
 
+def test_who_joined_and_was_not_chosen_hears_of_the_end():
+    coordinator = gathering(1, 2, 3, rules=PAIRS, settled_at=5.0)
+    for number in (2, 3):
+        coordinator.joins[key(number)] = join_of(member(number))
+    join(coordinator, 1)
+    assert coordinator.begin is not None
+    assert [m.key for m in coordinator.begin.members] == list(keys(2, 3))
+    coordinator.put_out(key(2), "it gave up", 1.0)
+    assert coordinator.phase is Phase.ABORTED, "another may take its place"
+
+
 def test_who_joins_a_group_that_was_left_by_all_but_one_is_not_kept_waiting():
     coordinator = running(1, 2, rules=PAIRS)
     coordinator.put_out(key(2), "it gave up", 1.0)
