@@ -29,7 +29,7 @@ def show(name: str, process: subprocess.Popen[str]) -> None:
 
 def main() -> None:
     """Starts the processes, and waits for the trainers."""
-    options = sys.argv[1:]
+    options = ["--min-peers", "2", *sys.argv[1:]]
     first = start("trainer", *options)
     assert first.stdout is not None
     started = [first]

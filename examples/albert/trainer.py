@@ -38,6 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=64, help="tokens of a window")
     parser.add_argument("--batch-size", type=int, default=16, help="windows that this peer computes at once")
     parser.add_argument("--target-batch-size", type=int, default=256, help="windows of all peers in an epoch")
+    parser.add_argument("--min-peers", type=int, default=1, help="no epoch ends with fewer")
     parser.add_argument("--epochs", type=int, default=150, help="stop when the run has reached this epoch")
     parser.add_argument("--warm-up", type=int, default=20, help="epochs until the learning rate is reached")
     parser.add_argument("--lr", type=float, default=5e-3, help="learning rate")
@@ -90,6 +91,7 @@ def main() -> None:
             grad_compression=MIXED,
             matchmaking_time=arguments.matchmaking_time,
             averaging_timeout=arguments.averaging_timeout,
+            min_peers=arguments.min_peers,
         )
         if arguments.checkpoint is not None and arguments.checkpoint.exists():
             saved = torch.load(arguments.checkpoint, map_location=device, weights_only=True)
