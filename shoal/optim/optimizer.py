@@ -406,7 +406,8 @@ class Optimizer(torch.optim.Optimizer):
             if self.tracker.ready_to_update_epoch:
                 if self._background.busy:
                     self._take_result(wait=True)  # one epoch late is the most
-                self._update()
+                with self.tracker.paused():
+                    self._update()
         except Behind as error:
             log.info("%s", error)
             if self._background.busy:
@@ -444,7 +445,8 @@ class Optimizer(torch.optim.Optimizer):
         if not self._background.busy or not (wait or self._background.done):
             return
         try:
-            averaged = self._background.take()
+            with self.tracker.paused():
+                averaged = self._background.take()
         except Behind as error:
             log.info("%s", error)
             self._synchronise()
@@ -564,6 +566,7 @@ class Optimizer(torch.optim.Optimizer):
         self._begin_accumulating()
         self._applied = self._counting = tip
         self.tracker.start_epoch(tip)
+        self.tracker.restart_clock()
 
     def _tell_changed(self) -> None:
         self.dht.reactor.loop.call_soon_threadsafe(self._state_changed.set)

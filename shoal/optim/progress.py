@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -173,14 +174,22 @@ class RunProgress:
         if self._pending is not None:
             self._pending.cancel()
             self._pending = None
-        self.restart_clock()
         if self._step.samples:
             self._pending = self._reactor.submit(self._report(self._progress(another=True)))
 
     def restart_clock(self) -> None:
-        """What passed until now belongs to no step: a round, a download."""
+        """What passed until now belongs to no step: a download."""
         self._since = time.monotonic()
         self.performance_ema.reset_timer()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What passes within belongs to no step: a round that the trainer waits for."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since += time.monotonic() - began
 
     def start(self) -> None:
         """From now on, ask what others have when there is nothing to tell."""

@@ -9,7 +9,7 @@ import pytest
 
 import shoal
 from tests.optim.conftest import Alone
-from tests.optim.models import OPTIMIZERS, make_model
+from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
 
 
 def test_how_often_the_others_are_asked_for(alone: Alone, caplog: pytest.LogCaptureFixture) -> None:
@@ -48,3 +48,18 @@ def test_weight_of_the_newest_measurement(alone: Alone) -> None:
         speeds.append(optimizer.tracker.local_progress.samples_per_second)
     assert speeds[1] == pytest.approx(8 / 0.4, rel=0.3), "only the last one counts"
     assert speeds[0] > 3 * speeds[1]
+
+
+@pytest.mark.parametrize("option", [{}, {"delay_optimizer_step": True}, {"delay_grad_averaging": True}])
+def test_the_speed_is_that_of_the_steps_in_every_mode(alone: Alone, option: dict[str, bool]) -> None:
+    model = make_model()
+    optimizer = alone(model, optimizer=OPTIMIZERS["sgd"], target_batch_size=32, **option)
+    computed = []
+    while optimizer.local_epoch < 4:
+        began = time.monotonic()
+        time.sleep(0.05)
+        backward(model, *fixed_batch(0))
+        computed.append(time.monotonic() - began)
+        optimizer.step(batch_size=8)
+    speed = 8 * len(computed) / sum(computed)
+    assert optimizer.tracker.performance_ema.samples_per_second == pytest.approx(speed, rel=0.1), "rounds are no work"
