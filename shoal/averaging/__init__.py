@@ -25,9 +25,29 @@ if TYPE_CHECKING:
     from shoal.averaging.averager import DecentralizedAverager as DecentralizedAverager
     from shoal.averaging.control import AveragingStage as AveragingStage
     from shoal.averaging.control import StepControl as StepControl
+    from shoal.averaging.errors import AveragingError as AveragingError
+    from shoal.averaging.load_balancing import load_balance_peers as load_balance_peers
+    from shoal.averaging.member import Role as Role
+    from shoal.averaging.report import RoundReport as RoundReport
 
-_HOMES = {"AveragingStage": "control", "DecentralizedAverager": "averager", "StepControl": "control"}
-__all__ = ["AveragingStage", "DecentralizedAverager", "StepControl"]
+_HOMES = {
+    "AveragingError": "errors",
+    "AveragingStage": "control",
+    "DecentralizedAverager": "averager",
+    "Role": "member",
+    "RoundReport": "report",
+    "StepControl": "control",
+    "load_balance_peers": "load_balancing",
+}
+__all__ = [
+    "AveragingError",
+    "AveragingStage",
+    "DecentralizedAverager",
+    "Role",
+    "RoundReport",
+    "StepControl",
+    "load_balance_peers",
+]
 
 
 def __getattr__(name: str) -> Any:

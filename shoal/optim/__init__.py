@@ -13,3 +13,49 @@ in the background; `vector.py` says what a round averages: `gradients.py` (or `o
 run, `progress.py` counts samples. `gradient_averager.py`, `power_sgd.py`, `training_state_averager.py` and
 `progress_tracker.py` are for those who train without an `Optimizer`.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.optim.grad_scaler import GradScaler as GradScaler
+    from shoal.optim.gradient_averager import GradientAverager as GradientAverager
+    from shoal.optim.optimizer import Optimizer as Optimizer
+    from shoal.optim.performance import PerformanceEMA as PerformanceEMA
+    from shoal.optim.power_sgd import PowerSGDGradientAverager as PowerSGDGradientAverager
+    from shoal.optim.progress_tracker import ProgressTracker as ProgressTracker
+    from shoal.optim.reports import DownloadReport as DownloadReport
+    from shoal.optim.reports import EpochReport as EpochReport
+    from shoal.optim.training_state_averager import TrainingStateAverager as TrainingStateAverager
+
+_HOMES = {
+    "DownloadReport": "reports",
+    "EpochReport": "reports",
+    "GradScaler": "grad_scaler",
+    "GradientAverager": "gradient_averager",
+    "Optimizer": "optimizer",
+    "PerformanceEMA": "performance",
+    "PowerSGDGradientAverager": "power_sgd",
+    "ProgressTracker": "progress_tracker",
+    "TrainingStateAverager": "training_state_averager",
+}
+__all__ = [
+    "DownloadReport",
+    "EpochReport",
+    "GradScaler",
+    "GradientAverager",
+    "Optimizer",
+    "PerformanceEMA",
+    "PowerSGDGradientAverager",
+    "ProgressTracker",
+    "TrainingStateAverager",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when it is used: importing one of the rest must not load all of them.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shoal.optim' has no attribute {name!r}")
+    return getattr(import_module(f"shoal.optim.{_HOMES[name]}"), name)

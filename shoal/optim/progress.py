@@ -201,6 +201,10 @@ class RunProgress:
         self._running = False
         self._reactor.loop.call_soon_threadsafe(self._look_later)
 
+    def is_alive(self) -> bool:
+        """Whether it asks, that is between `start` and `stop`."""
+        return self._running
+
     # -- in the trainer's thread
 
     def _tell(self, now: float, another: bool, at_once: bool) -> None:

@@ -11,3 +11,22 @@ What this room promises to the rooms above it:
 
 It runs on one asyncio loop, the reactor's (`reactor.py`), or on the virtual clock of `shoal.simulation`.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.p2p.identity import PeerID as PeerID
+    from shoal.p2p.multiaddr import Multiaddr as Multiaddr
+
+_HOMES = {"Multiaddr": "multiaddr", "PeerID": "identity"}
+__all__ = ["Multiaddr", "PeerID"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when it is used, as everything of Shoal.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shoal.p2p' has no attribute {name!r}")
+    return getattr(import_module(f"shoal.p2p.{_HOMES[name]}"), name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import subprocess
 import sys
@@ -43,3 +44,13 @@ print(before == seen(), [name for name in ("zmq", "nacl", "asyncio", "multiproce
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
 def test_every_room_says_what_it_promises(room: Path) -> None:
     assert ast.get_docstring(ast.parse((room / "__init__.py").read_text()))
+
+
+@pytest.mark.parametrize("room", ["averaging", "optim", "p2p"])
+def test_what_a_room_names_is_what_the_package_names(room: str) -> None:
+    module = importlib.import_module(f"shoal.{room}")
+    assert module.__all__ == sorted(module.__all__)
+    for name in module.__all__:
+        assert getattr(module, name) is getattr(shoal, name, getattr(module, name))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = module.nothing
