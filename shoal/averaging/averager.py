@@ -191,12 +191,12 @@ class DecentralizedAverager(Stepping):
         node = self.dht.node
         addresses = () if self.client_mode else tuple(map(str, self.dht.dht_node.visible_addresses()))[:8]
         me = Member(node.peer_id.key, addresses, self.mode, self.bandwidth)
-        terms = Terms(self._agreed_options(), self.schema_hash)
+        terms = Terms(self.agreed_options(), self.schema_hash)
         times: Any = self._timeouts
         return Swarm(node, directory, run_id, me, terms, rules, request_timeout=self.request_timeout, **times)
 
-    def _agreed_options(self) -> dict[str, str]:
-        """The options that must be equal on all peers."""
+    def agreed_options(self) -> dict[str, str]:
+        """The options that must be equal on all peers, as they compare them."""
         return {
             "compression": term_of(self._compression.spec),
             "target_group_size": str(self._rules.target_group),

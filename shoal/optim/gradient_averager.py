@@ -127,6 +127,10 @@ class GradientAverager(DecentralizedAverager):
         if sums:
             torch._foreach_add_(sums, gradients, alpha=batch_size / self._anchor_batch_size)
 
+    def is_finite(self) -> bool:
+        """Whether no element of the accumulated gradients is NaN or infinite."""
+        return all(bool(gradient.isfinite().all()) for gradient in self._grad_accumulators())
+
     @torch.no_grad()
     def load_accumulators_into_averager_(self) -> None:
         """Write the mean of the accumulated gradients where the next round reads it."""

@@ -21,7 +21,7 @@ class Gradients(Protocol):
     def accumulate(self, batch_size: int) -> None: ...
     def reset(self) -> None: ...
     def close(self, scale: float = 1.0) -> float: ...
-    def average(self, timeout: float) -> None: ...
+    def average(self, timeout: float) -> bytes: ...
     def use_local(self) -> None: ...
     def as_grad(
         self, targets: Sequence[torch.Tensor], max_norm: float | None = None
@@ -132,8 +132,9 @@ class GradientBuffers:
                 mean.zero_()
         torch._foreach_div_(self._mean, max(1, self._steps) * scale)
 
-    def average(self, timeout: float) -> None:
-        """Nothing to do before the round of the run, which averages what was closed."""
+    def average(self, timeout: float) -> bytes:
+        """Nothing to do before the round of the run, which averages what was closed, and names the average."""
+        return b""
 
     def use_local(self) -> None:
         """Take this peer's own mean for the average: there was no round."""

@@ -91,7 +91,8 @@ class Optimizer(torch.optim.Optimizer):
             `matchmaking_time`, and takes part in it.
         grad_compression: how gradients travel.
         grad_averager_factory: makes an object that accumulates and averages the gradients instead, as
-            `shoal.GradientAverager` does: called with the trained parameters and `dht`, `prefix`, `start` and times.
+            `shoal.GradientAverager` does: called with the trained parameters and `dht`, `prefix`, `start=False`, times
+            and more. It is started when there is a gradient.
         state_averaging_compression: how the state travels when it is averaged.
         load_state_compression: how this peer sends its state to newcomers; statistics of the optimizer only if they are
             averaged, since nothing else makes them equal again.
@@ -222,11 +223,11 @@ class Optimizer(torch.optim.Optimizer):
             return None
         if factory is not None:
             return AveragerGradients(
+                self.dht.peer_id.key,
                 factory,
                 self._replica.trained,
                 dht=self.dht,
                 prefix=f"{self.run_id}/grad",
-                start=True,
                 min_group_size=1,
                 min_matchmaking_time=settings.matchmaking_time,
                 allreduce_timeout=settings.allreduce_timeout,
@@ -259,6 +260,8 @@ class Optimizer(torch.optim.Optimizer):
             "scheduler": type(self.scheduler).__name__,
             "extra_tensors": Layout.of(extra_tensors).schema_hash.hex(),
         }
+        if isinstance(self._gradients, AveragerGradients):
+            agreed["grad_averager_factory"] = term_of(self._gradients.terms)
         self._run = Run(
             self.dht,
             self.run_id,
@@ -393,6 +396,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _count_and_update(self) -> None:
         """Report what was accumulated, and end the epoch if that is due."""
+        if self._background.failed:
+            self._background.begin(self._background.samples)
         if self._background.busy:
             tip = self._background.tip
             if tip is not None:
@@ -401,6 +406,8 @@ class Optimizer(torch.optim.Optimizer):
                 return  # the round is under way, and what is accumulated belongs to an epoch without a name yet
             else:
                 self._take_result(wait=True)  # this peer has its part of that epoch: one epoch late is the most
+                if self._background.failed:
+                    return  # the next step tries again
         try:
             self.tracker.report_local_progress(self._samples)
             if self.tracker.ready_to_update_epoch:
@@ -417,6 +424,8 @@ class Optimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         """End the epoch, or begin to in the background."""
         settings = self._settings
+        if self._end.few_are_here():
+            return
         self._end.take()
         samples = self._samples
         if self._gradients is not None:
@@ -527,6 +536,8 @@ class Optimizer(torch.optim.Optimizer):
     def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:
         # What takes longer than an epoch would come too late each time. So the others are asked to wait, but not always
         # where that does not help either: the 2nd, 4th, 8th time.
+        if isinstance(self._gradients, AveragerGradients):
+            self._gradients.leave()
         self._downloads += 1
         awaited = self._downloads > 1 and self._downloads.bit_count() == 1
         state = self._run.download(donors, timeout, self._replica.max_nbytes, awaited)
@@ -563,6 +574,7 @@ class Optimizer(torch.optim.Optimizer):
     def _go_on_from(self, tip: Tip) -> None:
         """The replica is at another state, not by a round."""
         self._tell_changed()
+        self._background.failed = False
         self._begin_accumulating()
         self._applied = self._counting = tip
         self.tracker.start_epoch(tip)
@@ -599,6 +611,8 @@ class Optimizer(torch.optim.Optimizer):
         Raises ValueError, as the wrapped optimizer does, if it is of other parameter groups.
         """
         self._take_result(wait=True)
+        if isinstance(self._gradients, AveragerGradients):
+            self._gradients.leave()
         self._replica.load_state_dict(state_dict, self.target_batch_size)
         if self._host is None:
             self.param_groups = self.optimizer.param_groups
@@ -646,6 +660,8 @@ class Optimizer(torch.optim.Optimizer):
         if self.dht.is_alive():
             self.tracker.stop()
         self._run.stop(timeout)
+        if isinstance(self._gradients, AveragerGradients):
+            self._gradients.averager.shutdown()  # whose average may be waited for
         self._background.stop(timeout)
         if self._background.done:
             try:
@@ -654,8 +670,6 @@ class Optimizer(torch.optim.Optimizer):
                 log.info("the end of an epoch was given up: %s", error)
             self._replica.publish()
             self._applied = self._replica.tip
-        if isinstance(self._gradients, AveragerGradients):
-            self._gradients.averager.shutdown()
 
     def __repr__(self) -> str:
         return f"shoal.Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, optimizer={self.optimizer!r})"

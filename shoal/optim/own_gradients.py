@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from typing import Any
 
 import torch
+from blake3 import blake3
 
 from shoal.averaging.control import StepControl
-from shoal.averaging.errors import AveragingError
+from shoal.averaging.errors import AveragingError, Rejected
 from shoal.optim.gradient_averager import GradientAverager
 
 log = logging.getLogger(__name__)
@@ -20,19 +22,35 @@ class AveragerGradients:
     """Stands where `GradientBuffers` do. The averager has rounds of its own, before those of the run, which then
     average no gradients. A parameter that got no gradient counts as one with zeros.
 
+    Its rounds wait for all members that are known, so it is started by the first gradient, and stopped while a state is
+    downloaded. An average that was had is kept until the step that uses it, however often the end of the epoch is tried
+    meanwhile: what this peer accumulates after that is not in it, and dropped.
+
     Args:
-        factory: makes the averager: called with the parameters and `options`.
+        me: this peer's key.
+        factory: makes the averager: called with the parameters, `start=False` and `options`.
         parameters: those that get gradients.
 
     Raises ValueError if it makes something else than a `GradientAverager`.
     """
 
-    def __init__(self, factory: Callable[..., Any], parameters: Sequence[torch.Tensor], **options: Any) -> None:
-        averager = factory(parameters, **options)
+    def __init__(
+        self, me: bytes, factory: Callable[..., Any], parameters: Sequence[torch.Tensor], **options: Any
+    ) -> None:
+        averager = factory(parameters, start=False, **options)
         if not isinstance(averager, GradientAverager):
             raise ValueError(f"grad_averager_factory made a {type(averager).__name__}: make a shoal.GradientAverager")
         self.averager = averager
-        self._control: StepControl | None = None
+        self._me = me
+        self._control: StepControl | None = None  # of the round whose average is not used yet
+        self._samples = 0.0  # that this peer brought to it
+        self._failed = False
+
+    @property
+    def terms(self) -> str:
+        """What must be equal at all peers."""
+        own = ", ".join(f"{name} {value}" for name, value in sorted(self.averager.agreed_options().items()))
+        return f"{type(self.averager).__name__} ({own})"
 
     @property
     def samples(self) -> float:
@@ -41,6 +59,7 @@ class AveragerGradients:
 
     def accumulate(self, batch_size: int) -> None:
         """Take the parameters' `.grad`, the mean over `batch_size` samples."""
+        self.averager.run_in_background()
         self.averager.accumulate_grads_(batch_size)
 
     def reset(self) -> None:
@@ -48,26 +67,49 @@ class AveragerGradients:
         self.averager.reset_accumulated_grads_()
 
     def close(self, scale: float = 1.0) -> float:
-        """Begin the averager's round with what was accumulated; returns how many samples are behind it.
+        """Begin the averager's round with what was accumulated, unless one was held in this epoch; returns how many
+        samples are behind what this peer brought to it: none if an element is not finite.
 
         Args:
             scale: by which the gradients in `.grad` are too large.
         """
-        if scale != 1.0:
-            torch._foreach_div_([p.grad for p in self.averager.parameters if p.grad is not None], scale)
-        self._control = self.averager.step(reset_accumulators=False, wait=False)
-        return self.samples
+        if self._control is not None and not self._failed:
+            return self._samples
+        averager = self.averager
+        averager.run_in_background()
+        if not averager.is_finite():
+            averager.reset_accumulated_grads_()
+        self._samples, self._failed = self.samples, False
+        scaled = [p.grad for p in averager.parameters if p.grad is not None] if scale != 1.0 else []
+        if scaled:
+            torch._foreach_div_(scaled, scale)
+        self._control = averager.step(reset_accumulators=False, wait=False)
+        if scaled:
+            torch._foreach_mul_(scaled, scale)  # should the round fail, more is added to them
+        return self._samples
 
-    def average(self, timeout: float) -> None:
-        """Wait for that round; where it fails, the average is this peer's own."""
-        control, self._control = self._control, None
-        if control is None:
-            return
+    def average(self, timeout: float) -> bytes:
+        """Wait for that round; where it fails, the average is this peer's own. Returns a name of the average, which is
+        that of all who have the same. Raises Rejected if the others have another averager."""
+        own = blake3(b"own gradients of " + self._me).digest()
+        if self._control is None or self._failed:
+            return own
         try:
-            control.result(timeout)
-        except (AveragingError, TimeoutError) as error:
-            control.cancel()
+            self._control.result(timeout)
+        except Rejected:
+            raise
+        except (AveragingError, TimeoutError, CancelledError) as error:
+            self._control.cancel()
+            self._failed = True
             log.warning("the gradients were not averaged (%s): going on with this peer's own", error)
+            return own
+        assert self.averager.last_round is not None
+        return bytes.fromhex(self.averager.last_round.digest)
+
+    def leave(self) -> None:
+        """Nobody is to wait for this peer's gradients, which are of a state that it leaves."""
+        self.averager.shutdown()  # which ends its round
+        self._control = None
 
     def use_local(self) -> None:
         """There was no round of the run: what the averager has is the best there is."""
@@ -79,6 +121,7 @@ class AveragerGradients:
         with self.averager.get_tensors() as averaged:
             gradients = [tensor.to(target, copy=True) for tensor, target in zip(averaged, targets, strict=True)]
         self.averager.notify_used_averaged_gradients()
+        self._control = None
         if max_norm is not None:
             norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64).cpu() for gradient in gradients]
             factor = max_norm / (float(torch.stack(norms).square().sum().sqrt()) + 1e-6)

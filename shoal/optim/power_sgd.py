@@ -99,9 +99,10 @@ class PowerSGDGradientAverager(GradientAverager):
         if start:
             self.run_in_background()
 
-    def _agreed_options(self) -> dict[str, str]:
+    def agreed_options(self) -> dict[str, str]:
+        """See `DecentralizedAverager`."""
         own = {"averager_rank": str(self.rank), "min_compression_ratio": f"{self.min_compression_ratio:g}"}
-        return super()._agreed_options() | own
+        return super().agreed_options() | own
 
     def _random(self, seed: bytes) -> Tensors:
         generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)

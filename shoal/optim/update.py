@@ -105,17 +105,16 @@ class EpochEnd:
 
         Raises Behind if others are past this epoch, Rejected if the run goes by other terms.
         """
-        if self._few_are_here():
-            return None
+        gradients = b"" if self._gradients is None else self._gradients.average(self._averaging_timeout)
+        # What they were averaged to is one more thing on which the bits of the step depend.
+        machine = f"{gradients.hex()} {self.machine}"[:256] if gradients else self.machine
         until = time.monotonic() + self._averaging_timeout
-        if self._gradients is not None:
-            self._gradients.average(self._averaging_timeout)
         contribution = Contribution(
             weight=samples,
             open=self._vector.open,
             patience=self._matchmaking_time,
             tip=self._replica.tip,
-            machine=self.machine,
+            machine=machine,
             state=b"" if self._gradients is None else self._replica.digest,
         )
         while True:
@@ -131,9 +130,10 @@ class EpochEnd:
                 # Whoever is put out of a round gets its result as one who missed it.
                 log.warning("%s: trying again", error)
                 continue
-            return Averaged(outcome.commit.next_tip, outcome, self._disagrees_with(outcome))
+            donors = self._of_other_gradients(outcome, gradients.hex()) or self._disagrees_with(outcome, machine)
+            return Averaged(outcome.commit.next_tip, outcome, donors)
 
-    def _few_are_here(self) -> bool:
+    def few_are_here(self) -> bool:
         """Wait for `min_peers`, at most for `matchmaking_time`; whether they have not come."""
         if self._min_peers == 1:
             return False
@@ -174,7 +174,22 @@ class EpochEnd:
             self._gradients.use_local()
         return Averaged(tip, None)
 
-    def _disagrees_with(self, outcome: Outcome) -> tuple[PeerID, ...]:
+    def _of_other_gradients(self, outcome: Outcome, mine: str) -> tuple[PeerID, ...]:
+        """If this peer's average (`mine` names it), which was had before the round, is not that of the most: the
+        members to download the state from, after the step that they make. Of averages that equally many have, the one
+        of more samples counts."""
+        if not mine:
+            return ()
+        begin = outcome.begin
+        names = [machine[: len(mine)] for machine in begin.machines]
+        samples = {name: sum(w for w, one in zip(begin.weights, names, strict=True) if one == name) for name in names}
+        common = max(names, key=lambda name: (names.count(name), samples[name], name))
+        if mine == common:
+            return ()
+        log.warning("this peer's gradients are not the average that the others have: downloading the state")
+        return tuple(member.peer for member, name in zip(begin.members, names, strict=True) if name == common)
+
+    def _disagrees_with(self, outcome: Outcome, machine: str) -> tuple[PeerID, ...]:
         """If the state from which this round began is another here than it must be: the members to download it from.
 
         Peers that compute alike only ever disagree at the start of a run (they made their parameters each for
@@ -186,7 +201,7 @@ class EpochEnd:
         states = {m.key: s for m, s in zip(begin.members, begin.states, strict=True) if s}
         mine = states.get(self._run.me, b"")
         if self._replica.tip.epoch:
-            alike = {m.key for m, name in zip(begin.members, begin.machines, strict=True) if name == self.machine}
+            alike = {m.key for m, name in zip(begin.members, begin.machines, strict=True) if name == machine}
             states = {key: state for key, state in states.items() if key in alike}
         held = list(states.values())
         common = max(held, key=lambda state: (held.count(state), state), default=b"")
@@ -207,6 +222,7 @@ class Background:
     Attributes:
         tip: of the state after it, as soon as that is known; None before.
         samples: that this peer brought to it.
+        failed: whether the last one found no average, and is to be begun again with what it had.
     """
 
     def __init__(self, end: EpochEnd, *, steps: bool) -> None:
@@ -215,6 +231,7 @@ class Background:
         self._future: Future[Averaged | None] | None = None
         self.tip: Tip | None = None
         self.samples = 0.0
+        self.failed = False
 
     @property
     def busy(self) -> bool:
@@ -232,11 +249,11 @@ class Background:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-update")
         self.tip = averaged.tip if averaged is not None else None
-        self.samples = samples
+        self.samples, self.failed = samples, False
         self._future = self._thread.submit(self._run, samples, averaged)
 
     def _run(self, samples: float, averaged: Averaged | None) -> Averaged | None:
-        while averaged is None and not self._end.stopped:
+        if averaged is None:
             averaged = self._end.average(samples)
         if averaged is not None and not averaged.donors:
             self.tip = averaged.tip
@@ -245,13 +262,15 @@ class Background:
         return averaged
 
     def take(self) -> Averaged | None:
-        """Wait for the result. Raises what the thread raised."""
+        """Wait for the result; None if it `failed`. Raises what the thread raised."""
         assert self._future is not None
         future, self._future = self._future, None
         try:
-            return future.result()
+            averaged = future.result()
         finally:
             self.tip = None
+        self.failed = averaged is None
+        return averaged
 
     def stop(self, timeout: float) -> None:
         """Wait so many seconds for what is under way; then leave it to itself."""
