@@ -187,7 +187,7 @@ def test_other_averagers_are_refused_by_name(places: list[shoal.DHT]) -> None:
     _, second = make(places[1])
 
     other = functools.partial(shoal.PowerSGDGradientAverager, averager_rank=2)
-    with pytest.raises(shoal.AveragingError, match=r"grad_averager_factory is PowerSGDG.* averager_rank"):
+    with pytest.raises(shoal.AveragingError, match=r"grad_averager_factory is PowerSGDG.*averager_rank"):
         make(places[2], grad_averager_factory=other)
     first.shutdown()
     second.shutdown()
