@@ -105,7 +105,7 @@ class RunProgress:
         self._tip = swarm.tip  # of the state on which samples are accumulated
         self._samples = 0.0
         self._step = StepTime()
-        self._since = time.monotonic()  # when the step that is under way began
+        self._since: float | None = None  # when the step that is under way began; not known before the first report
         self._pending: Future[Count | None] | None = None
         # The rest belongs to the reactor's thread.
         self._count: tuple[Count, float, Progress] | None = None  # with when it came, and what it answers
@@ -158,7 +158,7 @@ class RunProgress:
         """
         now, added = time.monotonic(), samples - self._samples
         self._samples = samples
-        if added > 0:
+        if added > 0 and self._since is not None:
             self.performance_ema.update(added, now - self._since)
             self._step.update(added, now - self._since)
         try:
@@ -189,7 +189,8 @@ class RunProgress:
         try:
             yield
         finally:
-            self._since += time.monotonic() - began
+            if self._since is not None:
+                self._since += time.monotonic() - began
 
     def start(self) -> None:
         """From now on, ask what others have when there is nothing to tell."""

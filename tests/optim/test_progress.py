@@ -190,6 +190,17 @@ def test_one_that_is_told_to_wait_waits_for_the_call(swarm: FakeSwarm, tracker: 
     assert tracker.performance_ema.samples_per_second == speed, "waiting is not working slowly"
 
 
+def test_what_passed_before_the_first_report_is_no_measure_of_a_step(swarm: FakeSwarm, tracker: RunProgress) -> None:
+    """One that came late, or waited for its data, would be taken for too slow to help."""
+    time.sleep(0.3)
+    tracker.report_local_progress(8.0)
+    assert (swarm.heard[-1].step, tracker.performance_ema.num_updates) == (0.0, 0)
+    time.sleep(0.05)
+    tracker.report_local_progress(16.0)
+    wait_until(lambda: swarm.heard[-1].samples == 16.0)
+    assert swarm.heard[-1].seconds == pytest.approx(0.05, abs=0.03)
+
+
 def test_what_it_waits_for_may_not_come(swarm: FakeSwarm, tracker: RunProgress) -> None:
     swarm.others, swarm.others_under_way, swarm.peers = 80.0, 16.0, 3
     tracker.report_local_progress(0.0)
