@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from shoal.functional.qhm_optimizer import QHM as QHM
     from shoal.functional.registry import functional_optim_map as functional_optim_map
     from shoal.functional.registry import register_functional_optimizer as register_functional_optimizer
+    from shoal.optim.grad_averager import GradientAverager as GradientAverager
     from shoal.optim.grad_scaler import GradScaler as GradScaler
-    from shoal.optim.gradient_averager import GradientAverager as GradientAverager
     from shoal.optim.optimizer import Optimizer as Optimizer
-    from shoal.optim.power_sgd import PowerSGDGradientAverager as PowerSGDGradientAverager
+    from shoal.optim.power_sgd_averager import PowerSGDGradientAverager as PowerSGDGradientAverager
     from shoal.optim.progress_tracker import ProgressTracker as ProgressTracker
     from shoal.optim.reports import DownloadReport as DownloadReport
     from shoal.optim.reports import EpochReport as EpochReport
-    from shoal.optim.training_state_averager import TrainingStateAverager as TrainingStateAverager
+    from shoal.optim.state_averager import TrainingStateAverager as TrainingStateAverager
     from shoal.p2p.identity import PeerID as PeerID
     from shoal.p2p.multiaddr import Multiaddr as Multiaddr
     from shoal.remote.optimizer import DistributedOptimizer as DistributedOptimizer
@@ -51,19 +51,19 @@ _HOMES = {
     "DownloadReport": "shoal.optim.reports",
     "EpochReport": "shoal.optim.reports",
     "GradScaler": "shoal.optim.grad_scaler",
-    "GradientAverager": "shoal.optim.gradient_averager",
+    "GradientAverager": "shoal.optim.grad_averager",
     "Join": "shoal.sharding.join",
     "JoinHook": "shoal.sharding.join",
     "Joinable": "shoal.sharding.join",
     "Multiaddr": "shoal.p2p.multiaddr",
     "Optimizer": "shoal.optim.optimizer",
     "PeerID": "shoal.p2p.identity",
-    "PowerSGDGradientAverager": "shoal.optim.power_sgd",
+    "PowerSGDGradientAverager": "shoal.optim.power_sgd_averager",
     "ProgressTracker": "shoal.optim.progress_tracker",
     "QHM": "shoal.functional.qhm_optimizer",
     "RoundReport": "shoal.averaging.report",
     "StepControl": "shoal.averaging.control",
-    "TrainingStateAverager": "shoal.optim.training_state_averager",
+    "TrainingStateAverager": "shoal.optim.state_averager",
     "ValueWithExpiration": "shoal.dht.records",
     "ZeroRedundancyOptimizer": "shoal.sharding.zero",
     "functional_optim_map": "shoal.functional.registry",

@@ -10,7 +10,7 @@ What this room promises to its users:
 How to read it: `optimizer.py` is the public face and `settings.py` its options; `update.py` ends an epoch, at once or
 in the background; `vector.py` says what a round averages: `gradients.py` (or `own_gradients.py`) and `shared.py`;
 `replica.py` is this peer's state (`state.py`), which may be on the host (`offload.py`); `run.py` is its part in the
-run, `progress.py` counts samples. `gradient_averager.py`, `power_sgd.py`, `training_state_averager.py` and
+run, `progress.py` counts samples. `grad_averager.py`, `power_sgd_averager.py`, `state_averager.py` and
 `progress_tracker.py` are for those who train without an `Optimizer`.
 """
 
@@ -20,26 +20,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.optim.grad_averager import GradientAverager as GradientAverager
     from shoal.optim.grad_scaler import GradScaler as GradScaler
-    from shoal.optim.gradient_averager import GradientAverager as GradientAverager
     from shoal.optim.optimizer import Optimizer as Optimizer
     from shoal.optim.performance import PerformanceEMA as PerformanceEMA
-    from shoal.optim.power_sgd import PowerSGDGradientAverager as PowerSGDGradientAverager
+    from shoal.optim.power_sgd_averager import PowerSGDGradientAverager as PowerSGDGradientAverager
     from shoal.optim.progress_tracker import ProgressTracker as ProgressTracker
     from shoal.optim.reports import DownloadReport as DownloadReport
     from shoal.optim.reports import EpochReport as EpochReport
-    from shoal.optim.training_state_averager import TrainingStateAverager as TrainingStateAverager
+    from shoal.optim.state_averager import TrainingStateAverager as TrainingStateAverager
 
 _HOMES = {
     "DownloadReport": "reports",
     "EpochReport": "reports",
     "GradScaler": "grad_scaler",
-    "GradientAverager": "gradient_averager",
+    "GradientAverager": "grad_averager",
     "Optimizer": "optimizer",
     "PerformanceEMA": "performance",
-    "PowerSGDGradientAverager": "power_sgd",
+    "PowerSGDGradientAverager": "power_sgd_averager",
     "ProgressTracker": "progress_tracker",
-    "TrainingStateAverager": "training_state_averager",
+    "TrainingStateAverager": "state_averager",
 }
 __all__ = [
     "DownloadReport",

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from shoal.averaging.control import StepControl
 from shoal.averaging.errors import AveragingError, Rejected
-from shoal.optim.gradient_averager import GradientAverager
+from shoal.optim.grad_averager import GradientAverager
 
 log = logging.getLogger(__name__)
 

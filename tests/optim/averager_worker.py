@@ -16,7 +16,7 @@ from torch import nn
 import shoal
 from shoal.averaging.control import StepControl
 from shoal.flat import bytes_of
-from shoal.optim.power_sgd import _Step
+from shoal.optim.power_sgd_averager import _Step
 
 SHAPES = [(300, 200), (50,), (16, 8, 3, 3)]
 

@@ -13,8 +13,8 @@ from torch import nn
 import shoal
 from shoal.averaging.control import StepControl
 from shoal.averaging.round import RoundDriver
-from shoal.optim.gradient_averager import GradientAverager
-from shoal.optim.power_sgd import PowerSGDGradientAverager, matrix_shape
+from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.power_sgd_averager import PowerSGDGradientAverager, matrix_shape
 from tests.optim.swarm_of_averagers import started
 
 SHAPES = [(40, 30), (7,), (6, 8, 10), (), (3, 3)]

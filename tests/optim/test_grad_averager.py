@@ -15,7 +15,7 @@ import shoal
 from shoal.averaging.control import AveragingStage
 from shoal.averaging.exchange import Exchange
 from shoal.averaging.messages import Result
-from shoal.optim.gradient_averager import GradientAverager
+from shoal.optim.grad_averager import GradientAverager
 from tests.optim.swarm_of_averagers import started, wait_until
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
-from shoal.optim.training_state_averager import TrainingStateAverager
+from shoal.optim.state_averager import TrainingStateAverager
 from tests.optim.swarm_of_averagers import started, wait_until
 
 ADAM = partial(torch.optim.Adam, lr=0.1, betas=(0.9, 0.9))

@@ -23,7 +23,7 @@ from shoal.averaging.swarm import Swarm
 from shoal.averaging.vector import Vector
 from shoal.dht.dht import DHT
 from shoal.flat import Layout, bytes_of
-from shoal.optim.gradient_averager import GradientAverager
+from shoal.optim.grad_averager import GradientAverager
 
 Tensors = list[torch.Tensor]
 
