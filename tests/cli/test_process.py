@@ -72,6 +72,7 @@ def test_a_child_that_does_not_stop_is_killed_after_its_time(tmp_path: Path) -> 
 
 
 SWARM = """
+import signal
 import sys
 from pathlib import Path
 from shoal.cli.demo.settings import DemoSettings
@@ -79,6 +80,7 @@ from shoal.cli.demo.swarm import Swarm
 class View:
     def update(self, record): pass
     def note(self, text): print(text, flush=True)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started with it ignored
 settings = DemoSettings(out=Path(sys.argv[1]), epochs=100_000)
 with Swarm(settings, View(), command=(sys.executable, sys.argv[2], "deaf")) as swarm:
     swarm.run()
