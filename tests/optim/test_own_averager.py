@@ -15,6 +15,7 @@ import torch
 import shoal
 from shoal.optim.own_gradients import AveragerGradients
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
+from tests.optim.processes import Pool, by_epoch, events, gaps, training, wait_until
 
 
 def make(dht: shoal.DHT, **arguments: Any) -> tuple[torch.nn.Module, shoal.Optimizer]:
@@ -224,3 +225,32 @@ def test_min_peers_never_holds_the_trainer_for_ever(places: list[shoal.DHT], fac
     assert torch.equal(flat(model), flat(other_model))
     for optimizer in (first, second):
         optimizer.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"), [("GradientAverager", {}), ("PowerSGDGradientAverager", {"delay_grad_averaging": True})]
+)
+def test_a_kill_and_a_newcomer(pool: Pool, kind: str, option: dict[str, Any]) -> None:
+    with training(pool, 3, optimizer="adamw", own_averager=kind, **option) as peers:
+        *survivors, victim = peers.all
+        for peer in peers.all:
+            peer.ask(do="train", batch=8, pause=0.03)
+        wait_until(lambda: len(events(survivors[0])) >= 4)
+        victim.process.kill()
+        victim.process.wait(30)
+        wait_until(lambda: sum(event.get("peers") == 2 for event in events(survivors[0])) >= 4)
+        [late] = peers.add(1, seed=4)
+        late.ask(do="train", batch=8, pause=0.03)
+        wait_until(lambda: sum(event.get("peers") == 3 for event in events(late)) >= 4)
+        living = [*survivors, late]
+        last = max(event["epoch"] for peer in living for event in events(peer)) + 3
+        for peer in living:
+            peer.tell(do="stop", epoch=last)
+        states = [peer.hear() for peer in living]
+        histories = [events(peer) for peer in living]
+    by_epoch(histories)
+    assert all(state == states[0] for state in states)
+    for history in histories[:2]:
+        assert all(event["kind"] == "epoch" for event in history), "a survivor had to download"
+        assert max(length for _, length in gaps(history)) < 10.0, "somebody was waited for who did not train"
+    assert sum(event["kind"] == "download" for event in histories[2]) == 1
