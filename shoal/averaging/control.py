@@ -11,6 +11,7 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from enum import Enum
 from typing import Any
 
+from shoal.averaging.tip import Tip
 from shoal.dht.records import get_dht_time
 from shoal.p2p.identity import PeerID
 
@@ -47,6 +48,8 @@ class StepControl(Future[Gathered]):
         deadline, allow_retries, data_for_gather: as given.
         stage: see `AveragingStage`.
         began_allreduce: whether the tensors have been read.
+        tip: the run's state from which a round is joined, and whose result is fetched if it was missed; None: whichever
+            is next.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class StepControl(Future[Gathered]):
         self.deadline, self.allow_retries, self.data_for_gather = deadline, allow_retries, data_for_gather
         self.stage = AveragingStage.IDLE
         self.began_allreduce = False
+        self.tip: Tip | None = None
         self._scheduled_time, self._weight = float(scheduled_time), check_weight(weight)
         self._trigger: Future[None] = Future()
         self._trigger.set_running_or_notify_cancel()  # so that who is cancelled while it waits cancels nothing

@@ -17,7 +17,7 @@ import torch
 from shoal.averaging.contribution import Contribution, Outcome
 from shoal.averaging.control import AveragingStage, Gathered, StepControl
 from shoal.averaging.directory import DHTDirectory, Directory
-from shoal.averaging.errors import AveragingError, Rejected
+from shoal.averaging.errors import AveragingError, Behind, Rejected
 from shoal.averaging.gathered import told
 from shoal.averaging.hold import Hold
 from shoal.averaging.report import RoundReport
@@ -49,6 +49,10 @@ class Stepping(ABC):
         rules: of its rounds, but for the sizes of what is averaged.
         compression, infos: how the tensors travel, and their names and roles.
         auxiliary, averaging_alpha, group_bits: as of `DecentralizedAverager`.
+
+    Attributes:
+        in_step: whether all members make their steps together: then one that misses a round fetches its result, where
+            it otherwise would join the next one.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Stepping(ABC):
         self.dht, self.prefix = dht, prefix
         self.auxiliary, self.averaging_alpha = auxiliary, averaging_alpha
         self.last_round: RoundReport | None = None
+        self.in_step = False
         self.lock_averaged_tensors = threading.Lock()
         self._tensors = tuple(tensors)
         self._memory = FlatBuffer.adopt(self._tensors)
@@ -112,6 +117,8 @@ class Stepping(ABC):
     async def _try(self, control: StepControl, hold: Hold, deadline: float) -> Outcome:
         """One round; and another, as long as there is time, if it fails."""
         loop = asyncio.get_running_loop()
+        if self.in_step and self._swarm is not None:
+            control.tip = self._swarm.catch_up()
         while True:
             control.stage = AveragingStage.LOOKING_FOR_GROUP
             try:
@@ -120,7 +127,7 @@ class Stepping(ABC):
                 if swarm is not self._swarm:
                     self._bits = next_bits(self._bits, outcome.begin, self.peer_id.key, self._rules.target_group)
                 return outcome
-            except Rejected:
+            except (Rejected, Behind):
                 raise
             except AveragingError as error:
                 if not control.allow_retries or loop.time() >= deadline - 2 * RETRY_SECONDS:
@@ -175,6 +182,7 @@ class Stepping(ABC):
             prepare,
             control.data_for_gather,
             excused=lambda: not control.triggered,
+            tip=control.tip,
         )
         return contribution
 

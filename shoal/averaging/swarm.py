@@ -188,6 +188,12 @@ class Swarm:
         others = [member.peer for member in self.neighbourhood.connected() if member.key != self.me.key]
         self.node.notify(others, self.service, self.neighbourhood.hello())
 
+    def catch_up(self) -> Tip:
+        """For a peer that holds no state: be at the best one that was heard of; returns it."""
+        if self.behind is not None and self.behind.outranks(self.tip):
+            self.move(self.behind)
+        return self.tip
+
     def _move(self, tip: Tip) -> None:
         self.participant.move(tip)
         self._new_tip()

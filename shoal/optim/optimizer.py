@@ -92,7 +92,7 @@ class Optimizer(torch.optim.Optimizer):
         grad_compression: how gradients travel.
         grad_averager_factory: makes an object that accumulates and averages the gradients instead, as
             `shoal.GradientAverager` does: called with the trained parameters and `dht`, `prefix`, `start=False`, times
-            and more. It is started when there is a gradient.
+            and more. It is started when this peer trains.
         state_averaging_compression: how the state travels when it is averaged.
         load_state_compression: how this peer sends its state to newcomers; statistics of the optimizer only if they are
             averaged, since nothing else makes them equal again.
@@ -215,6 +215,8 @@ class Optimizer(torch.optim.Optimizer):
             may_wait=not settings.in_background,
         )
         self.tracker.start()
+        if not self._is_behind():
+            self._enter()
         self._be_counted()
 
     def _make_gradients(self, factory: Callable[..., Any] | None) -> Gradients | None:
@@ -376,8 +378,14 @@ class Optimizer(torch.optim.Optimizer):
             self._replica.step_locally()
             self._local_samples += batch_size
         else:
+            self._enter()
             self._gradients.accumulate(batch_size)
             self._scaler = grad_scaler if self.reuse_grad_buffers else None
+
+    def _enter(self) -> None:
+        """Be known to those who average gradients, before the run counts on this peer."""
+        if isinstance(self._gradients, AveragerGradients):
+            self._gradients.enter(lambda: self._run.swarm.called or self._run.tip != self._replica.tip)
 
     @property
     def _samples(self) -> float:
@@ -426,6 +434,9 @@ class Optimizer(torch.optim.Optimizer):
         settings = self._settings
         if self._end.few_are_here():
             return
+        own = isinstance(self._gradients, AveragerGradients) and not self._gradients.held
+        if own and self._run.tip != self._replica.tip:
+            raise Behind("the epoch has ended before this peer's gradients were averaged")
         self._end.take()
         samples = self._samples
         if self._gradients is not None:
@@ -577,6 +588,7 @@ class Optimizer(torch.optim.Optimizer):
         self._background.failed = False
         self._begin_accumulating()
         self._applied = self._counting = tip
+        self._enter()
         self.tracker.start_epoch(tip)
         self.tracker.restart_clock()
 

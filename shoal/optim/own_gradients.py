@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, wait
 from typing import Any
 
 import torch
 from blake3 import blake3
 
 from shoal.averaging.control import StepControl
-from shoal.averaging.errors import AveragingError, Rejected
+from shoal.averaging.errors import AveragingError, Behind, Rejected
 from shoal.optim.grad_averager import GradientAverager
 
 log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.05  # between two looks whether the epoch is over
 
 
 class AveragerGradients:
     """Stands where `GradientBuffers` do. The averager has rounds of its own, before those of the run, which then
     average no gradients. A parameter that got no gradient counts as one with zeros.
 
-    Its rounds wait for all members that are known, so it is started by the first gradient, and stopped while a state is
-    downloaded. An average that was had is kept until the step that uses it, however often the end of the epoch is tried
-    meanwhile: what this peer accumulates after that is not in it, and dropped.
+    Its rounds wait for all members that are known, so it is not among them while a state is to be
+    downloaded (`enter`, `leave`). An average that was had is kept until the step that uses it, however often the end of
+    the epoch is tried meanwhile: what this peer accumulates after that is not in it, and dropped.
 
     Args:
         me: this peer's key.
@@ -41,6 +44,7 @@ class AveragerGradients:
         if not isinstance(averager, GradientAverager):
             raise ValueError(f"grad_averager_factory made a {type(averager).__name__}: make a shoal.GradientAverager")
         self.averager = averager
+        averager.in_step = True
         self._me = me
         self._control: StepControl | None = None  # of the round whose average is not used yet
         self._samples = 0.0  # that this peer brought to it
@@ -57,9 +61,13 @@ class AveragerGradients:
         """Behind what is accumulated."""
         return self.averager.local_samples_accumulated
 
+    @property
+    def held(self) -> bool:
+        """Whether a round was begun whose average is not used yet."""
+        return self._control is not None and not self._failed
+
     def accumulate(self, batch_size: int) -> None:
         """Take the parameters' `.grad`, the mean over `batch_size` samples."""
-        self.averager.run_in_background()
         self.averager.accumulate_grads_(batch_size)
 
     def reset(self) -> None:
@@ -67,36 +75,53 @@ class AveragerGradients:
         self.averager.reset_accumulated_grads_()
 
     def close(self, scale: float = 1.0) -> float:
-        """Begin the averager's round with what was accumulated, unless one was held in this epoch; returns how many
-        samples are behind what this peer brought to it: none if an element is not finite.
+        """Begin the averager's round with what was accumulated, unless one was held in this epoch, or the others' began
+        without this peer; returns how many samples are behind what this peer brings: none if an element is not finite.
 
         Args:
             scale: by which the gradients in `.grad` are too large.
         """
-        if self._control is not None and not self._failed:
+        if self.held:
             return self._samples
         averager = self.averager
-        averager.run_in_background()
         if not averager.is_finite():
             averager.reset_accumulated_grads_()
         self._samples, self._failed = self.samples, False
         scaled = [p.grad for p in averager.parameters if p.grad is not None] if scale != 1.0 else []
         if scaled:
             torch._foreach_div_(scaled, scale)
-        self._control = averager.step(reset_accumulators=False, wait=False)
+        if averager.is_alive():
+            self._control = averager.step(reset_accumulators=False, wait=False)
+        else:
+            self._control = None
+            averager.load_accumulators_into_averager_()
         if scaled:
             torch._foreach_mul_(scaled, scale)  # should the round fail, more is added to them
         return self._samples
 
-    def average(self, timeout: float) -> bytes:
+    def average(self, timeout: float, over: Callable[[], bool]) -> bytes:
         """Wait for that round; where it fails, the average is this peer's own. Returns a name of the average, which is
-        that of all who have the same. Raises Rejected if the others have another averager."""
+        that of all who have the same.
+
+        Args:
+            timeout: seconds.
+            over: whether the others have ended the epoch meanwhile. The averager's rounds know no epochs: these
+                gradients would be averaged with the next one's.
+
+        Raises Behind if so, Rejected if the others have another averager.
+        """
         own = blake3(b"own gradients of " + self._me).digest()
         if self._control is None or self._failed:
             return own
+        until = time.monotonic() + timeout
         try:
-            self._control.result(timeout)
-        except Rejected:
+            while not self._control.done() and time.monotonic() < until:
+                if over():
+                    self._control.cancel()
+                    raise Behind("the others have ended the epoch before this peer's gradients were there")
+                wait([self._control], POLL_SECONDS)
+            self._control.result(0.0)
+        except (Rejected, Behind):
             raise
         except (AveragingError, TimeoutError, CancelledError) as error:
             self._control.cancel()
@@ -105,6 +130,18 @@ class AveragerGradients:
             return own
         assert self.averager.last_round is not None
         return bytes.fromhex(self.averager.last_round.digest)
+
+    def enter(self, called: Callable[[], bool]) -> None:
+        """From now on the others wait for this peer's gradients.
+
+        Args:
+            called: whether the end of the epoch has begun: then their round may have begun as well. They would wait for
+                this peer in the run's round, and it for them in that which follows on theirs.
+        """
+        if not self.averager.is_alive() and not called():
+            self.averager.run_in_background()
+            if called():
+                self.averager.shutdown()
 
     def leave(self) -> None:
         """Nobody is to wait for this peer's gradients, which are of a state that it leaves."""

@@ -16,7 +16,7 @@ from blake3 import blake3
 from shoal.averaging.contribution import Outcome
 from shoal.averaging.control import StepControl
 from shoal.averaging.directory import Unlisted
-from shoal.averaging.errors import AveragingError
+from shoal.averaging.errors import AveragingError, Behind
 from shoal.averaging.hold import Hold
 from shoal.averaging.messages import Begin
 from shoal.averaging.swarm import Swarm
@@ -135,7 +135,8 @@ class PowerSGDGradientAverager(GradientAverager):
             first.state = b"" if self.auxiliary else _digest(self._qs)
             outcome = await self._average(swarm, control, first, deadline)
             if outcome.missed or step.run is None:
-                raise AveragingError("the first half of the step went on without this peer")
+                missed = "the first half of the step went on without this peer"
+                raise AveragingError(missed) if control.tip is None else Behind(missed)
             if not self.auxiliary:
                 step.bases = await asyncio.to_thread(_orthonormal, self._left.outputs.views())
 
@@ -147,7 +148,7 @@ class PowerSGDGradientAverager(GradientAverager):
                     _copy(self._right.inputs.views(), [*products, *(gradients[index] for index in self._plain)])
 
             second = self._contribution(self._right, control, hold, begin_right)
-            second.patience = self.min_matchmaking_time
+            second.patience, second.tip = self.min_matchmaking_time, None
             outcome = await self._average(step.run, control, second, deadline)
             await self._hold_until(deadline, control, hold)
             if not self.auxiliary:

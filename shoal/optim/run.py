@@ -189,13 +189,10 @@ class Run:
         return self._wait(waited())
 
     def catch_up(self) -> Tip:
-        """For a peer that holds no state: be at the best one that was heard of; returns it."""
+        """See `Swarm.catch_up`."""
 
         async def catch_up() -> Tip:
-            behind = self.swarm.behind
-            if behind is not None and behind.outranks(self.swarm.tip):
-                self.swarm.move(behind)
-            return self.swarm.tip
+            return self.swarm.catch_up()
 
         return self._wait(catch_up())
 

@@ -105,7 +105,9 @@ class EpochEnd:
 
         Raises Behind if others are past this epoch, Rejected if the run goes by other terms.
         """
-        gradients = b"" if self._gradients is None else self._gradients.average(self._averaging_timeout)
+        before, gradients = self._replica.tip, b""
+        if self._gradients is not None:
+            gradients = self._gradients.average(self._averaging_timeout, lambda: self._run.tip != before)
         # What they were averaged to is one more thing on which the bits of the step depend.
         machine = f"{gradients.hex()} {self.machine}"[:256] if gradients else self.machine
         until = time.monotonic() + self._averaging_timeout
