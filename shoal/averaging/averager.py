@@ -363,8 +363,8 @@ class DecentralizedAverager(Stepping):
             return control
         try:
             return control.result()
-        except BaseException:
-            control.cancel()  # Ctrl-C: nobody waits for it any more
+        except BaseException:  # Ctrl-C too: nobody waits for it any more
+            control.cancel()
             raise
 
     # -- state

@@ -384,8 +384,8 @@ class DHT:
             return future.result()
         except CancelledError:
             raise RuntimeError(_SHUT_DOWN) from None
-        except BaseException:
-            future.cancel()  # such as Ctrl-C: nobody waits for it any more
+        except BaseException:  # Ctrl-C too: nobody waits for it any more
+            future.cancel()
             raise
 
 

@@ -228,7 +228,7 @@ class GradientAverager(DecentralizedAverager):
             control.weight = self.local_samples_accumulated if weight is None else weight
         try:
             self.load_accumulators_into_averager_()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody would allow the round, and the others would wait in it
             control.cancel()
             raise
         self._used_in_step, self._unused_result = True, True

@@ -232,8 +232,8 @@ class Run:
             return future.result()
         except CancelledError:
             raise AveragingError(f"{'the run was left' if self._left else 'the DHT was shut down'} meanwhile") from None
-        except BaseException:
-            future.cancel()  # Ctrl-C: nobody waits for it any more
+        except BaseException:  # Ctrl-C too: nobody waits for it any more
+            future.cancel()
             raise
         finally:
             self._under_way.discard(future)

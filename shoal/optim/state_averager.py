@@ -217,7 +217,7 @@ class TrainingStateAverager(DecentralizedAverager):
                     wait_for_trigger()
                 self._optimize(optimizer_step, zero_grad, grad_scaler, set_to_none)
                 self._begin_round(update)
-            except BaseException:
+            except BaseException:  # whatever the user's optimizer raised: the others must not wait for this peer
                 if update.round is not None:
                     update.round.cancel()
                 raise

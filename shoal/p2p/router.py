@@ -275,7 +275,7 @@ class Router:
         """Call it; an error is a defect of ours, which must not stop what else there is to do."""
         try:
             function(*args, **kwargs)
-        except Exception:
+        except Exception:  # told with its traceback; the loop that serves all other connections goes on
             log.exception("handling what a connection brought failed")
 
     def _received(self, frames: list[zmq.Frame]) -> None:

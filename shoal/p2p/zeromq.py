@@ -119,7 +119,7 @@ class ZeroMQTransport(Transport):
         connection.peer = peer
         try:
             await self._greet(self._dialler, connection, connection.greeted)
-        except BaseException:
+        except BaseException:  # cancelled, too
             # A caller may give up in the very moment in which the connection is made: then it stays.
             if connection not in self._peers.get(peer, ()):
                 self._dialler.forget(connection)
