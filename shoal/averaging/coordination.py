@@ -37,7 +37,7 @@ from shoal.p2p.node import Answer, Node, Service
 log = logging.getLogger(__name__)
 
 WAIT_FOR_TIP = 2.0  # how long a message about a tip to come is kept: COMMIT reaches members at different times
-SETTLE_SECONDS = 1.0  # before a run's first commit, BEGIN waits until nobody new was found for so long
+SETTLE_SECONDS = 1.0  # while not everybody may have been found yet, BEGIN waits until nobody new was found for so long
 
 
 class Coordination:
@@ -80,8 +80,11 @@ class Coordination:
         self._met = 1
 
     def settle(self) -> None:
-        """Before the run's first commit: not everybody may have been found yet, so BEGIN waits."""
+        """Before the run's first commit, or when this peer was away: not everybody may have been found yet, so BEGIN
+        waits."""
         self._settled_at = asyncio.get_running_loop().time() + SETTLE_SECONDS
+        if self.lead is not None:
+            self.lead.coordinator.settled_at = self._settled_at
 
     def stop(self) -> None:
         """This peer leaves the run."""
@@ -128,8 +131,6 @@ class Coordination:
         """Members came or went: does somebody else coordinate now?"""
         if self._participant.tip.epoch == 0 and len(self._membership.members) > self._met:
             self.settle()
-            if self.lead is not None:
-                self.lead.coordinator.settled_at = self._settled_at
         self._met = len(self._membership.members)
         coordinator = self._neighbourhood.coordinator()
         if self.lead is not None and not self.lead.over:
@@ -218,11 +219,10 @@ class Coordination:
     def _leading(self) -> Lead:
         """This peer's coordination of its tip, begun if need be."""
         if self.lead is None or self.lead.over:
-            settled = self._settled_at if self._participant.tip.epoch == 0 else 0.0
             veterans = (
                 frozenset(self._participant.commit.members) if self._participant.commit is not None else frozenset()
             )
-            self._follow_lead(Coordinator(self._me.key, self._participant.tip, self._rules, settled, veterans))
+            self._follow_lead(Coordinator(self._me.key, self._participant.tip, self._rules, self._settled_at, veterans))
         assert self.lead is not None
         return self.lead
 

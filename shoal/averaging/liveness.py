@@ -25,6 +25,8 @@ class Liveness:
         service: over which pings go.
         timeout: seconds without an answer after which a peer counts as lost.
         waited_for: the keys of the peers to ask now. One that does not answer is disconnected, and so lost.
+        stood_still: called when this peer itself gave no answer for so long (the process was stopped, the machine
+            asleep), so that the others may have lost it.
     """
 
     def __init__(
@@ -33,15 +35,21 @@ class Liveness:
         service: Service,
         timeout: float,
         waited_for: Callable[[], Iterable[bytes]],
+        stood_still: Callable[[], None],
     ) -> None:
         self._node, self._service, self._timeout = node, service, timeout
-        self._waited_for = waited_for
+        self._waited_for, self._stood_still = waited_for, stood_still
         self._asked: set[bytes] = set()
 
     async def run(self) -> None:
         """Until cancelled."""
+        loop = asyncio.get_running_loop()
         while True:
+            asleep = loop.time()
             await asyncio.sleep(PING_SECONDS)
+            if loop.time() - asleep > PING_SECONDS + self._timeout:
+                log.info("%r stood still for %.1f s", self._node.peer_id, loop.time() - asleep)
+                self._stood_still()
             for key in self._waited_for():
                 if key != self._node.peer_id.key and key not in self._asked:
                     self._asked.add(key)

@@ -129,7 +129,7 @@ class Swarm:
             reducer_timeout,
             self._changed.set,
         )
-        self._liveness = Liveness(node, self.service, chunk_timeout, self._waited_for)
+        self._liveness = Liveness(node, self.service, chunk_timeout, self._waited_for, self._stood_still)
         self._on_commit_callback = on_commit
         self._request_timeout = request_timeout
         self._coordination = Coordination(
@@ -544,9 +544,14 @@ class Swarm:
             self._round.complain(key, "the connection to it was lost", fault=False)
         self._coordination.succeed()
 
+    def _stood_still(self) -> None:
+        """The others may have gone on without this peer: find them before a round is begun without them."""
+        self._coordination.settle()
+        self.neighbourhood.look()
+
     def _waited_for(self) -> list[bytes]:
         """On whom this peer waits now; also the moment to see whether a round gets on, and has a coordinator."""
-        if self._round.attempt is not None and len(self.neighbourhood.connected()) < max(2, self.rules.min_group):
+        if self._is_short_of_members():
             self.neighbourhood.look()
         self._round.check_stalled()
         self._coordination.succeed()
@@ -559,6 +564,11 @@ class Swarm:
         if attempt is not None and attempt.joined is not None:
             return [attempt.joined[0]]
         return list(dict.fromkeys(self._reporting_to))
+
+    def _is_short_of_members(self) -> bool:
+        connected = len(self.neighbourhood.connected())
+        alone_again = connected == 1 and bool(self.membership.lost)
+        return alone_again or (self._round.attempt is not None and connected < max(2, self.rules.min_group))
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -117,13 +117,14 @@ def wait_until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
 
 def by_epoch(histories: Iterable[list[dict[str, Any]]]) -> dict[int, str]:
     """The digest of each epoch, from the reports of several peers; all must have had the same, by step or download."""
-    digests: dict[int, set[str]] = {}
-    for history in histories:
+    digests: dict[int, dict[str, list[str]]] = {}
+    for peer, history in enumerate(histories):
         for event in history:
-            digests.setdefault(event["epoch"], set()).add(event["digest"])
-    differing = {epoch: found for epoch, found in digests.items() if len(found) > 1}
-    assert not differing, f"states differed after epochs {sorted(differing)}"
-    return {epoch: found.pop() for epoch, found in digests.items()}
+            who = f"peer {peer}: {event['kind']} of {event.get('peers')} at {event['time']:.3f}"
+            digests.setdefault(event["epoch"], {}).setdefault(event["digest"], []).append(who)
+    differing = [epoch for epoch, found in sorted(digests.items()) if len(found) > 1]
+    assert not differing, f"states differed after epochs {differing}; after the first: {digests[differing[0]]}"
+    return {epoch: digest for epoch, found in digests.items() for digest in found}
 
 
 def events(peer: PeerProcess) -> list[dict[str, Any]]:

@@ -50,3 +50,23 @@ def test_a_peer_that_stood_still_costs_the_others_the_time_to_notice_and_itself_
         assert max(late) < 2.0 + 2.0 + 5.0, late  # the time-outs by which it is noticed, and what this machine adds
         assert sorted(late)[-3] < 2.0, "it was waited for again and again"
     by_epoch(histories)
+
+
+def test_a_peer_that_stood_still_between_two_rounds_does_not_go_on_alone(pool: Pool) -> None:
+    """It finds all its connections closed when it wakes, and has enough samples for an epoch of its own at once."""
+    with training(pool, 3, optimizer="adamw", target=48, next_chunk_timeout=2.0, matchmaking_time=2.0) as peers:
+        *others, still = peers.all
+        for peer in peers.all:
+            peer.ask(do="train", batch=8, pause=0.05)
+        wait_until(lambda: len(events(still)) >= 3)
+        still.ask(do="stop")
+        still.hang()
+        hung = time.monotonic()
+        wait_until(lambda: any(event["time"] > hung + 8.0 for event in events(others[0])))
+        woke = time.monotonic()
+        still.go_on()
+        still.ask(do="train", batch=48, pause=0.0)
+        wait_until(lambda: (last := events(still)[-1])["time"] > woke and last.get("peers") == 3)
+        histories = [events(peer) for peer in peers.all]
+    assert all(event["kind"] == "epoch" for history in histories[:2] for event in history), histories[:2]
+    by_epoch(histories)
