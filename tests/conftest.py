@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ MARK = f"SHOAL_TEST_SESSION={os.getpid()}"
 """Environment entry by which a process is known as ours, even when its parent is gone."""
 
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-"""Processes that Python keeps for itself, and ends, until the interpreter exits."""
+"""Children that Python keeps for itself, and ends, until the interpreter exits."""
 
 
 def _processes() -> dict[int, str]:
@@ -48,7 +49,8 @@ def _processes() -> dict[int, str]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:
             continue
-        if not any(helper in command for helper in HELPERS):
+        # What a fork server has forked shows the server's command line, and is no child of this process.
+        if parents[pid] != os.getpid() or not any(helper in command for helper in HELPERS):
             commands[pid] = command
     return commands
 
@@ -88,6 +90,12 @@ def nothing_left_behind() -> Iterator[None]:
         os.kill(pid, signal.SIGKILL)
     assert not processes, f"tests left processes running (now killed): {processes}"
     assert not ports, f"tests left ports open: {sorted(ports)}"
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say at once what failed: pytest itself does at the end, which a run that is cut never comes to."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid} failed ({report.when}):\n{report.longreprtext}", file=sys.stderr, flush=True)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -6,13 +6,11 @@ import contextlib
 import json
 import queue
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from tests.forked import ROOT as ROOT
+from tests.forked import ForkedProcess
 
 
 class PeerProcess:
@@ -24,13 +22,7 @@ class PeerProcess:
     """
 
     def __init__(self, module: str, options: dict[str, Any]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(options)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self.process = ForkedProcess(module, json.dumps(options), talk=True)
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -38,7 +30,6 @@ class PeerProcess:
         self.peer = ""
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self._answers.put(line)
         self._answers.put("")
@@ -55,7 +46,6 @@ class PeerProcess:
         self.addresses, self.peer = answer["addresses"], answer["peer"]
 
     def tell(self, **command: Any) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
 
@@ -82,6 +72,5 @@ class PeerProcess:
         self.kill()
         self._reader.join()
         for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # it was told something when it was gone
-                    pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # it was told something when it was gone
+                pipe.close()

@@ -33,6 +33,11 @@ def test_forgets_a_forked_child():
     if os.fork() == 0:
         time.sleep(600)
 """
+SERVED = """
+import multiprocessing, time
+def test_forgets_a_child_of_the_fork_server():
+    multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,)).start()
+"""
 PORT = """
 import socket
 def test_forgets_a_port():
@@ -47,6 +52,7 @@ def test_forgets_a_port():
         pytest.param(CHILD, "left processes running", [], id="child"),
         pytest.param(ORPHAN, "left processes running", [], id="orphan"),
         pytest.param(FORKED, "left processes running", [], id="forked"),
+        pytest.param(SERVED, "left processes running", [], id="served"),
         pytest.param(PORT, "left ports open", [], id="port"),
         pytest.param(ORPHAN, "left processes running", ["-n", "1"], id="xdist"),
     ],
