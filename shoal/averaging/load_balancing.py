@@ -53,8 +53,8 @@ def best_shares(bandwidths: Sequence[float], auxiliary: Sequence[float] = ()) ->
         # What members reduce changes nothing; so helpers get no more than they have done when the members end.
         end = max(1 / b for b in members if b) if size == 2 else 0.0
         lent = [min(b / sum(members + helpers), end * b / size) for b in helpers]
-        left = (1 - sum(lent)) / sum(members)
-        shares = [left * b for b in members] + lent
+        left = 1 - sum(lent)
+        shares = [left * (b / sum(members)) for b in members] + lent  # the quotient first: it can't overflow
     elif size <= 2:
         shares = members + helpers
     else:

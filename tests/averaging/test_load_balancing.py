@@ -61,6 +61,10 @@ def test_as_fast_as_a_linear_program(size: int, bandwidths: list[float], at_most
     assert round_time(ours, bandwidths) <= round_time(theirs, bandwidths) * (1 + 1e-12)
 
 
+def test_a_member_of_next_to_no_bandwidth_beside_an_auxiliary() -> None:
+    assert best_shares([5e-324], [1.0]) == [1.0, 0.0]
+
+
 def test_bandwidths_that_are_not_known() -> None:
     assert load_balance_peers(100, (None, None)) == (50, 50)
     assert load_balance_peers(7, (None, None, None)) == (3, 2, 2)
