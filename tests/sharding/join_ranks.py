@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.forked import ForkedProcess
 
 Call = tuple[str, dict[str, Any]]
 """A scenario's name and arguments; one of these is `inputs`, a list with an entry for each rank that takes part."""
@@ -24,12 +22,11 @@ def run_ranks(calls: list[Call], folder: Path, timeout: float = 280.0) -> list[l
         The answers by call and rank.
     """
     ranks = max(len(arguments["inputs"]) for _, arguments in calls)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.sharding.join_ranks", str(rank), str(folder), json.dumps(calls)],
-            cwd=ROOT,
-            env=environment,
+        ForkedProcess(
+            "tests.sharding.join_ranks",
+            *(str(rank), str(folder), json.dumps(calls)),
+            environment={"GLOO_SOCKET_IFNAME": "lo"},
         )
         for rank in range(ranks)
     ]

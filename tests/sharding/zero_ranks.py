@@ -1,21 +1,16 @@
-"""Run checks on real ranks: python -m tests.sharding.zero_ranks RANK RANKS FOLDER MODULE[:CHECK]…
-
-Starting a process costs seconds, so all checks of one number of ranks share the processes.
-"""
+"""Run checks on real ranks: python -m tests.sharding.zero_ranks RANK RANKS FOLDER MODULE[:CHECK]…"""
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.forked import ROOT, ForkedProcess
 
 DIED = "the process ended with"
 """How the failure of a rank begins that could not say anything."""
@@ -32,20 +27,21 @@ class Ranks:
 
     def __init__(self, ranks: int, folder: Path, modules: list[str]) -> None:
         self._folder = folder
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        self._processes = []
-        for rank in range(ranks):
-            with (folder / f"{rank}.log").open("wb") as log:
-                command = [sys.executable, "-m", "tests.sharding.zero_ranks", str(rank), str(ranks), str(folder)]
-                self._processes.append(
-                    subprocess.Popen([*command, *modules], cwd=ROOT, env=environment, stdout=log, stderr=log)
-                )
+        self._processes = [
+            ForkedProcess(
+                "tests.sharding.zero_ranks",
+                *(str(rank), str(ranks), str(folder), *modules),
+                environment={"GLOO_SOCKET_IFNAME": "lo"},
+                log=folder / f"{rank}.log",
+            )
+            for rank in range(ranks)
+        ]
 
     def failures(self, check: str) -> list[str | None]:
         """Waits for one check: by rank None where it passed, else why not."""
         return [self._failure(check, rank, process) for rank, process in enumerate(self._processes)]
 
-    def _failure(self, check: str, rank: int, process: subprocess.Popen[bytes]) -> str | None:
+    def _failure(self, check: str, rank: int, process: ForkedProcess) -> str | None:
         path = self._folder / f"{check}.{rank}.json"
         while True:
             ended = process.poll() is not None  # asked first: what it wrote at the end counts
@@ -53,7 +49,7 @@ class Ranks:
                 failure: str | None = json.loads(path.read_text())
                 return failure
             if ended:
-                return f"{DIED} {process.returncode}:\n{(self._folder / f'{rank}.log').read_text()}"
+                return f"{DIED} {process.poll()}:\n{(self._folder / f'{rank}.log').read_text()}"
             time.sleep(0.05)
 
     def stop(self) -> None:
