@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import torch
@@ -40,24 +41,28 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 
 def check_parity_to_the_bit() -> None:
     for number, (optimizer_class, options) in enumerate(OPTIMIZERS):
-        for flat in (False, True):
-            for partition in ("auto", "parameters"):
-                ours, plain = copies(2)
-                ours, plain = DDP(ours), DDP(plain)
-                zero: Any = shoal.ZeroRedundancyOptimizer(
-                    ours.parameters(), optimizer_class, parameters_as_bucket_view=flat, partition=partition, **options
-                )
-                optimizer = optimizer_class(plain.parameters(), **options)
-                for batch in batches(3):
-                    for network, stepped in ((ours, zero), (plain, optimizer)):
-                        stepped.zero_grad()
-                        loss_of(network, batch).backward()
-                        stepped.step()
-                assert_equal(ours.parameters(), plain.parameters(), (number, flat, partition))
-                assert_same_on_all_ranks(ours.parameters())
-                zero.consolidate_state_dict(to=dist.get_world_size() - 1)
-                if dist.get_rank() == dist.get_world_size() - 1:
-                    assert_states_equal(zero.state_dict(), optimizer.state_dict())
+        cases = list(product((False, True), ("auto", "parameters")))
+        plain, *networks = copies(1 + len(cases))
+        optimizer = optimizer_class(plain.parameters(), **options)
+        _train(DDP(plain), optimizer)
+        for (flat, partition), ours in zip(cases, networks, strict=True):
+            wrapped = DDP(ours)
+            zero: Any = shoal.ZeroRedundancyOptimizer(
+                wrapped.parameters(), optimizer_class, parameters_as_bucket_view=flat, partition=partition, **options
+            )
+            _train(wrapped, zero)
+            assert_equal(ours.parameters(), plain.parameters(), (number, flat, partition))
+            assert_same_on_all_ranks(ours.parameters())
+            zero.consolidate_state_dict(to=dist.get_world_size() - 1)
+            if dist.get_rank() == dist.get_world_size() - 1:
+                assert_states_equal(zero.state_dict(), optimizer.state_dict())
+
+
+def _train(network: nn.Module, optimizer: Any) -> None:
+    for batch in batches(3):
+        optimizer.zero_grad()
+        loss_of(network, batch).backward()
+        optimizer.step()
 
 
 def check_groups_schedulers_frozen_parameters_and_closures() -> None:
