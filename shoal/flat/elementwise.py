@@ -41,6 +41,14 @@ _WHOLE_TENSORS: Final = {
     "sgdp": "it projects by the norm of each layer",
 }
 
+PER_ELEMENT: Final = frozenset(
+    {
+        "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum",
+        "acc_delta", "prev", "step_size", "ax",
+    }
+)  # fmt: skip
+"""The state of torch's optimizers that has the parameter's shape."""
+
 PER_TENSOR: Final = frozenset({"step", "eta", "mu", "mu_product"})
 """The state of torch's optimizers that is one number per tensor. A parameter without dimensions has all its state of
 that shape, so there the name decides."""

@@ -177,17 +177,22 @@ class FlatParameter(nn.Parameter):
             )
         if first.parameter.data_ptr() != self._address and first.parameter.numel():
             raise ValueError(
-                f"parameter {first.index} has left the flat memory, so that this step would not train it; "
+                f"parameter {first.index} has left the flat memory, so this does not reach the model; "
                 "assert_buffer_is_valid() of the ContiguousParams says more"
             )
 
     @property
     def grad(self) -> Tensor | None:
-        """The flat gradient, of the run's shape; None if no parameter has a gradient."""
+        """The flat gradient, of the run's shape; None if no parameter has a gradient.
+
+        Raises:
+            ValueError: as :meth:`check_address`, for then it is not that of the model.
+        """
         if self.settled is not None and self.home.settled:
             presence = self.settled
         else:
             presence = self.presence()
+            self.check_address()  # after it, for it says more of gradients with another dtype
             if self._padding.numel() and self._gradient._version != self._cleaned:
                 # Clipping by a norm that is nan made zeros nan, and nothing else would ever write to these again.
                 self._gradient.index_fill_(0, self._padding, 0)

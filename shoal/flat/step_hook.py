@@ -16,11 +16,14 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shoal.flat.elementwise import check_class
+from shoal.flat.elementwise import PER_ELEMENT, check_class
 from shoal.flat.flat_parameter import FlatParameter, Presence
 from shoal.flat.optimizer_state import use_parts
 
 _uncompiled: dict[str, Callable[..., Any]] = {}  # what runs without torch.compile, also if a step is compiled
+
+_CHECKED = "_shoal_checked_state"
+"""The attribute of an optimizer that holds its state, if it was looked at: loading a state dict makes it a new one."""
 
 
 @cache
@@ -57,8 +60,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         parameters = group["params"]
         if parameters and (type(parameters[0]) is FlatParameter or type(parameters[-1]) is FlatParameter):
             check_class(type(optimizer))  # type: ignore[arg-type]
-            picked = group.get("fused", False) is not None
-            if not (usual and picked and len(parameters) == 1 and parameters[0].settle_as_usual()):
+            ready = group.get("fused", False) is not None and vars(optimizer).get(_CHECKED) is optimizer.state
+            if not (usual and ready and len(parameters) == 1 and parameters[0].settle_as_usual()):
                 return _uncompiled["prepare"](optimizer, args, kwargs)
     return None
 
@@ -68,6 +71,7 @@ def _prepare(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     flats = flat_parameters(optimizer)
     for flat in flats:
         flat.check_address()
+    _check_state(optimizer, flats)
     for group in optimizer.param_groups:
         _pick_kernel(optimizer, group)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -121,6 +125,27 @@ def _settle(optimizer: Optimizer, flats: list[FlatParameter]) -> None:
             flat.settle()
     if isinstance(optimizer, SGD):
         _unpick_kernel(optimizer)
+
+
+def _check_state(optimizer: Optimizer, flats: list[FlatParameter]) -> None:
+    """Looks once at a state that may have been loaded: torch's `load_state_dict` takes any shape.
+
+    Its fused kernels look at none either, and write beyond the end of what is too short. Other runs than those that the
+    state was saved with are easily had, so it is said here.
+
+    Raises:
+        ValueError: for state of another shape than its run's.
+    """
+    for flat in flats:
+        for name, value in optimizer.state.get(flat, {}).items():
+            if name in PER_ELEMENT and isinstance(value, Tensor) and value.shape != flat.shape:
+                raise ValueError(
+                    f"the optimizer's state {name!r} has shape {tuple(value.shape)}, but its run of parameters "
+                    f"{tuple(flat.shape)}: the state dict is of other parameters, or of other runs. Save with "
+                    "original_state_dict() of the ContiguousParams, and load with load_original_state_dict(), which "
+                    "loads what was saved without Shoal too"
+                )
+    setattr(optimizer, _CHECKED, optimizer.state)
 
 
 def _pick_kernel(optimizer: Optimizer, group: dict[str, Any]) -> None:

@@ -112,7 +112,12 @@ class FunctionalOptimizer(ABC):
 
     @torch.no_grad()
     def init(self, params: Sequence[Tensor]) -> State:
-        """The state to begin with, one tensor per parameter and name, each like `state_layout` says."""
+        """The state to begin with, one tensor per parameter and name, each like `state_layout` says.
+
+        Raises:
+            TypeError: for a tensor in the place of a list.
+        """
+        check_list(params)
         state: State = {name: [torch.empty(0)] * len(params) for name in self.state_layout}
         for rows in by_place(params):
             for name, entry in self.state_layout.items():
@@ -131,10 +136,11 @@ class FunctionalOptimizer(ABC):
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """Update the parameters and the state in place: one flat tensor, or a list of many.
+        """Update the parameters and the state in place.
 
         Args:
-            params: strided tensors of any shapes, dtypes and devices; whether they require grad does not matter.
+            params: a list of one flat tensor, or of many of any shapes, dtypes and devices, all strided; whether they
+                require grad does not matter.
             grads: one for each parameter, of its shape, dtype and device. Where it is None, the parameter and its state
                 are left alone. Sparse ones where torch.optim takes them (SGD and Adagrad).
             state: from :meth:`init` with the same parameters and an optimizer of the same `state_layout`.
@@ -144,6 +150,7 @@ class FunctionalOptimizer(ABC):
                 waits for the device.
 
         Raises:
+            TypeError: for a tensor in the place of a list.
             ValueError: for lists of unlike lengths, tensors of unlike shapes, gradients of another dtype or device
                 than the parameter's, or a state without a name that these options need.
             RuntimeError: for sparse gradients where they are not supported, and whatever the kernel raises.
@@ -184,8 +191,7 @@ class FunctionalOptimizer(ABC):
         if found_inf is not None and found_inf.item():
             return
         if scale is not None:
-            scale = scale.to(params[0].device, non_blocking=True)
-            torch._foreach_div_(grads, scale)
+            torch._foreach_div_(grads, scale.to(params[0].device, non_blocking=True).reshape(()))
         self._update(params, grads, state, foreach=kernel is Kernel.FOREACH)
 
     def _step_fused(
@@ -234,6 +240,8 @@ class FunctionalOptimizer(ABC):
         return list(together.unbind())
 
     def _check_lists(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: State) -> None:
+        check_list(params)
+        check_list(grads)
         if len(params) != len(grads):
             raise ValueError(f"one gradient, or None, per parameter: got {len(params)} and {len(grads)}")
         for name in self.state_layout:
@@ -277,6 +285,14 @@ def _check_place(place: tuple[torch.dtype, torch.device], grads: list[Tensor]) -
     for wrong in {(grad.dtype, grad.device) for grad in grads} - {place}:
         raise ValueError(
             f"a gradient is of {wrong[0]} on {wrong[1]}, but its parameter of {dtype} on {device}: pass grad.to(param)"
+        )
+
+
+def check_list(tensors: Sequence[Tensor | None]) -> None:
+    """Refuse a tensor, which would be taken apart into its rows."""
+    if isinstance(tensors, Tensor):
+        raise TypeError(
+            f"parameters and gradients are lists of tensors: pass [tensor], got shape {list(tensors.shape)}"
         )
 
 

@@ -48,8 +48,9 @@ def choose_kernel(optimizer: FunctionalOptimizer, params: Sequence[Tensor]) -> K
                 f"torch {torch.__version__} has no fused kernel of {type(optimizer).__name__} for {dtype} on "
                 f"{device.type}, or one that gives wrong numbers: leave out fused=True"
             )
-    # As in torch, foreach takes a learning rate that is a tensor only if that stays on the device.
-    if optimizer.foreach is False or (isinstance(optimizer.lr, Tensor) and not optimizer.capturable):
+    # As in torch, foreach takes a learning rate or betas that are tensors only if they stay on the device.
+    tensors = any(isinstance(value, Tensor) for value in (optimizer.lr, *getattr(optimizer, "betas", ())))
+    if optimizer.foreach is False or (tensors and not optimizer.capturable):
         return Kernel.LOOP
     if device.type == "cpu":
         small = sum(param.numel() for param in params) < SMALL * len(params)

@@ -200,6 +200,32 @@ def test_state_of_other_shapes_is_refused() -> None:
     assert_same(twins.parameters.original_state_dict(twins.flat_optimizer), before)
 
 
+@pytest.mark.parametrize("fused", [None, True, False])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_flat_state_of_other_runs_is_refused_before_a_kernel_writes_beyond_it(fused: bool | None, steps: int) -> None:
+    """torch loads it, and with its fused kernel corrupts the heap."""
+
+    def one(numel: int) -> tuple[nn.Parameter, optim.Optimizer]:
+        parameter = nn.Parameter(torch.ones(numel))
+        return parameter, optim.Adam(ContiguousParams([parameter]).contiguous(), fused=fused)
+
+    def train(parameter: nn.Parameter, optimizer: optim.Optimizer) -> None:
+        parameter.sum().backward()
+        optimizer.step()
+
+    other = one(16)
+    train(*other)
+    parameter, optimizer = one(4096)
+    for _ in range(steps):
+        train(parameter, optimizer)
+    before = parameter.clone()
+    optimizer.load_state_dict(saved(other[1].state_dict()))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"'exp_avg' has shape \(16,\), .* load_original_state_dict"):
+            train(parameter, optimizer)
+    assert torch.equal(parameter, before)
+
+
 def test_lbfgs_is_not_translated() -> None:
     twins = Twins(optim.LBFGS)
     with pytest.raises(ValueError, match="LBFGS"):

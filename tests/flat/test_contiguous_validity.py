@@ -203,6 +203,15 @@ def test_clipping_gradients_of_a_model_that_was_moved_is_refused() -> None:
         clip_grad_norm_(parameters.contiguous(), 1.0)
 
 
+def test_clipping_gradients_that_were_moved_with_the_model_is_refused() -> None:
+    model = small_model()
+    parameters = ContiguousParams(model)
+    with_gradients(model)
+    model.double()
+    with pytest.raises(ValueError, match="parameter 0 has left the flat memory"):
+        clip_grad_norm_(parameters.contiguous(), 1.0)
+
+
 def test_an_optimizer_that_is_not_in_place_is_refused() -> None:
     class NotInPlace(optim.SGD):
         def step(self, closure=None):

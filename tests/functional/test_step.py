@@ -68,6 +68,16 @@ def test_gradients_are_divided_by_the_scale(make: Any, kernel: dict[str, bool]) 
 
 
 @kernels
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["number", "one element"])
+def test_the_scale_may_have_either_shape_of_one_element(kernel: dict[str, bool], shape: tuple[int, ...]) -> None:
+    optimizer = SGD(lr=0.1, **kernel)
+    param = torch.zeros(5)
+    found_inf = torch.zeros(shape)
+    optimizer.step([param], [torch.ones(5)], {}, grad_scale=torch.full(shape, 2.0), found_inf=found_inf)
+    assert torch.equal(param, torch.full((5,), -0.05))
+
+
+@kernels
 @with_fused
 def test_nothing_happens_where_a_gradient_was_not_finite(make: Any, kernel: dict[str, bool]) -> None:
     optimizer: FunctionalOptimizer = make(lr=0.1, **kernel)
@@ -186,6 +196,26 @@ def test_differentiable_is_refused(optimizer: Any) -> None:
     make: Any = functional_optim_map[optimizer]
     with pytest.raises(ValueError, match=r"differentiable=True is refused: .* in place .* torch.optim"):
         make(differentiable=True)
+
+
+def test_betas_may_be_tensors_where_there_is_no_fused_kernel() -> None:
+    numbers, tensors = (torch.full((3,), 1 + 2j) for _ in range(2))
+    betas = (torch.tensor(0.9), torch.tensor(0.99))
+    for param, optimizer in ((numbers, Adam(0.5, betas=(0.9, 0.99))), (tensors, Adam(0.5, betas=betas))):
+        optimizer.step([param], [torch.ones_like(param)], optimizer.init([param]))
+    torch.testing.assert_close(tensors, numbers)
+
+
+def test_a_tensor_in_the_place_of_a_list_is_refused() -> None:
+    flat, optimizer = torch.ones(4), SGD(0.1)
+    for wrong in (
+        lambda: optimizer.init(flat),
+        lambda: optimizer.step(flat, torch.ones(4), {}),
+        lambda: optimizer.step([flat], torch.ones(1, 4), {}),
+    ):
+        with pytest.raises(TypeError, match=r"lists of tensors: pass \[tensor\]"):
+            wrong()
+    assert torch.equal(flat, torch.ones(4))
 
 
 def test_lists_of_unlike_lengths() -> None:
