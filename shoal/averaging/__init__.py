@@ -39,15 +39,7 @@ _HOMES = {
     "StepControl": "control",
     "load_balance_peers": "load_balancing",
 }
-__all__ = [
-    "AveragingError",
-    "AveragingStage",
-    "DecentralizedAverager",
-    "Role",
-    "RoundReport",
-    "StepControl",
-    "load_balance_peers",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

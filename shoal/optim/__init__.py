@@ -7,10 +7,12 @@ What this room promises to its users:
 - `step` may raise only what is the caller's to mend; what goes wrong on the network is dealt with and logged;
 - a peer that is late, or has fallen out of step, downloads the state and goes on; a step that failed changes nothing.
 
-How to read it: `optimizer.py` is the public face and `settings.py` its options; `update.py` ends an epoch, at once or
-in the background; `vector.py` says what a round averages: `gradients.py` (or `own_gradients.py`) and `shared.py`;
-`replica.py` is this peer's state (`state.py`), which may be on the host (`offload.py`); `run.py` is its part in the
-run, `progress.py` counts samples. `grad_averager.py`, `power_sgd_averager.py`, `state_averager.py` and
+How to read it: `optimizer.py` is the public face, `settings.py` its options, `assembly.py` what they ask for. From step
+to step: `epochs.py` counts (`progress.py`) what `accumulation.py` has, has `update.py` end the epoch, at once or in the
+background, and `handover.py` download the state where others are past it; `assistant.py` is a step of who trains
+nothing. `vector.py` says what a round averages: `gradients.py` (or `own_gradients.py`) and `shared.py`; `replica.py` is
+this peer's state (`state.py`), which may be on the host (`offload.py`); `run.py` is its part in the run.
+`grad_averager.py`, `power_sgd_averager.py`, `state_averager.py` and
 `progress_tracker.py` are for those who train without an `Optimizer`.
 """
 
@@ -41,17 +43,7 @@ _HOMES = {
     "ProgressTracker": "progress_tracker",
     "TrainingStateAverager": "state_averager",
 }
-__all__ = [
-    "DownloadReport",
-    "EpochReport",
-    "GradScaler",
-    "GradientAverager",
-    "Optimizer",
-    "PerformanceEMA",
-    "PowerSGDGradientAverager",
-    "ProgressTracker",
-    "TrainingStateAverager",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

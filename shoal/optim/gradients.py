@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -21,7 +22,7 @@ class Gradients(Protocol):
     def accumulate(self, batch_size: int) -> None: ...
     def reset(self) -> None: ...
     def close(self, scale: float = 1.0) -> float: ...
-    def average(self, timeout: float, over: Callable[[], bool]) -> bytes: ...
+    def average(self, timeout: float, over: Callable[[], Future[None]]) -> bytes: ...
     def use_local(self) -> None: ...
     def as_grad(
         self, targets: Sequence[torch.Tensor], max_norm: float | None = None
@@ -132,7 +133,7 @@ class GradientBuffers:
                 mean.zero_()
         torch._foreach_div_(self._mean, max(1, self._steps) * scale)
 
-    def average(self, timeout: float, over: Callable[[], bool]) -> bytes:
+    def average(self, timeout: float, over: Callable[[], Future[None]]) -> bytes:
         """Nothing to do before the round of the run, which averages what was closed, and names the average."""
         return b""
 

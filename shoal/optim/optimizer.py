@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from blake3 import blake3
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.averaging.contribution import Contribution, Outcome
-from shoal.averaging.donor import Snapshot
-from shoal.averaging.errors import AveragingError, Behind, Rejected
-from shoal.averaging.messages import Terms
-from shoal.averaging.options import term_of
+from shoal.averaging.errors import AveragingError
 from shoal.averaging.tip import Tip
-from shoal.compression import Compression, NoCompression
+from shoal.compression import Compression
 from shoal.dht.dht import DHT
-from shoal.flat import Layout
 from shoal.optim import options
+from shoal.optim.accumulation import Accumulation
+from shoal.optim.assembly import make_gradients, make_run, rules_of, terms_of
+from shoal.optim.assistant import Assistant
+from shoal.optim.epochs import Epochs
 from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.gradients import GradientBuffers, Gradients
-from shoal.optim.own_gradients import AveragerGradients
+from shoal.optim.handover import Handover
+from shoal.optim.machine import Machine
 from shoal.optim.progress import RunProgress
-from shoal.optim.refresh import Refresh, refresh_of
+from shoal.optim.refresh import refresh_of
 from shoal.optim.replica import Replica
-from shoal.optim.reports import DownloadReport, EpochReport, Event
-from shoal.optim.run import Run
+from shoal.optim.reports import Event
 from shoal.optim.settings import Settings, check_samples, check_times
-from shoal.optim.update import Averaged, Background, EpochEnd
+from shoal.optim.update import Background, EpochEnd
 from shoal.optim.vector import EpochVector
-from shoal.p2p.errors import Refused
-from shoal.p2p.identity import PeerID
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +182,7 @@ class Optimizer(torch.optim.Optimizer):
         self._ready = True
 
         extra_tensors = list(extra_tensors)
-        self._replica = Replica(
+        self._replica = replica = Replica(
             wrapped,
             self.scheduler,
             extra_tensors,
@@ -197,108 +191,31 @@ class Optimizer(torch.optim.Optimizer):
             statistics=settings.average_opt_statistics,
             compression=settings.state_averaging_compression,
         )
-        self._gradients = self._make_gradients(grad_averager_factory)
-        self._local_samples = 0.0  # with local updates: since the epoch began
-        self._scaler: GradScaler | None = None  # of the gradients that are accumulated
-        self._state_changed = asyncio.Event()
-        self._machine = options.machine()
-        self._downloads = 0  # since the last epoch that this peer was in
-        self._lossy_epoch = -1  # of the last state that was downloaded through a lossy codec
-        self._applied = self._counting = self._replica.tip  # of the model, and of what is accumulated
-        self._start_run(extra_tensors, refresh)
+        self._gradients = gradients = make_gradients(settings, grad_averager_factory, replica.trained, dht)
+        rules = rules_of(settings, replica, gradients)
+        terms = terms_of(settings, refresh, wrapped, self.scheduler, extra_tensors, replica, gradients)
+        self._run = run = make_run(settings, dht, terms, rules)
+        machine, vector = Machine(run.me), EpochVector(run.me, rules, replica, gradients)
+        self._end = end = EpochEnd(settings, run, rules, replica, vector, gradients, machine)
+        self._background = background = Background(end, steps=not use_local_updates)
+        handover = Handover(settings, run, replica, background, machine)
+        run.start(handover.take_snapshot)
         self.tracker = RunProgress(
-            self._run.swarm,
+            run.swarm,
             dht.reactor,
             target_batch_size,
             performance_ema_alpha=performance_ema_alpha,
             refresh=refresh,
             may_wait=not settings.in_background,
         )
+        self._accumulation = accumulation = Accumulation(self, replica, gradients, run, reuse=reuse_grad_buffers)
+        self._epochs = Epochs(
+            settings, run, replica, accumulation, end, background, handover, self.tracker, machine, self._tell
+        )
+        self._assistant = Assistant(settings, run, vector, self._epochs, replica, self.tracker, self._tell)
         self.tracker.start()
-        if not self._is_behind():
-            self._enter()
-        self._be_counted()
-
-    def _make_gradients(self, factory: Callable[..., Any] | None) -> Gradients | None:
-        settings = self._settings
-        if settings.use_local_updates:
-            return None
-        if factory is not None:
-            return AveragerGradients(
-                self.dht.peer_id.key,
-                factory,
-                self._replica.trained,
-                dht=self.dht,
-                prefix=f"{self.run_id}/grad",
-                min_group_size=1,
-                min_matchmaking_time=settings.matchmaking_time,
-                allreduce_timeout=settings.allreduce_timeout,
-                next_chunk_timeout=settings.next_chunk_timeout,
-                shutdown_timeout=settings.shutdown_timeout,
-                client_mode=settings.client_mode,
-                reuse_grad_buffers=settings.reuse_grad_buffers,
-                compression=settings.grad_compression,
-                bandwidth=settings.averager_opts.get("bandwidth"),
-            )
-        assert settings.grad_compression is not None
-        return GradientBuffers(
-            self._replica.trained,
-            settings.grad_compression,
-            apart=bool(settings.delay_optimizer_step),
-            reuse=settings.reuse_grad_buffers,
-        )
-
-    def _start_run(self, extra_tensors: Sequence[torch.Tensor], refresh: Refresh) -> None:
-        settings, replica = self._settings, self._replica
-        gradients = self._gradients if isinstance(self._gradients, GradientBuffers) else None
-        sizes = () if gradients is None else tuple(spec.numel for spec in gradients.layout.buffers)
-        rules = settings.rules(sizes, replica.buffers.sizes, replica.shared.sizes)
-        schemas = [replica.shared.layout.schema_hash]
-        if gradients is not None:
-            schemas.append(gradients.layout.schema_hash)
-        agreed = settings.agreed() | {
-            "tracker_opts": term_of(str(refresh)),
-            "optimizer": type(self.optimizer).__name__,
-            "scheduler": type(self.scheduler).__name__,
-            "extra_tensors": Layout.of(extra_tensors).schema_hash.hex(),
-        }
-        if isinstance(self._gradients, AveragerGradients):
-            agreed["grad_averager_factory"] = term_of(self._gradients.terms)
-        self._run = Run(
-            self.dht,
-            self.run_id,
-            Terms(agreed, blake3(b"".join(schemas)).digest()),
-            rules,
-            role=settings.role,
-            bandwidth=settings.averager_opts.get("bandwidth"),
-            chunk_timeout=settings.next_chunk_timeout,
-            request_timeout=settings.averager_opts.get("request_timeout"),
-            take_snapshot=self._take_snapshot,
-        )
-        self._vector = EpochVector(self._run.me, rules, gradients, replica)
-        self._rules = rules
-        self._end = EpochEnd(
-            self._run,
-            rules,
-            replica,
-            self._vector,
-            self._gradients,
-            machine=self._machine,
-            matchmaking_time=settings.matchmaking_time,
-            averaging_timeout=settings.averaging_timeout,
-            min_peers=settings.min_peers,
-            max_grad_norm=settings.max_grad_norm,
-            tell_changed=self._tell_changed,
-        )
-        self._background = Background(self._end, steps=not settings.use_local_updates)
-        self._run.start()
-
-    def _be_counted(self) -> None:
-        """Report no samples: from now on the coordinator waits for this peer."""
         try:
-            self.tracker.report_local_progress(0.0)
-        except Behind:
-            log.info("the run has begun: the first step downloads the state")
+            self._epochs.begin()
         except BaseException:  # Ctrl-C too: an optimizer that was not made must not be counted by the others
             self.shutdown()
             raise
@@ -309,7 +226,7 @@ class Optimizer(torch.optim.Optimizer):
     def local_epoch(self) -> int:
         """How many epochs the model's parameters have behind them. While the end of an epoch is computed in the
         background, the optimizer's own copy may be one further."""
-        return self._applied.epoch
+        return self._epochs.applied.epoch
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -334,7 +251,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.auxiliary:
             if closure is not None or batch_size is not None or grad_scaler is not None:
                 raise ValueError("auxiliary=True trains nothing: call step() without arguments")
-            self._assist()
+            self._assistant.step()
             return None
         if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
             raise ValueError(f"grad_scaler= is a {type(grad_scaler).__name__}: give a shoal.GradScaler")
@@ -342,16 +259,12 @@ class Optimizer(torch.optim.Optimizer):
         if batch_size is None:
             raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
         check_samples({"batch_size": batch_size}, least=0)
-        self._take_result(wait=False)
+        self._epochs.take_result(wait=False)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._is_behind():
-            self._synchronise()
-        elif batch_size:
-            self._use_gradients(batch_size, grad_scaler)
-        self._count_and_update()
+        self._epochs.advance(batch_size, grad_scaler)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -363,169 +276,6 @@ class Optimizer(torch.optim.Optimizer):
                 "cleared when the epoch ends"
             )
         super().zero_grad(set_to_none)
-
-    def _use_gradients(self, batch_size: int, grad_scaler: GradScaler | None) -> None:
-        if any(parameter.grad is not None for parameter in self._replica.frozen):
-            raise ValueError(
-                "a parameter that was frozen (requires_grad=False) when the optimizer was made has a gradient now; the "
-                "peers do not average it: make a new optimizer, under a new run_id, after thawing parameters"
-            )
-        if grad_scaler is not None and not grad_scaler.admits(self):
-            log.info("the gradients overflowed (grad_scaler): they are not used")
-            if self.reuse_grad_buffers:
-                self._begin_accumulating()  # what came before is in the same `.grad`
-        elif self._gradients is None:
-            self._replica.step_locally()
-            self._local_samples += batch_size
-        else:
-            self._enter()
-            self._gradients.accumulate(batch_size)
-            self._scaler = grad_scaler if self.reuse_grad_buffers else None
-
-    def _enter(self) -> None:
-        """Be known to those who average gradients, before the run counts on this peer."""
-        if isinstance(self._gradients, AveragerGradients):
-            self._gradients.enter(lambda: self._run.swarm.called or self._run.tip != self._replica.tip)
-
-    @property
-    def _samples(self) -> float:
-        """That this peer has accumulated in this epoch."""
-        return self._local_samples if self._gradients is None else self._gradients.samples
-
-    def _begin_accumulating(self) -> None:
-        self._local_samples = 0.0
-        if self._gradients is not None:
-            self._gradients.reset()
-        if self._scaler is not None:
-            self._scaler.release(self)
-            self._scaler = None
-
-    # -- the end of an epoch
-
-    def _count_and_update(self) -> None:
-        """Report what was accumulated, and end the epoch if that is due."""
-        if self._background.failed:
-            self._background.begin(self._background.samples)
-        if self._background.busy:
-            tip = self._background.tip
-            if tip is not None:
-                self._count_from(tip)
-            elif self._samples < (self._background.samples or self.target_batch_size):
-                return  # the round is under way, and what is accumulated belongs to an epoch without a name yet
-            else:
-                self._take_result(wait=True)  # this peer has its part of that epoch: one epoch late is the most
-                if self._background.failed:
-                    return  # the next step tries again
-        try:
-            self.tracker.report_local_progress(self._samples)
-            if self.tracker.ready_to_update_epoch:
-                if self._background.busy:
-                    self._take_result(wait=True)  # one epoch late is the most
-                with self.tracker.paused():
-                    self._update()
-        except Behind as error:
-            log.info("%s", error)
-            if self._background.busy:
-                self._take_result(wait=True)
-            self._synchronise()
-
-    def _update(self) -> None:
-        """End the epoch, or begin to in the background."""
-        settings = self._settings
-        if self._end.few_are_here():
-            return
-        own = isinstance(self._gradients, AveragerGradients) and not self._gradients.held
-        if own and self._run.tip != self._replica.tip:
-            raise Behind("the epoch has ended before this peer's gradients were averaged")
-        self._end.take()
-        samples = self._samples
-        if self._gradients is not None:
-            usable = self._gradients.close(1.0 if self._scaler is None else self._scaler.get_scale())
-            if usable < samples:
-                log.warning("this peer's gradients are not finite (NaN or infinity): it joins without them")
-            samples = usable
-        if settings.averages_in_background:
-            self._begin_accumulating()
-            self._background.begin(samples)
-            return
-        averaged = self._end.average(samples)
-        if averaged is None:
-            return
-        if averaged.donors or not settings.delay_optimizer_step:
-            if not averaged.donors:
-                self._end.step(averaged)
-            self._apply(averaged)
-        else:
-            self._begin_accumulating()
-            self._background.begin(samples, averaged)
-            self._count_from(averaged.tip)
-
-    def _take_result(self, *, wait: bool) -> None:
-        """If an epoch was ended in the background: apply it."""
-        if not self._background.busy or not (wait or self._background.done):
-            return
-        try:
-            with self.tracker.paused():
-                averaged = self._background.take()
-        except Behind as error:
-            log.info("%s", error)
-            self._synchronise()
-            return
-        if averaged is not None:
-            if self._gradients is None:
-                self._end.step(averaged)  # in this thread: it changes what the trainer computes with
-            self._apply(averaged, accumulating=True)
-
-    def _apply(self, averaged: Averaged, *, accumulating: bool = False) -> None:
-        """The step was made: go on from the state that it led to. With `accumulating`, the next epoch has begun."""
-        if averaged.donors:
-            self._synchronise(averaged.donors)
-            return
-        if averaged.outcome is not None and self._rules.due_sizes and self._rules.is_due(averaged.tip.epoch - 1):
-            self._replica.put_buffers()
-        # What is not averaged was downloaded exactly, and is still the others' if no step was made since.
-        if averaged.with_state and (self._replica.is_averaged_whole or averaged.tip.epoch == self._lossy_epoch + 1):
-            self._end.machine = self._machine
-        self._replica.publish()
-        self._downloads = 0
-        self._applied = averaged.tip
-        if not accumulating:
-            self._begin_accumulating()
-        self._count_from(averaged.tip)
-        if averaged.outcome is not None:
-            self._tell(self._report(averaged.outcome))
-
-    def _count_from(self, tip: Tip) -> None:
-        if self._counting != tip:
-            self._counting = tip
-            self.tracker.start_epoch(tip)
-
-    def _is_behind(self) -> bool:
-        """Whether others hold a state that outranks this peer's."""
-        behind = self._run.swarm.behind
-        return behind is not None and not self._background.busy and behind.outranks(self._replica.tip)
-
-    def _assist(self) -> None:
-        """As an auxiliary: take part in the next round."""
-        settings = self._settings
-        try:
-            self._applied = self._replica.tip = self._run.catch_up()
-            self._count_from(self._applied)
-            self.tracker.report_local_progress(0.0)
-            if not self._run.wait_for_call(settings.matchmaking_time):
-                return
-            outcome = self._run.average(
-                Contribution(0.0, self._vector.open, settings.matchmaking_time, machine=self._machine),
-                settings.averaging_timeout,
-            )
-        except Rejected:
-            raise
-        except AveragingError as error:
-            log.info("no round to assist in: %s", error)
-            return
-        self._applied = self._replica.tip = outcome.commit.next_tip
-        self._count_from(self._applied)
-        self._tell(self._report(outcome))
 
     # -- the state
 
@@ -540,81 +290,13 @@ class Optimizer(torch.optim.Optimizer):
         if kwargs:
             raise TypeError(f"load_state_from_peers has no argument {', '.join(kwargs)}")
         check_times({"timeout": timeout})
-        self._take_result(wait=True)
-        donors = self._run.donors()
-        return bool(donors) and self._download(donors, timeout)
-
-    def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:
-        # What takes longer than an epoch would come too late each time. So the others are asked to wait, but not always
-        # where that does not help either: the 2nd, 4th, 8th time.
-        if isinstance(self._gradients, AveragerGradients):
-            self._gradients.leave()
-        self._downloads += 1
-        awaited = self._downloads > 1 and self._downloads.bit_count() == 1
-        state = self._run.download(donors, timeout, self._replica.max_nbytes, awaited)
-        tip = state.manifest.tip
-        if self._replica.tip.outranks(tip):
-            log.info("the peers' state, of epoch %d, is behind this peer's, of epoch %d", tip.epoch, self.local_epoch)
-            return False
-        try:
-            self._replica.load(state)
-        except ValueError as error:
-            raise Rejected(f"the run's state does not fit this peer: {error}") from error
-        self._run.follow(tip)
-        self._go_on_from(tip)
-        if state.lossy:  # it may differ from those that compute alike, until the state is averaged
-            self._lossy_epoch = tip.epoch
-            self._end.machine = f"{self._run.me.hex()[:16]} after a lossy download, {self._machine}"[:256]
-        digest = self._replica.digest.hex()
-        report = DownloadReport(tip.epoch, state.seconds, state.nbytes, len(state.chunks_from), digest)
-        log.info("downloaded the state of epoch %d from %d peers", report.epoch, report.donors)
-        self._tell(report)
-        return True
-
-    def _synchronise(self, donors: Sequence[PeerID] = ()) -> None:
-        """Download the state; if that fails, go on and try again in the next step. Raises Rejected if it can't fit."""
-        try:
-            if self._download(donors, self._settings.load_state_timeout) if donors else self.load_state_from_peers():
-                return
-        except Rejected:
-            raise
-        except AveragingError as error:
-            log.warning("could not download the state, the next step tries again: %s", error)
-        self._run.forget_behind()
-
-    def _go_on_from(self, tip: Tip) -> None:
-        """The replica is at another state, not by a round."""
-        self._tell_changed()
-        self._background.failed = False
-        self._begin_accumulating()
-        self._applied = self._counting = tip
-        self._enter()
-        self.tracker.start_epoch(tip)
-        self.tracker.restart_clock()
-
-    def _tell_changed(self) -> None:
-        self.dht.reactor.loop.call_soon_threadsafe(self._state_changed.set)
-
-    async def _take_snapshot(self) -> Snapshot:
-        # What is offered is the newest state: a commit that is not applied yet is waited for.
-        while self._replica.tip != self._run.tip:
-            self._state_changed.clear()
-            await self._state_changed.wait()
-        if self._is_behind():
-            raise Refused("this peer is behind the others itself")
-        compression = self._settings.load_state_compression or NoCompression()
-        try:
-            return await asyncio.to_thread(self._replica.snapshot, compression)
-        except ValueError as error:
-            log.warning("a newcomer can't have this peer's state: %s", error)
-            raise Refused(str(error)) from error
+        return self._epochs.load_state(timeout)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict, with the epoch (`["state"]["local_epoch"]`), the run's lineage and the
         scheduler beside it, all plain data and tensors. What is under way in the background is waited for and applied
         first, so that the model's parameters belong to it."""
-        self._take_result(wait=True)
-        return self._replica.state_dict()
+        return self._epochs.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict of this class, or of the wrapped optimizer's (then at the present epoch). Load the
@@ -622,17 +304,12 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises ValueError, as the wrapped optimizer does, if it is of other parameter groups.
         """
-        self._take_result(wait=True)
-        if isinstance(self._gradients, AveragerGradients):
-            self._gradients.leave()
-        self._replica.load_state_dict(state_dict, self.target_batch_size)
+        self._epochs.load_state_dict(state_dict)
         if self._host is None:
             self.param_groups = self.optimizer.param_groups
         else:
             self.param_groups = self._host.param_groups(self.optimizer)  # type: ignore[assignment]
         self.state = self.optimizer.state
-        self._run.follow(self._replica.tip)
-        self._go_on_from(self._replica.tip)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ValueError: all peers must have the same parameters from the beginning."""
@@ -641,20 +318,6 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     # -- the rest
-
-    def _report(self, outcome: Outcome) -> EpochReport:
-        return EpochReport(
-            epoch=self._replica.tip.epoch,
-            samples=outcome.commit.samples,
-            num_peers=len(outcome.begin.members),
-            coordinator=str(outcome.coordinator),
-            round_seconds=outcome.matchmaking_seconds + outcome.allreduce_seconds,
-            matchmaking_seconds=outcome.matchmaking_seconds,
-            allreduce_seconds=outcome.allreduce_seconds,
-            bytes_sent=outcome.bytes_sent,
-            bytes_received=outcome.bytes_received,
-            state_digest=self._replica.digest.hex(),
-        )
 
     def _tell(self, event: Event) -> None:
         log.info("%s", event)
@@ -672,8 +335,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.dht.is_alive():
             self.tracker.stop()
         self._run.stop(timeout)
-        if isinstance(self._gradients, AveragerGradients):
-            self._gradients.averager.shutdown()  # whose average may be waited for
+        self._accumulation.stop()
         self._background.stop(timeout)
         if self._background.done:
             try:
@@ -681,7 +343,7 @@ class Optimizer(torch.optim.Optimizer):
             except AveragingError as error:
                 log.info("the end of an epoch was given up: %s", error)
             self._replica.publish()
-            self._applied = self._replica.tip
+            self._epochs.applied = self._replica.tip
 
     def __repr__(self) -> str:
         return f"shoal.Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, optimizer={self.optimizer!r})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -59,12 +58,3 @@ def make_scheduler(
     if scheduler.optimizer is not optimizer:
         raise ValueError("scheduler= is of another optimizer than the one given: make it from that one")
     return scheduler
-
-
-def machine() -> str:
-    """Names all on which the bits of a local step depend: peers whose names are equal make bit-identical steps."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    names = [f"torch {torch.__version__}", platform.machine(), capability, f"{torch.get_num_threads()} threads"]
-    if torch.cuda.is_available():
-        names.append(torch.cuda.get_device_name())
-    return ", ".join(names)[:256]

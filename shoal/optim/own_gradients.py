@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ from shoal.averaging.errors import AveragingError, Behind, Rejected
 from shoal.optim.grad_averager import GradientAverager
 
 log = logging.getLogger(__name__)
-
-POLL_SECONDS = 0.05  # between two looks whether the epoch is over
 
 
 class AveragerGradients:
@@ -99,13 +96,13 @@ class AveragerGradients:
             torch._foreach_mul_(scaled, scale)  # should the round fail, more is added to them
         return self._samples
 
-    def average(self, timeout: float, over: Callable[[], bool]) -> bytes:
+    def average(self, timeout: float, over: Callable[[], Future[None]]) -> bytes:
         """Wait for that round; where it fails, the average is this peer's own. Returns a name of the average, which is
         that of all who have the same.
 
         Args:
             timeout: seconds.
-            over: whether the others have ended the epoch meanwhile. The averager's rounds know no epochs: these
+            over: makes what is done when the others have ended the epoch. The averager's rounds know no epochs: these
                 gradients would be averaged with the next one's.
 
         Raises Behind if so, Rejected if the others have another averager.
@@ -113,13 +110,13 @@ class AveragerGradients:
         own = blake3(b"own gradients of " + self._me).digest()
         if self._control is None or self._failed:
             return own
-        until = time.monotonic() + timeout
+        ended = over()
+        either: list[Future[Any]] = [self._control, ended]
         try:
-            while not self._control.done() and time.monotonic() < until:
-                if over():
-                    self._control.cancel()
-                    raise Behind("the others have ended the epoch before this peer's gradients were there")
-                wait([self._control], POLL_SECONDS)
+            wait(either, timeout, FIRST_COMPLETED)
+            if not self._control.done() and ended.done() and not ended.cancelled():
+                self._control.cancel()
+                raise Behind("the others have ended the epoch before this peer's gradients were there")
             self._control.result(0.0)
         except (Rejected, Behind):
             raise
@@ -128,6 +125,8 @@ class AveragerGradients:
             self._failed = True
             log.warning("the gradients were not averaged (%s): going on with this peer's own", error)
             return own
+        finally:
+            ended.cancel()
         assert self.averager.last_round is not None
         return bytes.fromhex(self.averager.last_round.digest)
 

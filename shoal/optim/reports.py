@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.averaging.contribution import Outcome
+
 
 @dataclass(frozen=True, slots=True)
 class EpochReport:
@@ -53,3 +55,19 @@ class DownloadReport:
 
 
 Event = EpochReport | DownloadReport
+
+
+def report_of(outcome: Outcome, epoch: int, digest: bytes) -> EpochReport:
+    """What there is to tell of a round, given the epoch that begins after it and the digest of the parameters."""
+    return EpochReport(
+        epoch=epoch,
+        samples=outcome.commit.samples,
+        num_peers=len(outcome.begin.members),
+        coordinator=str(outcome.coordinator),
+        round_seconds=outcome.matchmaking_seconds + outcome.allreduce_seconds,
+        matchmaking_seconds=outcome.matchmaking_seconds,
+        allreduce_seconds=outcome.allreduce_seconds,
+        bytes_sent=outcome.bytes_sent,
+        bytes_received=outcome.bytes_received,
+        state_digest=digest.hex(),
+    )

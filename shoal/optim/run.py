@@ -43,7 +43,6 @@ class Run:
         bandwidth: of `Member`.
         chunk_timeout: seconds of silence after which a member that holds up a round is left out; None for the default.
         request_timeout: seconds that the coordinator may take to answer; None for the default.
-        take_snapshot: copies this peer's state for a newcomer; on the reactor.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Run:
         bandwidth: float | None = None,
         chunk_timeout: float | None,
         request_timeout: float | None = None,
-        take_snapshot: Callable[[], Awaitable[Snapshot]],
     ) -> None:
         visible = () if role is Role.CLIENT else dht.get_visible_maddrs()
         addresses = tuple(str(address) for address in visible)[:MAX_ADDRESSES]
@@ -75,13 +73,17 @@ class Run:
             request_timeout=JOIN_TIMEOUT if request_timeout is None else request_timeout,
         )
         self._state_service = f"state/{run_id}"
-        self._take_snapshot = take_snapshot
         self._random = random.Random(me.key)
+        self._state_changed = asyncio.Event()
         self._under_way: set[Future[Any]] = set()
         self._left = False
 
-    def start(self) -> None:
-        """Meet the other peers of the run, and serve the state."""
+    def start(self, take_snapshot: Callable[[], Awaitable[Snapshot]]) -> None:
+        """Meet the other peers of the run, and serve the state.
+
+        Args:
+            take_snapshot: copies this peer's state for a newcomer; on the reactor.
+        """
 
         async def start() -> StateDonor:
             compute_serially()
@@ -90,7 +92,7 @@ class Run:
             except BaseException:  # cancelled, too: who did not start must not stay listed
                 self.swarm.stop()
                 raise
-            return StateDonor(self.dht.node, self._state_service, self._take_snapshot, lambda: self.swarm.tip)
+            return StateDonor(self.dht.node, self._state_service, take_snapshot, lambda: self.swarm.tip)
 
         self._donor = self._wait(start())
 
@@ -175,6 +177,24 @@ class Run:
             return True
 
         return self._wait(follow())
+
+    def tell_state_changed(self) -> None:
+        """This peer's state is at another tip than it was; in any thread."""
+        self.dht.reactor.loop.call_soon_threadsafe(self._state_changed.set)
+
+    async def state_changed(self) -> None:
+        """Return when that is told; on the reactor."""
+        self._state_changed.clear()
+        await self._state_changed.wait()
+
+    def past(self, tip: Tip) -> Future[None]:
+        """Done when the swarm is at another state than this one; to be cancelled by who needs it no more."""
+
+        async def past() -> None:
+            while self.swarm.tip == tip:
+                await self.swarm.news()
+
+        return self.dht.reactor.submit(past())
 
     def wait_for_call(self, timeout: float) -> bool:
         """Wait until the round of the swarm's tip is called; whether it was within `timeout` seconds."""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -21,26 +18,14 @@ from shoal.averaging.errors import AveragingError
 from shoal.averaging.tip import Tip
 from shoal.dht.dht import DHT
 from shoal.optim import options
+from shoal.optim.guarded_state import GuardedState
 from shoal.optim.local_state import LocalState
+from shoal.optim.state_update import StateUpdate
 from shoal.p2p.errors import Refused
 
 log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT = 60.0
-
-
-@dataclass
-class _Update:
-    """A step that may still be under way."""
-
-    work: Future[None] | None = None  # the optimizer's step and the beginning of the round, in the background
-    round: StepControl | None = None
-    before: list[torch.Tensor] | None = None  # what was averaged, for the delta rule
-    published: bool = False  # whether the model has the parameters that the optimizer's step has made
-
-    @property
-    def done(self) -> bool:
-        return (self.work is None or self.work.done()) and (self.round is None or self.round.done())
 
 
 class TrainingStateAverager(DecentralizedAverager):
@@ -125,8 +110,9 @@ class TrainingStateAverager(DecentralizedAverager):
         self.optimizer, self.scheduler = self._local.optimizer, self._local.scheduler
         self.main_parameters = self._local.main_parameters
         self.local_epoch = 0
-        self.lock_optimizer = threading.RLock()  # held while its tensors change
-        self._updates: list[_Update] = []  # under way or not applied yet, in their order
+        self._guarded = GuardedState(self._local, self)
+        self.lock_optimizer = self._guarded.lock  # held while its tensors change
+        self._updates: list[StateUpdate] = []  # under way or not applied yet, in their order
         self._background = ThreadPoolExecutor(1, thread_name_prefix="shoal-state")
         kwargs.setdefault("tensor_infos", self._local.infos)
         super().__init__(self._local.averaged, dht, **kwargs)
@@ -191,21 +177,24 @@ class TrainingStateAverager(DecentralizedAverager):
         if wait_for_delayed_updates is None:
             overlaps = self.delta_rule_averaging and not self._is_stepping
             wait_for_delayed_updates = averaging_round or (optimizer_step and not overlaps)
-        self._check_step(
-            disturbs=averaging_round and not (wait_for_delayed_updates and apply_delayed_updates),
-            delay_optimizer_step=delay_optimizer_step,
-            hurries=averaging_round and delay_optimizer_step and not delay_averaging,
-            loose_control=averaging_control is not None and not averaging_round,
-            loose_trigger=wait_for_trigger is not None and not acts,
-            early_trigger=wait_for_trigger is not None,
-        )
+        if averaging_round and not (wait_for_delayed_updates and apply_delayed_updates):
+            raise ValueError(
+                "averaging_round=True waits for the round before and applies its result: leave "
+                "wait_for_delayed_updates and apply_delayed_updates out"
+            )
+        if delay_optimizer_step:
+            self._check_delay(averaging_round, delay_averaging)
+        if averaging_control is not None and not averaging_round:
+            raise ValueError("averaging_control= is for a round: averaging_round=True")
+        if wait_for_trigger is not None:
+            self._check_trigger(acts)
         gathered = self._settle(wait_for_delayed_updates, apply_delayed_updates)
         self.local_epoch += increment_epoch
         if not acts:
             self._follow_epoch()
             return gathered
 
-        update = _Update()
+        update = StateUpdate()
         if averaging_round:
             update.round = self._open_round(averaging_control, averaging_opts or {})
         if self.offload_optimizer and not self.custom_gradients and (optimizer_step or zero_grad):
@@ -215,11 +204,17 @@ class TrainingStateAverager(DecentralizedAverager):
             try:
                 if wait_for_trigger is not None:
                     wait_for_trigger()
-                self._optimize(optimizer_step, zero_grad, grad_scaler, set_to_none)
-                self._begin_round(update)
-            except BaseException:  # whatever the user's optimizer raised: the others must not wait for this peer
+                with self.lock_optimizer:
+                    if optimizer_step:
+                        self._guarded.step(grad_scaler)
+                    if zero_grad:
+                        self._local.zero_grad(set_to_none)
+                    self._local.update_scheduler(self.local_epoch)
                 if update.round is not None:
-                    update.round.cancel()
+                    update.before = self._guarded.take(keep=self.delta_rule_averaging)
+                    update.round.allow_allreduce()
+            except BaseException:  # whatever the user's optimizer raised: the others must not wait for this peer
+                update.cancel()
                 raise
 
         if delay_optimizer_step:
@@ -231,34 +226,20 @@ class TrainingStateAverager(DecentralizedAverager):
             self._updates.append(update)
             self._publish(update)
             return gathered
-        _wait(update.round)
+        update.wait()
         return self._apply(update) or gathered
 
-    def _check_step(
-        self,
-        *,
-        disturbs: bool,
-        delay_optimizer_step: bool,
-        hurries: bool,
-        loose_control: bool,
-        loose_trigger: bool,
-        early_trigger: bool,
-    ) -> None:
-        if disturbs:
-            raise ValueError(
-                "averaging_round=True waits for the round before and applies its result: leave "
-                "wait_for_delayed_updates and apply_delayed_updates out"
-            )
-        if delay_optimizer_step and not self.offload_optimizer:
+    def _check_delay(self, averaging_round: bool, delay_averaging: bool) -> None:
+        if not self.offload_optimizer:
             raise ValueError("delay_optimizer_step=True needs an optimizer with parameters of its own: "
                              "offload_optimizer=True")  # fmt: skip
-        if hurries:
+        if averaging_round and not delay_averaging:
             raise ValueError("a round after a delayed optimizer step is delayed, too: leave delay_averaging=False out")
-        if loose_control:
-            raise ValueError("averaging_control= is for a round: averaging_round=True")
-        if loose_trigger:
+
+    def _check_trigger(self, acts: bool) -> None:
+        if not acts:
             raise ValueError("wait_for_trigger= comes before a step or a round, and none was asked for")
-        if early_trigger and not (self.reuse_tensors or self.custom_gradients):
+        if not (self.reuse_tensors or self.custom_gradients):
             raise ValueError(
                 "wait_for_trigger= leaves open of which gradients the step is: it needs reuse_tensors=True or "
                 "custom_gradients=True"
@@ -274,73 +255,36 @@ class TrainingStateAverager(DecentralizedAverager):
             control.weight = weight
         return control
 
-    def _optimize(
-        self, optimizer_step: bool, zero_grad: bool, scaler: torch.amp.GradScaler | None, set_to_none: bool
-    ) -> None:
-        with self.lock_optimizer:
-            if optimizer_step:
-                with self._undisturbed():
-                    step: Callable[[], Any] = self.optimizer.step
-                    step() if scaler is None else scaler.step(self.optimizer)
-            if zero_grad:
-                self._local.zero_grad(set_to_none)
-            self._local.update_scheduler(self.local_epoch)
-
-    def _undisturbed(self) -> contextlib.AbstractContextManager[Any]:
-        """No round writes the optimizer's tensors while this lasts."""
-        return self.get_tensors() if self.reuse_tensors else contextlib.nullcontext()
-
-    def _begin_round(self, update: _Update) -> None:
-        """What is averaged is ready."""
-        if update.round is None:
-            return
-        with self.lock_optimizer, self.get_tensors() as averaged:
-            self._local.take()
-            if self.delta_rule_averaging:
-                update.before = [tensor.clone() for tensor in averaged]
-        update.round.allow_allreduce()
-
     # -- results
 
     @property
     def averaging_in_progress(self) -> bool:
         """Whether a round runs in the background."""
-        return any(update.round is not None and not update.round.done() for update in self._updates)
+        return any(update.is_averaging for update in self._updates)
 
     @property
     def _is_stepping(self) -> bool:
         """Whether the optimizer steps in the background."""
-        return any(update.work is not None and not update.work.done() for update in self._updates)
+        return any(update.is_stepping for update in self._updates)
 
     def _settle(self, wait: bool, apply: bool) -> Gathered | None:
         """Wait for what is under way, and apply what is finished; what a finished round gathered."""
         gathered = None
         for update in list(self._updates):
             if wait:
-                _wait(update.work)
-                _wait(update.round)
+                update.wait()
             if apply and update.done:
                 self._updates.remove(update)
                 gathered = self._apply(update) or gathered
-            elif apply and (update.work is None or update.work.done()):
+            elif apply and not update.is_stepping:
                 self._publish(update)
         return gathered
 
-    def _apply(self, update: _Update) -> Gathered | None:
-        if update.work is not None:
-            update.work.result()
-        gathered = None
-        if update.round is not None:
-            error = update.round.exception() if not update.round.cancelled() else AveragingError("cancelled")
-            if isinstance(error, AveragingError):
-                log.warning("the state was not averaged: %s", error)
-            elif error is not None:
-                raise error
-            else:
-                gathered = update.round.result()
-                with self.lock_optimizer, self.get_tensors():
-                    self._local.put(update.before)
-                log.log(self.status_loglevel, "the state was averaged by %d peers", len(gathered))
+    def _apply(self, update: StateUpdate) -> Gathered | None:
+        gathered = update.result()
+        if gathered is not None:
+            self._guarded.put(update.before)
+            log.log(self.status_loglevel, "the state was averaged by %d peers", len(gathered))
         update.published = False
         self._publish(update)
         if gathered is not None and self.sync_epoch_when_averaging:
@@ -349,19 +293,10 @@ class TrainingStateAverager(DecentralizedAverager):
         self._follow_epoch()
         return gathered
 
-    def _publish(self, update: _Update) -> None:
-        """Give the model the optimizer's parameters; not while a round may be writing them."""
-        if update.published or not self.offload_optimizer:
-            return
-        with self.lock_optimizer:
-            if self.reuse_tensors and not self.lock_averaged_tensors.acquire(blocking=False):
-                return  # that comes with the round's result
-            try:
-                self._local.publish()
-                update.published = True
-            finally:
-                if self.reuse_tensors:
-                    self.lock_averaged_tensors.release()
+    def _publish(self, update: StateUpdate) -> None:
+        # What can't be given to the model while a round runs comes with the round's result.
+        if self.offload_optimizer and not update.published:
+            update.published = self._guarded.publish()
 
     def _follow_epoch(self) -> None:
         """The scheduler follows, unless a step in the background is to be made with the old rate."""
@@ -371,21 +306,16 @@ class TrainingStateAverager(DecentralizedAverager):
 
     # -- state
 
-    @contextlib.contextmanager
-    def _still(self) -> Iterator[None]:
-        with self.lock_optimizer, self._undisturbed():
-            yield
-
     def get_current_state(self) -> tuple[Any, ...]:
         """The epoch, this peer's parameters, averaged statistics and extra tensors, and a `CompressionInfo` of each.
         (Newcomers get all statistics, the optimizer's options and the scheduler's state beside them.)"""
-        with self._still(), torch.no_grad():
+        with self._guarded.still(), torch.no_grad():
             tensors = [tensor.detach().to("cpu", copy=True) for tensor in self._local.local]
         return {"epoch": self.local_epoch, "group_bits": self.get_group_bits()}, tensors, self._local.infos
 
     async def _take_snapshot(self) -> Snapshot:
         def take() -> Snapshot:
-            with self._still():
+            with self._guarded.still():
                 tip = Tip.genesis(self.prefix)
                 tip = Tip(self.local_epoch, tip.lineage, float(self.local_epoch))
                 return self._local.shared.snapshot(tip, self._state_compression)
@@ -417,7 +347,7 @@ class TrainingStateAverager(DecentralizedAverager):
         if epoch < self.local_epoch:
             log.warning("the others' state is of epoch %d, before this peer's %d: not taken", epoch, self.local_epoch)
             return False
-        with self._still():
+        with self._guarded.still():
             try:
                 self._local.shared.load(downloaded)
             except ValueError as error:
@@ -431,10 +361,3 @@ class TrainingStateAverager(DecentralizedAverager):
         """See `DecentralizedAverager.shutdown`. A step in the background ends by itself."""
         super().shutdown()
         self._background.shutdown(wait=False, cancel_futures=True)
-
-
-def _wait(future: Future[Any] | None) -> None:
-    """Until it is done, however it ends."""
-    if future is not None:
-        with contextlib.suppress(CancelledError):
-            future.exception()

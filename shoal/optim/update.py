@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -15,8 +14,10 @@ from shoal.averaging.errors import AveragingError, Behind, Rejected
 from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Tip
 from shoal.optim.gradients import Gradients
+from shoal.optim.machine import Machine
 from shoal.optim.replica import Replica
 from shoal.optim.run import Run
+from shoal.optim.settings import Settings
 from shoal.optim.vector import EpochVector
 from shoal.p2p.identity import PeerID
 
@@ -47,43 +48,30 @@ class EpochEnd:
     """Ends epochs, one at a time.
 
     Args:
+        settings: of the optimizer.
         run: whose rounds are joined.
         rules: of the run.
         replica: is stepped.
         vector: is averaged.
         gradients: those to step with; None where steps are made all along.
-        machine: names all on which the bits of a local step depend.
-        matchmaking_time, averaging_timeout: seconds, see `Optimizer`.
-        min_peers: no epoch ends with fewer.
-        max_grad_norm: see `GradientBuffers.as_grad`.
-        tell_changed: called, in any thread, when the replica is at another tip.
+        machine: of this peer.
 
     Attributes:
-        machine: may be changed between epochs.
         stopped: whether nothing is averaged any more.
     """
 
     def __init__(
         self,
+        settings: Settings,
         run: Run,
         rules: Rules,
         replica: Replica,
         vector: EpochVector,
         gradients: Gradients | None,
-        *,
-        machine: str,
-        matchmaking_time: float,
-        averaging_timeout: float,
-        min_peers: int,
-        max_grad_norm: float | None,
-        tell_changed: Callable[[], None],
+        machine: Machine,
     ) -> None:
-        self._run, self._rules, self._replica = run, rules, replica
-        self._vector, self._gradients = vector, gradients
-        self.machine = machine
-        self._matchmaking_time, self._averaging_timeout = matchmaking_time, averaging_timeout
-        self._min_peers, self._max_grad_norm = min_peers, max_grad_norm
-        self._tell_changed = tell_changed
+        self._settings, self._run, self._rules, self._replica = settings, run, rules, replica
+        self._vector, self._gradients, self._machine = vector, gradients, machine
         self.stopped = False
 
     def stop(self) -> None:
@@ -99,6 +87,11 @@ class EpochEnd:
         if self._rules.state_always and self._rules.may_average_state(epoch):
             self._replica.take_state()
 
+    def put(self, averaged: Averaged) -> None:
+        """Set to their average what `take` took beside the state, if it was averaged. In the trainer's thread, too."""
+        if averaged.outcome is not None and self._rules.due_sizes and self._rules.is_due(averaged.tip.epoch - 1):
+            self._replica.put_buffers()
+
     def average(self, samples: float) -> Averaged | None:
         """The round of this epoch, with what the vector's parts hold, weighted by `samples`; None if there was none and
         this peer can't go on alone: the next call tries again.
@@ -107,14 +100,14 @@ class EpochEnd:
         """
         before, gradients = self._replica.tip, b""
         if self._gradients is not None:
-            gradients = self._gradients.average(self._averaging_timeout, lambda: self._run.tip != before)
+            gradients = self._gradients.average(self._settings.averaging_timeout, lambda: self._run.past(before))
         # What they were averaged to is one more thing on which the bits of the step depend.
-        machine = f"{gradients.hex()} {self.machine}"[:256] if gradients else self.machine
-        until = time.monotonic() + self._averaging_timeout
+        machine = f"{gradients.hex()} {self._machine.name}"[:256] if gradients else self._machine.name
+        until = time.monotonic() + self._settings.averaging_timeout
         contribution = Contribution(
             weight=samples,
             open=self._vector.open,
-            patience=self._matchmaking_time,
+            patience=self._settings.matchmaking_time,
             tip=self._replica.tip,
             machine=machine,
             state=b"" if self._gradients is None else self._replica.digest,
@@ -137,12 +130,14 @@ class EpochEnd:
 
     def few_are_here(self) -> bool:
         """Wait for `min_peers`, at most for `matchmaking_time`; whether they have not come."""
-        if self._min_peers == 1:
+        if self._settings.min_peers == 1:
             return False
-        found = self._run.wait_for_contributors(self._min_peers, self._matchmaking_time)
-        if found < self._min_peers:
-            log.warning("%d peers are here, and min_peers=%d: the next step tries again", found, self._min_peers)
-        return found < self._min_peers
+        found = self._run.wait_for_contributors(self._settings.min_peers, self._settings.matchmaking_time)
+        if found < self._settings.min_peers:
+            log.warning(
+                "%d peers are here, and min_peers=%d: the next step tries again", found, self._settings.min_peers
+            )
+        return found < self._settings.min_peers
 
     @torch.no_grad()
     def step(self, averaged: Averaged) -> None:
@@ -155,17 +150,17 @@ class EpochEnd:
                 self._gradients,
                 averaged.tip,
                 with_state=averaged.with_state,
-                max_norm=self._max_grad_norm,
+                max_norm=self._settings.max_grad_norm,
             )
-        self._tell_changed()
+        self._run.tell_state_changed()
 
     def _alone(self, samples: float, error: AveragingError) -> Averaged | None:
         """No round could be had: go on with what this peer has, and let the swarm decide later whose state is kept."""
         if not samples:
             log.warning("no average (%s), and this peer has no gradients of its own: the next step tries again", error)
             return None
-        if self._min_peers > 1:
-            log.warning("no average (%s), and min_peers=%d: the next step tries again", error, self._min_peers)
+        if self._settings.min_peers > 1:
+            log.warning("no average (%s), and min_peers=%d: the next step tries again", error, self._settings.min_peers)
             return None
         before = self._replica.tip
         tip = before.after(self._replica.digest, samples)

@@ -12,7 +12,7 @@ from shoal.averaging.exchange import Exchange
 from shoal.averaging.messages import Begin
 from shoal.averaging.rules import Rules
 from shoal.compression import CodecPlan
-from shoal.optim.gradients import GradientBuffers
+from shoal.optim.gradients import GradientBuffers, Gradients
 from shoal.optim.replica import Replica
 
 
@@ -22,13 +22,13 @@ class EpochVector:
     Args:
         me: this peer's key.
         rules: of the run.
-        gradients: None where none are averaged in the run's rounds.
-        replica: has the rest.
+        replica: has all but the gradients.
+        gradients: those with rounds of their own are not in the run's.
     """
 
-    def __init__(self, me: bytes, rules: Rules, gradients: GradientBuffers | None, replica: Replica) -> None:
-        self._me, self._rules = me, rules
-        self.gradients, self._replica = gradients, replica
+    def __init__(self, me: bytes, rules: Rules, replica: Replica, gradients: Gradients | None) -> None:
+        self._me, self._rules, self._replica = me, rules, replica
+        self._gradients = gradients if isinstance(gradients, GradientBuffers) else None
 
     def open(self, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
         """The exchange of a round. Raises RuleBroken if it averages what is not due, or by another plan."""
@@ -38,8 +38,8 @@ class EpochVector:
         if begin.with_state and not self._rules.state_always:
             self._replica.take_state()  # else it was taken before the JOIN
         parts: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], CodecPlan]] = []
-        if self.gradients is not None:
-            parts.append((self.gradients.mine, self.gradients.averaged, self.gradients.codecs))
+        if self._gradients is not None:
+            parts.append((self._gradients.mine, self._gradients.averaged, self._gradients.codecs))
         if self._rules.due_sizes and self._rules.is_due(epoch):
             buffers = self._replica.buffers
             parts.append((buffers.mine, buffers.averaged, buffers.codecs))

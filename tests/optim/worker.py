@@ -21,14 +21,14 @@ from blake3 import blake3
 import shoal
 from shoal.compression import compression_by_spec
 from shoal.flat import bytes_of
-from shoal.optim import options
+from shoal.optim import machine as machines
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
 
 FACTORIES = {
     "GradientAverager": shoal.GradientAverager,
     "PowerSGDGradientAverager": functools.partial(shoal.PowerSGDGradientAverager, averager_rank=2),
 }
-REAL_MACHINE = options.machine
+REAL_MACHINE = machines.this_machine
 
 
 def say(**message: Any) -> None:
@@ -111,7 +111,7 @@ class Training:
         load_codec: str = "none",
         **arguments: Any,
     ) -> shoal.Optimizer:
-        options.machine = (lambda: machine) if machine else REAL_MACHINE
+        machines.this_machine = (lambda: machine) if machine else REAL_MACHINE
         if arguments.pop("shares_extra", False):
             arguments["extra_tensors"] = [self.extra]
         if own := arguments.pop("own_averager", ""):
@@ -275,7 +275,7 @@ def main() -> None:
             case "role":
                 me, dht = training.optimizer._run.swarm.me, training.dht
                 own = type(getattr(training.optimizer._gradients, "averager", None)).__name__
-                sizes = list(training.optimizer._rules.sizes)
+                sizes = list(training.optimizer._run.swarm.rules.sizes)
                 say(
                     own=own,
                     sizes=sizes,

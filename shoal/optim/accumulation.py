@@ -1,0 +1,111 @@
+"""What a peer does for the epoch that is under way: it accumulates gradients, or makes steps with them at once."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from shoal.averaging.errors import Behind
+from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.gradients import Gradients
+from shoal.optim.own_gradients import AveragerGradients
+from shoal.optim.replica import Replica
+from shoal.optim.run import Run
+
+log = logging.getLogger(__name__)
+
+
+class Accumulation:
+    """From the first batch of an epoch to its end, again and again.
+
+    Args:
+        optimizer: whose gradients they are, as a `GradScaler` knows it.
+        replica: makes the steps of local updates.
+        gradients: accumulates; None with local updates.
+        run: whose epochs these are.
+        reuse: whether gradients are accumulated in `.grad` itself.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        replica: Replica,
+        gradients: Gradients | None,
+        run: Run,
+        *,
+        reuse: bool,
+    ) -> None:
+        self._optimizer, self._replica, self._run, self._reuse = optimizer, replica, run, reuse
+        self._gradients = gradients
+        self._own = gradients if isinstance(gradients, AveragerGradients) else None
+        self._local_samples = 0.0  # with local updates
+        self._scaler: GradScaler | None = None  # of the gradients that are accumulated in `.grad`
+
+    @property
+    def samples(self) -> float:
+        """That this peer has accumulated in this epoch."""
+        return self._local_samples if self._gradients is None else self._gradients.samples
+
+    def add(self, batch_size: int, grad_scaler: GradScaler | None) -> None:
+        """Use the parameters' `.grad`, the mean over `batch_size` samples. Raises ValueError if a parameter that was
+        frozen from the beginning has one."""
+        if any(parameter.grad is not None for parameter in self._replica.frozen):
+            raise ValueError(
+                "a parameter that was frozen (requires_grad=False) when the optimizer was made has a gradient now; the "
+                "peers do not average it: make a new optimizer, under a new run_id, after thawing parameters"
+            )
+        if grad_scaler is not None and not grad_scaler.admits(self._optimizer):
+            log.info("the gradients overflowed (grad_scaler): they are not used")
+            if self._reuse:
+                self.restart()  # what came before is in the same `.grad`
+        elif self._gradients is None:
+            self._replica.step_locally()
+            self._local_samples += batch_size
+        else:
+            self.enter()
+            self._gradients.accumulate(batch_size)
+            self._scaler = grad_scaler if self._reuse else None
+
+    def restart(self) -> None:
+        """Drop what was accumulated."""
+        self._local_samples = 0.0
+        if self._gradients is not None:
+            self._gradients.reset()
+        if self._scaler is not None:
+            self._scaler.release(self._optimizer)
+            self._scaler = None
+
+    def close(self) -> float:
+        """Make what was accumulated what this peer brings to the end of the epoch; returns how many samples are behind
+        it: none if an element is not finite.
+
+        Raises Behind if the others have ended the epoch, and gradients that would be averaged before the run's round
+        come too late.
+        """
+        if self._gradients is None:
+            return self._local_samples
+        if self._own is not None and not self._own.held and self._run.tip != self._replica.tip:
+            raise Behind("the epoch has ended before this peer's gradients were averaged")
+        samples = self.samples
+        usable = self._gradients.close(1.0 if self._scaler is None else self._scaler.get_scale())
+        if usable < samples:
+            log.warning("this peer's gradients are not finite (NaN or infinity): it joins without them")
+        return usable
+
+    # -- where gradients have rounds of their own
+
+    def enter(self) -> None:
+        """Be known to those who average gradients, before the run counts on this peer."""
+        if self._own is not None:
+            self._own.enter(lambda: self._run.swarm.called or self._run.tip != self._replica.tip)
+
+    def leave(self) -> None:
+        """Be waited for no more, while this peer goes over to another state."""
+        if self._own is not None:
+            self._own.leave()
+
+    def stop(self) -> None:
+        """Leave for good; who waits for an average gets none."""
+        if self._own is not None:
+            self._own.averager.shutdown()

@@ -1,0 +1,99 @@
+"""What the settings of an `Optimizer` ask for: its gradients, and its place in the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoal.averaging.messages import Terms
+from shoal.averaging.options import term_of
+from shoal.averaging.rules import Rules
+from shoal.dht.dht import DHT
+from shoal.flat import Layout
+from shoal.optim.gradients import GradientBuffers, Gradients
+from shoal.optim.own_gradients import AveragerGradients
+from shoal.optim.refresh import Refresh
+from shoal.optim.replica import Replica
+from shoal.optim.run import Run
+from shoal.optim.settings import Settings
+
+
+def make_gradients(
+    settings: Settings, factory: Callable[..., Any] | None, parameters: Sequence[torch.Tensor], dht: DHT
+) -> Gradients | None:
+    """What accumulates and averages the gradients of `parameters`; None with local updates. Raises ValueError as
+    `AveragerGradients`, whose `factory` may be given."""
+    if settings.use_local_updates:
+        return None
+    if factory is not None:
+        return AveragerGradients(
+            dht.peer_id.key,
+            factory,
+            parameters,
+            dht=dht,
+            prefix=f"{settings.run_id}/grad",
+            min_group_size=1,
+            min_matchmaking_time=settings.matchmaking_time,
+            allreduce_timeout=settings.allreduce_timeout,
+            next_chunk_timeout=settings.next_chunk_timeout,
+            shutdown_timeout=settings.shutdown_timeout,
+            client_mode=settings.client_mode,
+            reuse_grad_buffers=settings.reuse_grad_buffers,
+            compression=settings.grad_compression,
+            bandwidth=settings.averager_opts.get("bandwidth"),
+        )
+    assert settings.grad_compression is not None
+    return GradientBuffers(
+        parameters,
+        settings.grad_compression,
+        apart=bool(settings.delay_optimizer_step),
+        reuse=settings.reuse_grad_buffers,
+    )
+
+
+def make_run(settings: Settings, dht: DHT, terms: Terms, rules: Rules) -> Run:
+    """This peer's part in the run, not started."""
+    return Run(
+        dht,
+        settings.run_id,
+        terms,
+        rules,
+        role=settings.role,
+        bandwidth=settings.averager_opts.get("bandwidth"),
+        chunk_timeout=settings.next_chunk_timeout,
+        request_timeout=settings.averager_opts.get("request_timeout"),
+    )
+
+
+def terms_of(
+    settings: Settings,
+    refresh: Refresh,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler | None,
+    extra_tensors: Sequence[torch.Tensor],
+    replica: Replica,
+    gradients: Gradients | None,
+) -> Terms:
+    """All that must be equal in a run."""
+    schemas = [replica.shared.layout.schema_hash]
+    agreed = settings.agreed() | {
+        "tracker_opts": term_of(str(refresh)),
+        "optimizer": type(optimizer).__name__,
+        "scheduler": type(scheduler).__name__,
+        "extra_tensors": Layout.of(extra_tensors).schema_hash.hex(),
+    }
+    if isinstance(gradients, GradientBuffers):
+        schemas.append(gradients.layout.schema_hash)
+    elif isinstance(gradients, AveragerGradients):
+        agreed["grad_averager_factory"] = term_of(gradients.terms)
+    return Terms(agreed, blake3(b"".join(schemas)).digest())
+
+
+def rules_of(settings: Settings, replica: Replica, gradients: Gradients | None) -> Rules:
+    """When rounds begin, and what they average: gradients only where the run's own rounds do."""
+    sizes = tuple(spec.numel for spec in gradients.layout.buffers) if isinstance(gradients, GradientBuffers) else ()
+    return settings.rules(sizes, replica.buffers.sizes, replica.shared.sizes)

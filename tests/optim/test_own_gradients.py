@@ -1,0 +1,50 @@
+"""`AveragerGradients` by themselves: who waits for an average hears at once that it is too late for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+import shoal
+from shoal.averaging.errors import Behind
+from shoal.optim.own_gradients import AveragerGradients
+
+
+def waiting(dht: shoal.DHT) -> AveragerGradients:
+    """In a round that does not begin, for want of a second peer."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    gradients = AveragerGradients(
+        dht.peer_id.key, shoal.GradientAverager, [parameter], dht=dht, prefix="own gradients", min_group_size=2
+    )
+    gradients.enter(lambda: False)
+    gradients.accumulate(8)
+    assert gradients.close() == 8
+    assert gradients.held
+    return gradients
+
+
+def test_the_end_of_the_epoch_ends_the_wait(dht: shoal.DHT) -> None:
+    gradients = waiting(dht)
+    ended: Future[None] = Future()
+    timer = threading.Timer(0.2, ended.set_result, [None])
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(Behind, match="the others have ended the epoch"):
+        gradients.average(60.0, lambda: ended)
+    assert time.monotonic() - began < 30.0
+    timer.join()
+    gradients.leave()
+
+
+def test_without_an_average_in_time_it_is_this_peers_own(dht: shoal.DHT) -> None:
+    gradients = waiting(dht)
+    ended: Future[None] = Future()
+    assert gradients.average(0.2, lambda: ended) == gradients.average(0.2, lambda: ended)
+    assert ended.cancelled(), "nobody waits for it any more"
+    assert not gradients.held
+    gradients.leave()
