@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 ANNOUNCEMENT = "others join with --initial-peers "
 
@@ -32,7 +33,7 @@ def main() -> None:
     options = ["--min-peers", "2", *sys.argv[1:]]
     first = start("trainer", *options)
     assert first.stdout is not None
-    started = [first]
+    started, shown = [first], list[threading.Thread]()
     try:
         addresses: list[str] = []
         while not addresses:
@@ -41,17 +42,24 @@ def main() -> None:
                 sys.exit("the first peer ended before it could be joined: see above")
             print(f"{'peer 1':8} {line}", end="", flush=True)
             addresses = line.removeprefix(ANNOUNCEMENT).split() if line.startswith(ANNOUNCEMENT) else []
+        # The monitor first: it is to see the run from its beginning.
+        monitor = start("monitor", "--initial-peers", *addresses, "--refresh", "0.5")
+        started.append(monitor)
         second = start("trainer", *options, "--initial-peers", *addresses)
-        monitor = start("monitor", "--initial-peers", *addresses)
-        started += [second, monitor]
+        started.append(second)
         for name, process in (("peer 1", first), ("peer 2", second), ("monitor", monitor)):
-            threading.Thread(target=show, args=(name, process), daemon=True).start()
-        codes = [first.wait(), second.wait()]
+            shown.append(threading.Thread(target=show, args=(name, process), daemon=True))
+            shown[-1].start()
+        # When one has failed, the other would wait for it.
+        while None in (codes := [first.poll(), second.poll()]) and not any(codes):
+            time.sleep(0.1)
     finally:
         for process in started:
             process.terminate()
             process.wait()
-    sys.exit(max(codes))
+        for thread in shown:
+            thread.join()
+    sys.exit(1 if any(codes) else 0)
 
 
 if __name__ == "__main__":

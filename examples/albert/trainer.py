@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import time
 from pathlib import Path
 
@@ -115,7 +116,10 @@ def main() -> None:
             print(f"epoch {epoch}: loss {sum(losses) / len(losses):.3f}, {made / seconds:.0f} windows/s", flush=True)
             losses, since = [], time.monotonic()
             if arguments.checkpoint is not None:
-                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, arguments.checkpoint)
+                # Whole or not at all, also where several peers of one machine have the same file.
+                unfinished = arguments.checkpoint.with_suffix(f".{os.getpid()}")
+                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, unfinished)
+                unfinished.replace(arguments.checkpoint)
         optimizer.shutdown()
     if arguments.export is not None:
         model.save_pretrained(arguments.export, safe_serialization=True)

@@ -7,8 +7,8 @@ import pytest
 from tests.averaging.compressions import COMPRESSIONS
 from tests.averaging.processes import running
 
-ELEMENTS = 50_000_000
-NBYTES = 4 * ELEMENTS  # 200 MB
+ELEMENTS = 25_000_000
+NBYTES = 4 * ELEMENTS  # 100 MB
 
 
 @pytest.mark.parametrize("compression", ["none", "uniform"])
