@@ -97,6 +97,10 @@ class FunctionalOptimizer(ABC):
         """One parameter's state out of a torch.optim state dict, with what this class keeps beyond torch's."""
         return {name: value for name, value in entry.items() if value is not None}
 
+    def reduce(self, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of :meth:`complete`: what torch.optim keeps for the parameter, which is nothing before a step."""
+        return dict(entry)
+
     @cached_property
     def state_layout(self) -> dict[str, StateEntry]:
         """What the state holds with these options: name to entry, with the names of torch.optim's state."""

@@ -122,9 +122,9 @@ class BoundFunctional(BoundOptimizer):
             self.optimizer.step(self.params, gradients, self.state, grad_scale=grad_scale, found_inf=found_inf)
 
     def state_dict(self) -> dict[str, Any]:
-        indices = range(len(self.params))
-        state = {index: {name: tensors[index] for name, tensors in self.state.items()} for index in indices}
-        return {"state": state if self.state else {}, "options": self.options}
+        entries = ({name: tensors[index] for name, tensors in self.state.items()} for index in range(len(self.params)))
+        state = {index: kept for index, entry in enumerate(entries) if (kept := self.optimizer.reduce(entry))}
+        return {"state": state, "options": self.options}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         optimizer = self._with(state_dict["options"])

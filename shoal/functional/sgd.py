@@ -53,6 +53,12 @@ class SGD(FunctionalOptimizer):
             complete.setdefault("step", torch.tensor(1.0))
         return complete
 
+    def reduce(self, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """torch would take a buffer of zeros for one that has had its first gradient, and dampen that."""
+        if "step" not in entry:
+            return super().reduce(entry)
+        return {"momentum_buffer": entry["momentum_buffer"]} if entry["step"] > 0 else {}
+
     def _layout(self) -> dict[str, StateEntry]:
         if self.momentum == 0:
             return {}

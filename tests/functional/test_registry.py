@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -218,6 +219,27 @@ def test_a_state_dict_of_torch_optim_is_taken_over(optimizer: Any) -> None:
         reference.step()
         bound.step([grad])
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_torch_goes_on_from_its_state_where_a_first_gradient_is_still_to_come(dampening: float, fused: bool) -> None:
+    """torch would dampen it, had the parameter a buffer of zeros already."""
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": dampening}
+    ours = [torch.zeros(5), torch.zeros(5)]
+    bound = bind(SGD, ours, **options, fused=fused)
+    bound.step([torch.ones(5), None])
+    theirs = [torch.nn.Parameter(param.clone()) for param in ours]
+    reference = torch.optim.SGD(theirs, **options, foreach=False)
+    checkpoint = copy.deepcopy(bound.state_dict()["state"])
+    reference.load_state_dict({**reference.state_dict(), "state": checkpoint})
+    bound.load_state_dict({"state": checkpoint, "options": {}})
+    for _ in range(2):
+        for param in theirs:
+            param.grad = torch.ones(5)
+        reference.step()
+        bound.step([torch.ones(5), torch.ones(5)])
+    torch.testing.assert_close(ours, [param.detach() for param in theirs])
 
 
 def test_a_gradient_of_another_device_is_refused_before_the_kernel() -> None:
