@@ -1,7 +1,7 @@
 """What happens right before an optimizer steps flat parameters, so that torch.optim treats them as the originals.
 
 torch calls global hooks before and after every optimizer's step. Two are put there when the first `ContiguousParams` is
-made; they cost an optimizer without flat parameters 1 µs.
+made; they cost an optimizer without flat parameters 1 µs, and 30 ns per parameter.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ def install() -> None:
 
 
 def flat_parameters(optimizer: Optimizer) -> list[FlatParameter]:
-    """The flat parameters of an optimizer, looked for in groups that begin or end with one: others cost nothing."""
+    """The flat parameters of an optimizer."""
     return [
         parameter
         for group in optimizer.param_groups
-        if (parameters := group["params"]) and FlatParameter in (type(parameters[0]), type(parameters[-1]))
-        for parameter in parameters
+        for parameter in group["params"]
         if type(parameter) is FlatParameter
     ]
 
@@ -58,7 +57,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     usual = len(args) == 1 and not kwargs
     for group in optimizer.param_groups:
         parameters = group["params"]
-        if parameters and (type(parameters[0]) is FlatParameter or type(parameters[-1]) is FlatParameter):
+        if FlatParameter in map(type, parameters):
             check_class(type(optimizer))  # type: ignore[arg-type]
             ready = group.get("fused", False) is not None and vars(optimizer).get(_CHECKED) is optimizer.state
             if not (usual and ready and len(parameters) == 1 and parameters[0].settle_as_usual()):
@@ -90,7 +89,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         return
     for group in optimizer.param_groups:
         parameters = group["params"]
-        if parameters and (type(parameters[0]) is FlatParameter or type(parameters[-1]) is FlatParameter):
+        if FlatParameter in map(type, parameters):
             for parameter in parameters:
                 if type(parameter) is FlatParameter:
                     parameter.settled = None

@@ -49,6 +49,19 @@ def test_unused_layers_are_skipped_and_have_step_counts_of_their_own(
     assert len(twins.parameters.contiguous()) == 4
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_flat_parameters_stand_anywhere_in_a_group(place: int) -> None:
+    others = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    ours = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    flat = ContiguousParams(ours).contiguous()
+    optimizer = optim.SGD([*others[:place], *flat, *others[place:]], lr=0.1, weight_decay=0.5)
+    torch.cat([*others, ours[1]]).sum().backward()
+    optimizer.step()
+    assert torch.equal(ours[0], torch.ones(3))
+    for parameter in (*others, ours[1]):
+        torch.testing.assert_close(parameter.detach(), torch.full((3,), 0.85))
+
+
 def test_first_gradients_after_others_with_momentum() -> None:
     twins = Twins(optim.SGD, make=four_layers, lr=0.1, momentum=0.9, dampening=0.1)
     for seed, used in enumerate([(0, 3), (0, 1, 2, 3), (0, 3), (0, 1, 2, 3)]):
