@@ -219,12 +219,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.check and arguments.trainers != 1:
         parser.error("--check needs --trainers 1: what several do at once comes in no fixed order")
-    spawn = multiprocessing.get_context("spawn")
+    # Its server has imported this module once, and torch with it: a process starts in no time.
+    forks = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         target = partial(
             run, trainers=arguments.trainers, steps=arguments.steps, check=arguments.check, folder=Path(folder)
         )
-        processes = [spawn.Process(target=target, args=(rank,)) for rank in range(arguments.trainers + len(TABLES))]
+        processes = [forks.Process(target=target, args=(rank,)) for rank in range(arguments.trainers + len(TABLES))]
         for process in processes:
             process.start()
         running = {process.sentinel: process for process in processes}

@@ -24,7 +24,7 @@ def run(module: str, *arguments: str) -> str:
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     except subprocess.TimeoutExpired as error:
-        pytest.fail(f"it goes on and on: {error.stdout}\n{error.stderr}")
+        pytest.fail(f"it goes on and on: {error.stdout!r}\n{error.stderr!r}")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

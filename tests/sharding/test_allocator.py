@@ -32,7 +32,9 @@ def test_freed_gradients_cost_no_faults_and_the_environment_has_the_last_word() 
 def main() -> None:
     for name in [name for name in os.environ if name.startswith("MALLOC_")]:
         del os.environ[name]
-    os.environ.update(entry.split("=") for entry in sys.argv[2:])
+    for entry in sys.argv[2:]:
+        name, _, value = entry.partition("=")
+        os.environ[name] = value
     if sys.argv[1] == "keep":
         keep_freed_memory(2**28)
 
