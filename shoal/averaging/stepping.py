@@ -190,9 +190,10 @@ class Stepping(ABC):
         if not control.triggered:
             control.stage = AveragingStage.AWAITING_TRIGGER
             await control.wait_for_trigger()
-        if not control.done():
-            control.stage, control.began_allreduce = AveragingStage.RUNNING_ALLREDUCE, True
-            contribution.weight = 0.0 if self.auxiliary else control.weight
+        if control.done():
+            raise asyncio.CancelledError  # what was cancelled brings nothing, also before the round has heard of it
+        control.stage, control.began_allreduce = AveragingStage.RUNNING_ALLREDUCE, True
+        contribution.weight = 0.0 if self.auxiliary else control.weight
 
     async def _average(
         self, swarm: Swarm, control: StepControl, contribution: Contribution, deadline: float

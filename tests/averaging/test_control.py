@@ -110,6 +110,20 @@ def test_who_cancels_in_the_round_leaves_the_rest_able_to_finish() -> None:
         assert_all(tensors, 1.5)
 
 
+def test_who_cancels_brings_nothing_however_late_the_reactor_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = filled(5.0, 1.0, 2.0)
+    with averagers(tensors, min_matchmaking_time=20.0) as peers:
+        controls = [peer.step(wait=False, require_trigger=i == 0) for i, peer in enumerate(peers)]
+        wait_until(lambda: controls[0].stage is AveragingStage.AWAITING_TRIGGER)
+        allow = StepControl.allow_allreduce
+        # `cancel` ends the waiting for the trigger, and then stops where a busy machine may stop it.
+        monkeypatch.setattr(StepControl, "allow_allreduce", lambda control: (allow(control), time.sleep(0.5)))
+        assert controls[0].cancel()
+        for control in controls[1:]:
+            control.result(15.0)
+        assert_all(tensors[1:], 1.5)
+
+
 def test_a_peer_that_never_triggers_costs_the_others_no_more_than_its_own_deadline() -> None:
     tensors = filled(0.0, 1.0, 2.0)
     with averagers(tensors, min_matchmaking_time=20.0) as peers:
