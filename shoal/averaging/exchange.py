@@ -18,7 +18,7 @@ from shoal.averaging.contribution import Fault, SendTo
 from shoal.averaging.messages import Begin, Part, Repair, Result, Source
 from shoal.averaging.plan import chunk_table
 from shoal.compression import CodecPlan
-from shoal.flat import bytes_of
+from shoal.flat import bytes_of, is_finite
 
 
 def compute_serially() -> None:
@@ -170,8 +170,8 @@ class Exchange:
             out, codec = self._slice(self._outputs, chunk), self._codecs[chunk]
             contributions = self._contributions(chunk)
             _weighted_mean(contributions, out)
-            if not _is_finite(out):
-                finite = {key: pair for key, pair in contributions.items() if _is_finite(pair[0])}
+            if not is_finite(out):
+                finite = {key: pair for key, pair in contributions.items() if is_finite(pair[0])}
                 for key in contributions:
                     if key not in finite:
                         self._fault(key, f"its chunk {chunk} has values that are not finite (NaN or infinity)")
@@ -219,11 +219,3 @@ def _weighted_mean(contributions: dict[bytes, tuple[torch.Tensor, float]], out: 
             accumulator.add_(tensor, alpha=weight / total)
     if accumulator is not out:
         out.copy_(accumulator)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite. The sum tells so in one fast pass; only a sum that is not finite (it may
-    overflow by itself) needs the second."""
-    return bool(tensor.sum(dtype=torch.float32 if tensor.dtype != torch.float64 else None).isfinite()) or bool(
-        tensor.isfinite().all()
-    )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from shoal.flat.buffer import FlatBuffer
 from shoal.flat.contiguous import ContiguousParams
+from shoal.flat.finite import is_finite
 from shoal.flat.flat_parameter import FlatParameter
 from shoal.flat.layout import BufferSpec, Layout, TensorEntry
 from shoal.flat.memory import bytes_of, tensor_from
@@ -31,5 +32,6 @@ __all__ = [
     "Span",
     "TensorEntry",
     "bytes_of",
+    "is_finite",
     "tensor_from",
 ]

@@ -14,7 +14,7 @@ from shoal.averaging.control import Gathered, StepControl
 from shoal.averaging.errors import AveragingError
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
-from shoal.flat import FlatBuffer, Layout
+from shoal.flat import FlatBuffer, Layout, is_finite
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class GradientAverager(DecentralizedAverager):
 
     def is_finite(self) -> bool:
         """Whether no element of the accumulated gradients is NaN or infinite."""
-        return all(bool(gradient.isfinite().all()) for gradient in self._grad_accumulators())
+        return all(is_finite(gradient) for gradient in self._grad_accumulators())
 
     @torch.no_grad()
     def load_accumulators_into_averager_(self) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from shoal.compression import Compression, TensorRole
-from shoal.flat import FlatBuffer, Layout
+from shoal.flat import FlatBuffer, Layout, is_finite
 
 
 class Gradients(Protocol):
@@ -115,7 +115,7 @@ class GradientBuffers:
         elif self._means is not self._mean:
             torch._foreach_copy_(self._mean, self._means)
         self._used.copy_(torch.tensor([float(index in self._seen) for index in range(len(self.parameters))]))
-        if all(bool(flat.isfinite().all()) for flat in self.mine):
+        if all(is_finite(flat) for flat in self.mine):
             return self.samples
         for flat in self.mine:
             flat.zero_()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from shoal.flat import is_finite
 from shoal.sharding.communication import Communication
 from shoal.sharding.partition import Slice
 
@@ -33,7 +34,7 @@ def clip(
 def unscale(gradients: Mapping[Slice, Tensor | None], factor: float, communication: Communication) -> bool:
     """Multiplies the gradients of all ranks with ``factor``; whether all were finite before, on all ranks."""
     held = [gradient for gradient in gradients.values() if gradient is not None]
-    finite = torch.tensor([all(bool(gradient.isfinite().all()) for gradient in held)], dtype=torch.float32)
+    finite = torch.tensor([all(is_finite(gradient) for gradient in held)], dtype=torch.float32)
     for gradient in held:
         gradient.mul_(factor)
     return bool(torch.cat(communication.exchange(finite)()).all())
