@@ -59,6 +59,7 @@ class Neighbourhood:
         self._meeting: set[bytes] = set()
         self._spread: asyncio.TimerHandle | None = None
         self._look_now = asyncio.Event()
+        self._seen = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -78,6 +79,10 @@ class Neighbourhood:
     def connected(self) -> list[Member]:
         """The members that a message can reach now, this peer included."""
         return [m for m in self.membership.members.values() if self._node.is_connected(m.peer)]
+
+    async def seen(self) -> None:
+        """Return when a member has said Hello, and so may have come."""
+        await self._seen.wait()
 
     def coordinator(self) -> Member:
         """Who coordinates at this peer's tip, of those that it can reach."""
@@ -126,6 +131,8 @@ class Neighbourhood:
         for member in news:
             self._node.spawn(self.meet(member))
         self.told(peer, hello.tip)
+        seen, self._seen = self._seen, asyncio.Event()
+        seen.set()
         return self.hello()
 
     def spoke(self, peer: PeerID, member: Member) -> None:

@@ -15,10 +15,12 @@ What this room promises, to every room above it:
 
 from __future__ import annotations
 
+from shoal.flat.allocator import keep_freed_memory
 from shoal.flat.buffer import FlatBuffer
 from shoal.flat.contiguous import ContiguousParams
 from shoal.flat.finite import is_finite
 from shoal.flat.flat_parameter import FlatParameter
+from shoal.flat.kernels import pick_kernels
 from shoal.flat.layout import BufferSpec, Layout, TensorEntry
 from shoal.flat.memory import bytes_of, tensor_from
 from shoal.flat.span import Span
@@ -33,5 +35,7 @@ __all__ = [
     "TensorEntry",
     "bytes_of",
     "is_finite",
+    "keep_freed_memory",
+    "pick_kernels",
     "tensor_from",
 ]

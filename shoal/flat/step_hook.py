@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shoal.flat.elementwise import PER_ELEMENT, check_class
 from shoal.flat.flat_parameter import FlatParameter, Presence
+from shoal.flat.kernels import pick_kernel, unpick_kernel
 from shoal.flat.optimizer_state import use_parts
 
 _uncompiled: dict[str, Callable[..., Any]] = {}  # what runs without torch.compile, also if a step is compiled
@@ -72,7 +73,7 @@ def _prepare(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
         flat.check_address()
     _check_state(optimizer, flats)
     for group in optimizer.param_groups:
-        _pick_kernel(optimizer, group)
+        pick_kernel(optimizer, group)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         _settle(optimizer, flats)
@@ -123,7 +124,7 @@ def _settle(optimizer: Optimizer, flats: list[FlatParameter]) -> None:
         for flat in flat_parameters(optimizer):
             flat.settle()
     if isinstance(optimizer, SGD):
-        _unpick_kernel(optimizer)
+        unpick_kernel(optimizer)
 
 
 def _check_state(optimizer: Optimizer, flats: list[FlatParameter]) -> None:
@@ -145,35 +146,3 @@ def _check_state(optimizer: Optimizer, flats: list[FlatParameter]) -> None:
                     "loads what was saved without Shoal too"
                 )
     setattr(optimizer, _CHECKED, optimizer.state)
-
-
-def _pick_kernel(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Turns on torch's fused kernel where it exists and the user asked for none: on flat memory it is the fastest."""
-    if group.get("fused", False) is not None or group.get("foreach") is not None or group.get("differentiable"):
-        return
-    options = (value for name, value in group.items() if name not in ("params", "lr"))
-    if any(isinstance(value, Tensor) or (isinstance(value, tuple) and Tensor in map(type, value)) for value in options):
-        return  # the fused kernels take plain numbers
-    parameters = group["params"]
-    if not all(map(_has_fused_kernels, parameters)):
-        return
-    group["fused"] = True
-    for parameter in parameters:
-        step = optimizer.state.get(parameter, {}).get("step")  # loaded for another kernel
-        if step is not None:
-            optimizer.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32, device=parameter.device)
-
-
-def _unpick_kernel(optimizer: SGD) -> None:
-    """Not in this step, if a run has its first gradient after others: torch 2.13's fused SGD fails without a buffer."""
-    for group in optimizer.param_groups:
-        if group.get("fused") and group["momentum"] and optimizer.defaults["fused"] is None:
-            states = [optimizer.state.get(run, {}) for run in group["params"] if run.grad is not None]
-            if len({state.get("momentum_buffer") is None for state in states}) == 2:
-                group["fused"] = None
-
-
-def _has_fused_kernels(parameter: Tensor) -> bool:
-    if parameter.device.type == "cpu":  # with half precision, torch 2.13's SGD moves nothing (pytorch#191763)
-        return parameter.dtype in (torch.float32, torch.float64)
-    return parameter.device.type == "cuda" and parameter.is_floating_point()

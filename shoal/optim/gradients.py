@@ -90,10 +90,14 @@ class GradientBuffers:
                 means.append(mean)
                 gradients.append(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
                 self._seen.add(index)
-        # The first gradient of an epoch has share 1, and is taken over bit for bit.
-        if means:
+        first = self._steps == 1  # nothing is left of what was there before
+        if means and first:
+            torch._foreach_copy_(means, gradients)
+        elif means:
             torch._foreach_lerp_(means, gradients, share)
-        if unused:
+        if unused and first:
+            torch._foreach_zero_(unused)
+        elif unused:
             torch._foreach_mul_(unused, 1.0 - share)
 
     def reset(self) -> None:
@@ -101,8 +105,6 @@ class GradientBuffers:
         if self._reuse:
             for parameter in self.parameters:
                 parameter.grad = None
-        for mean in self._means:
-            mean.zero_()
         self._seen.clear()
         self.samples, self._steps = 0.0, 0
 
@@ -112,6 +114,8 @@ class GradientBuffers:
         samples are behind it: 0, and zeros, if an element is not finite."""
         if self._reuse:
             self._take_from_grad(scale)
+        elif not self._steps:
+            torch._foreach_zero_(self._mean)
         elif self._means is not self._mean:
             torch._foreach_copy_(self._mean, self._means)
         self._used.copy_(torch.tensor([float(index in self._seen) for index in range(len(self.parameters))]))

@@ -188,6 +188,8 @@ class Optimizer(torch.optim.Optimizer):
             extra_tensors,
             Tip.genesis(run_id),
             host=self._host,
+            # Where all peers do it, or differ anyway: on the host for a GPU, and in the delayed modes.
+            fused=self._host is not None and (self._host.pinned or bool(settings.delay_optimizer_step)),
             statistics=settings.average_opt_statistics,
             compression=settings.state_averaging_compression,
         )

@@ -14,7 +14,7 @@ from shoal.averaging.donor import Snapshot
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded
 from shoal.compression import Compression, NoCompression, TensorRole
-from shoal.flat import Layout
+from shoal.flat import Layout, keep_freed_memory, pick_kernels
 from shoal.optim.gradients import Gradients
 from shoal.optim.offload import HostCopy
 from shoal.optim.shared import SharedTensors
@@ -33,6 +33,8 @@ class Replica:
         extra_tensors: shared with newcomers beside the rest; those of floating point are averaged too.
         tip: of the state that the parameters are at now.
         host: whose groups the optimizer is made of, if it steps on the host.
+        fused: whether steps are made by torch's fused kernel where there is one and the user asked for none. As exact
+            as torch's default, but rounded otherwise, so all peers that compute alike must do the same.
         statistics: names of the optimizer's statistics that belong to the state that is averaged.
         compression: how the state travels when it is averaged.
 
@@ -54,16 +56,19 @@ class Replica:
         tip: Tip,
         *,
         host: HostCopy | None = None,
+        fused: bool = False,
         statistics: Sequence[str] = (),
         compression: Compression | None = None,
     ) -> None:
-        self._optimizer, self._scheduler, self._host = optimizer, scheduler, host
+        self._optimizer, self._scheduler, self._host, self._fused = optimizer, scheduler, host, fused
         pinned = host is not None and host.pinned
         self._state = TrainingState(optimizer, scheduler, extra_tensors, pinned=pinned)
         self._lock = threading.Lock()  # held while the state changes, and while it is copied
         model = self._state.parameters if host is None else host.model
         self.trained = [parameter for parameter in model if parameter.requires_grad]
         self.frozen = [parameter for parameter in model if not parameter.requires_grad]
+        # Once for the gradients of a backward pass, once for what a step keeps in between.
+        keep_freed_memory(2 * sum(parameter.nbytes for parameter in model if parameter.device.type == "cpu"))
         self._stepped = [parameter for parameter in self._state.parameters if parameter.requires_grad]
         if not self.trained:
             raise ValueError("no parameter of the optimizer has requires_grad=True: there is nothing to train")
@@ -101,6 +106,8 @@ class Replica:
             if with_state:
                 self.shared.put(self._shared_tensors(), keep_changes=False)
             with gradients.as_grad(self._stepped, max_norm):
+                if self._fused:
+                    pick_kernels(self._optimizer)
                 self._optimizer.step()
             self._end_epoch(tip)
         self.digest = self._state.digest()

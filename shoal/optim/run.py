@@ -28,8 +28,6 @@ from shoal.p2p.identity import PeerID
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.05  # between two looks whether enough peers are there
-
 
 class Run:
     """A peer's `Swarm` and `StateDonor`.
@@ -115,12 +113,12 @@ class Run:
         how many there are."""
 
         async def waited() -> int:
-            until = asyncio.get_running_loop().time() + timeout
-            while True:
-                found = sum(member.contributes for member in self.swarm.neighbourhood.connected())
-                if found >= count or asyncio.get_running_loop().time() >= until:
-                    return found
-                await asyncio.sleep(POLL_SECONDS)
+            neighbourhood, found = self.swarm.neighbourhood, 0
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    while (found := sum(member.contributes for member in neighbourhood.connected())) < count:
+                        await neighbourhood.seen()
+            return found
 
         return self._wait(waited())
 

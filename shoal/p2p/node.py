@@ -329,7 +329,9 @@ class Node:
             self._decline(peer, envelope, Unavailable(f"more than {MAX_CALLS_PER_PEER} requests at a time"))
             return
         self._handling[peer] = self._handling.get(peer, 0) + 1
-        self.spawn(handle())
+        task = self.spawn(handle())
+        if isinstance(answer, Coroutine):
+            task.add_done_callback(lambda _: answer.close())  # cancelled before it began: nobody will await it
 
     def _answer(self, peer: PeerID, request: Envelope, answer: Answer) -> None:
         if answer is None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from shoal.sharding.allocator import keep_freed_memory
+from shoal.flat import keep_freed_memory
 from shoal.sharding.communication import Communication, Finish, run_in_window
 from shoal.sharding.memory import flat_like
 from shoal.sharding.parameters import Parameters

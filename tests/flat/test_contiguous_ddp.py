@@ -98,4 +98,5 @@ if __name__ == "__main__":
         print("equal")
     train(int(sys.argv[1]), CASES[-1], wrap_first=True)
     print("equal")
+    distributed.barrier()  # one that leaves while the other is still in its last collective can crash it
     distributed.destroy_process_group()

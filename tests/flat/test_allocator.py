@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import resource, torch
-from shoal.sharding.allocator import keep_freed_memory
+from shoal.flat import keep_freed_memory
 keep_freed_memory(2**28)
 def blocks():
     return [torch.zeros(2**20) for _ in range(30)]

@@ -1,0 +1,61 @@
+"""Which of torch's kernels an optimizer steps with, where its user asked for none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+
+def pick_kernels(optimizer: Optimizer) -> None:
+    """Has the next step made by torch's fused kernel, wherever there is one and the user asked for none.
+
+    On flat memory it is the fastest: one pass that keeps nothing. To be called before every step, when the gradients
+    are there.
+    """
+    for group in optimizer.param_groups:
+        pick_kernel(optimizer, group)
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in group["params"]):
+            unpick(optimizer, group)
+    if isinstance(optimizer, SGD):
+        unpick_kernel(optimizer)
+
+
+def pick_kernel(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Turns on torch's fused kernel where it exists and the user asked for none: on flat memory it is the fastest."""
+    if group.get("fused", False) is not None or group.get("foreach") is not None or group.get("differentiable"):
+        return
+    options = (value for name, value in group.items() if name not in ("params", "lr"))
+    if any(isinstance(value, Tensor) or (isinstance(value, tuple) and Tensor in map(type, value)) for value in options):
+        return  # the fused kernels take plain numbers
+    parameters = group["params"]
+    if not all(map(_has_fused_kernels, parameters)):
+        return
+    group["fused"] = True
+    for parameter in parameters:
+        step = optimizer.state.get(parameter, {}).get("step")  # loaded for another kernel
+        if step is not None:
+            optimizer.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32, device=parameter.device)
+
+
+def unpick_kernel(optimizer: SGD) -> None:
+    """Not in this step, if a run has its first gradient after others: torch 2.13's fused SGD fails without a buffer."""
+    for group in optimizer.param_groups:
+        if group.get("fused") and group["momentum"]:
+            states = [optimizer.state.get(run, {}) for run in group["params"] if run.grad is not None]
+            if len({state.get("momentum_buffer") is None for state in states}) == 2:
+                unpick(optimizer, group)
+
+
+def unpick(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Not in this step, unless the user asked for it."""
+    if optimizer.defaults.get("fused", True) is None:
+        group["fused"] = None
+
+
+def _has_fused_kernels(parameter: Tensor) -> bool:
+    if parameter.device.type == "cpu":  # with half precision, torch 2.13's SGD moves nothing (pytorch#191763)
+        return parameter.dtype in (torch.float32, torch.float64)
+    return parameter.device.type == "cuda" and parameter.is_floating_point()
