@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
 import statistics
 import sys
 import tempfile
@@ -78,9 +79,10 @@ class Swarm:
                 worker = Worker(python, "benchmarks.workers.trainer", [library], log)
                 stack.callback(worker.stop, 5.0)
                 self._workers.append(worker)
-            addresses = self._workers[0].ask("open", TIMEOUT, initial_peers=[])
+            threads = max(1, (os.cpu_count() or 1) // peers)
+            addresses = self._workers[0].ask("open", TIMEOUT, initial_peers=[], threads=threads)
             for worker in self._workers[1:]:
-                worker.ask("open", TIMEOUT, initial_peers=addresses)
+                worker.ask("open", TIMEOUT, initial_peers=addresses, threads=threads)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Swarm:
@@ -263,7 +265,8 @@ NOTE = f"""\
 Every peer's step: {BATCH} samples, forward and backward padded to a tenth of an epoch's compute; an epoch is {STEPS}
 steps of every peer. Medians over the epochs after the first, of the slowest peer. *Beyond compute* is what an epoch
 takes besides those passes, *blocked* what of it the trainer spends in `optimizer.step()`. *alone*: one plain process
-with Adam, {STEPS} accumulated steps an epoch. Both libraries have matchmaking_time={SETTINGS["matchmaking_time"]:g}."""
+with Adam, {STEPS} accumulated steps an epoch. Both libraries have matchmaking_time={SETTINGS["matchmaking_time"]:g},
+and every process as many compute threads as there are cores for each, at least one."""
 
 
 def main() -> None:

@@ -86,8 +86,9 @@ class Trainer:
         self._dht: Any = None
         self._optimizer: Any = None
 
-    def open(self, initial_peers: list[str]) -> list[str]:
-        """Start the DHT."""
+    def open(self, initial_peers: list[str], threads: int) -> list[str]:
+        """Start the DHT. So many threads compute."""
+        torch.set_num_threads(threads)
         if self._library == "alone":
             return []
         if self._library == "shoal":

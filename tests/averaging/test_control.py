@@ -116,8 +116,12 @@ def test_who_cancels_brings_nothing_however_late_the_reactor_hears_of_it(monkeyp
         controls = [peer.step(wait=False, require_trigger=i == 0) for i, peer in enumerate(peers)]
         wait_until(lambda: controls[0].stage is AveragingStage.AWAITING_TRIGGER)
         allow = StepControl.allow_allreduce
-        # `cancel` ends the waiting for the trigger, and then stops where a busy machine may stop it.
-        monkeypatch.setattr(StepControl, "allow_allreduce", lambda control: (allow(control), time.sleep(0.5)))
+
+        def allow_and_stand_still(control: StepControl) -> None:
+            allow(control)
+            time.sleep(0.5)  # `cancel` has ended the waiting for the trigger: a busy machine may stop it here
+
+        monkeypatch.setattr(StepControl, "allow_allreduce", allow_and_stand_still)
         assert controls[0].cancel()
         for control in controls[1:]:
             control.result(15.0)
