@@ -241,6 +241,7 @@ class Stepping(ABC):
             task = asyncio.current_task()
             assert task is not None
             self._tasks.add(task)
+            task.add_done_callback(_is_told)
             try:
                 return await coroutine
             except asyncio.CancelledError:
@@ -255,3 +256,10 @@ class Stepping(ABC):
     def _call_soon(self, callback: Callable[[StepControl], None], control: StepControl) -> None:
         if self.dht.is_alive():
             self.dht.reactor.loop.call_soon_threadsafe(callback, control)
+
+
+def _is_told(task: asyncio.Task[Any]) -> None:
+    """What it raised is told by the future that was submitted, unless its holder has cancelled that: then nobody asks,
+    and asyncio need not complain of it."""
+    if not task.cancelled():
+        task.exception()

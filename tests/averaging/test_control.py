@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -126,6 +128,19 @@ def test_who_cancels_brings_nothing_however_late_the_reactor_hears_of_it(monkeyp
         for control in controls[1:]:
             control.result(15.0)
         assert_all(tensors[1:], 1.5)
+
+
+def test_a_step_that_is_cancelled_and_shut_down_at_once_leaves_no_complaint(caplog: pytest.LogCaptureFixture) -> None:
+    with averagers(filled(0.0, 1.0), min_matchmaking_time=20.0) as peers:
+        control = peers[0].step(wait=False)
+        wait_until(lambda: control.stage is AveragingStage.LOOKING_FOR_GROUP)
+        swarm, peers[0]._swarm = peers[0]._swarm, None  # as `shutdown` begins
+        assert control.cancel()
+        wait_until(lambda: not peers[0]._tasks)
+        peers[0]._swarm = swarm
+        peers[0].dht.reactor.submit(asyncio.sleep(0)).result(5.0)  # the loop lets go of the task
+        gc.collect()
+    assert not caplog.records
 
 
 def test_a_peer_that_never_triggers_costs_the_others_no_more_than_its_own_deadline() -> None:
