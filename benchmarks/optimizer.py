@@ -151,9 +151,8 @@ def time_all(
     modes: Sequence[str],
     epochs: int,
     logs: Path,
-) -> list[Timing]:
+) -> Iterator[Timing]:
     """All modes of all sides, in turn."""
-    timings: list[Timing] = []
     with contextlib.ExitStack() as stack:
         swarms = {
             side: stack.enter_context(Swarm(python, side, 1 if side == "alone" else peers, logs))
@@ -169,10 +168,9 @@ def time_all(
                 timing = Timing(side, model, count, compute, mode, 0, 0, 0, 0, str(error).splitlines()[0])
                 swarms[side].__exit__()
                 swarms[side] = stack.enter_context(Swarm(pythons[side], side, count, logs))
-            timings.append(timing)
+            yield timing
             told = timing.failure or f"{timing.epoch:.2f} s an epoch, {timing.overhead:.2f} beyond compute"
             say(f"{model}, {peers} peers, {compute:g} s epochs, {mode}, {side}: {told}")
-    return timings
 
 
 def losses(pythons: dict[str, str], modes: Sequence[str], logs: Path) -> dict[str, list[float]]:
@@ -287,11 +285,25 @@ def main() -> None:
     if options.hivemind_python:
         pythons["hivemind"] = options.hivemind_python
     timings: list[Timing] = []
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as logs:
-        for model, peers in itertools.product(options.models, options.peers):
-            timings += time_all(pythons, model, peers, options.compute, options.modes, options.epochs, Path(logs))
-        compared = [mode for mode in SYNCHRONOUS if mode in options.modes]
-        found = {} if options.no_losses else losses(pythons, compared, Path(logs))
+    found: dict[str, list[float]] = {}
+    try:
+        with tempfile.TemporaryDirectory(prefix="shoal-bench-") as logs:
+            for model, peers in itertools.product(options.models, options.peers):
+                for timing in time_all(
+                    pythons, model, peers, options.compute, options.modes, options.epochs, Path(logs)
+                ):
+                    timings.append(timing)
+            compared = [mode for mode in SYNCHRONOUS if mode in options.modes]
+            found |= {} if options.no_losses else losses(pythons, compared, Path(logs))
+    finally:  # a run that is cut short tells what it has measured
+        tell(timings, found, facts, options)
+    sys.exit(1 if any(timing.failure for timing in timings if timing.side == "shoal") else 0)
+
+
+def tell(
+    timings: Sequence[Timing], found: dict[str, list[float]], facts: dict[str, Any], options: argparse.Namespace
+) -> None:
+    """Reports what was measured."""
     figures = compare(timings, options.compute, found)
     parts = ["# Training with `Optimizer`", report.describe(facts), timing_table(timings), NOTE]
     parts += [loss_table(found)] if found else []
@@ -303,7 +315,6 @@ def main() -> None:
         "figures": [asdict(figure) | {"met": figure.met} for figure in figures],
     }
     report.publish(options.out, "optimizer", "\n\n".join(parts), data)
-    sys.exit(1 if any(timing.failure for timing in timings if timing.side == "shoal") else 0)
 
 
 if __name__ == "__main__":
