@@ -241,11 +241,11 @@ class Stepping(ABC):
             task = asyncio.current_task()
             assert task is not None
             self._tasks.add(task)
-            task.add_done_callback(_is_told)
             try:
                 return await coroutine
             except asyncio.CancelledError:
                 if self._swarm is None or not self.dht.is_alive():
+                    task.add_done_callback(_is_told)
                     raise AveragingError(SHUT_DOWN) from None
                 raise  # by whoever holds the future
             finally:
@@ -259,7 +259,7 @@ class Stepping(ABC):
 
 
 def _is_told(task: asyncio.Task[Any]) -> None:
-    """What it raised is told by the future that was submitted, unless its holder has cancelled that: then nobody asks,
-    and asyncio need not complain of it."""
+    """That the averager was shut down is told by the future that was submitted, unless its holder has cancelled that:
+    then nobody asks, and asyncio need not complain of it."""
     if not task.cancelled():
         task.exception()

@@ -258,6 +258,30 @@ def test_closing_a_node_ends_what_it_waits_for(kind):
     asyncio.run(main())
 
 
+def test_a_request_that_comes_as_the_node_closes_leaves_nothing_behind(kind):
+    """Its handling is cancelled before it has begun; a coroutine that nobody awaits would complain."""
+
+    async def main():
+        async with nodes(2, kind) as (one, other):
+            begun = asyncio.Event()
+
+            async def late():
+                begun.set()
+
+            def handler(peer, message, buffers):
+                closing.append(asyncio.ensure_future(other.close()))
+                return late()
+
+            closing: list[asyncio.Future[None]] = []
+            other.serve(ECHO, handler)
+            with pytest.raises((PeerLost, PeerUnreachable, TimeoutError)):
+                await one.call(other.peer_id, ECHO, Ask(1), Told, timeout=3)
+            await closing[0]
+            assert not begun.is_set()
+
+    asyncio.run(main())
+
+
 def test_closing_a_node_ends_a_dial():
     async def main():
         silent = socket.create_server(("127.0.0.1", 0))  # connects, and never greets
