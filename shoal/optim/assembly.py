@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from blake3 import blake3
@@ -14,6 +13,7 @@ from shoal.averaging.options import term_of
 from shoal.averaging.rules import Rules
 from shoal.dht.dht import DHT
 from shoal.flat import Layout
+from shoal.optim.grad_averager import GradientAveragerFactory
 from shoal.optim.gradients import GradientBuffers, Gradients
 from shoal.optim.own_gradients import AveragerGradients
 from shoal.optim.refresh import Refresh
@@ -23,7 +23,7 @@ from shoal.optim.settings import Settings
 
 
 def make_gradients(
-    settings: Settings, factory: Callable[..., Any] | None, parameters: Sequence[torch.Tensor], dht: DHT
+    settings: Settings, factory: GradientAveragerFactory | None, parameters: Sequence[torch.Tensor], dht: DHT
 ) -> Gradients | None:
     """What accumulates and averages the gradients of `parameters`; None with local updates. Raises ValueError as
     `AveragerGradients`, whose `factory` may be given."""

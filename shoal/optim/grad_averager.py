@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -266,3 +266,7 @@ class GradientAverager(DecentralizedAverager):
             finally:
                 for parameter, gradient in zip(self.parameters, before, strict=True):
                     parameter.grad = gradient
+
+
+GradientAveragerFactory = Callable[..., GradientAverager]
+"""What `shoal.Optimizer` takes as `grad_averager_factory`."""

@@ -18,6 +18,7 @@ from shoal.optim.accumulation import Accumulation
 from shoal.optim.assembly import make_gradients, make_run, rules_of, terms_of
 from shoal.optim.assistant import Assistant
 from shoal.optim.epochs import Epochs
+from shoal.optim.grad_averager import GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.handover import Handover
 from shoal.optim.machine import Machine
@@ -141,7 +142,7 @@ class Optimizer(torch.optim.Optimizer):
         client_mode: bool | None = None,
         auxiliary: bool = False,
         grad_compression: Compression | None = None,
-        grad_averager_factory: Callable[..., Any] | None = None,
+        grad_averager_factory: GradientAveragerFactory | None = None,
         state_averaging_compression: Compression | None = None,
         load_state_compression: Compression | None = None,
         average_opt_statistics: Iterable[str] = (),

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from shoal.averaging.control import StepControl
 from shoal.averaging.errors import AveragingError, Behind, Rejected
-from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class AveragerGradients:
     """
 
     def __init__(
-        self, me: bytes, factory: Callable[..., Any], parameters: Sequence[torch.Tensor], **options: Any
+        self, me: bytes, factory: GradientAveragerFactory, parameters: Sequence[torch.Tensor], **options: Any
     ) -> None:
         averager = factory(parameters, start=False, **options)
         if not isinstance(averager, GradientAverager):
