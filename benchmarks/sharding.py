@@ -93,16 +93,18 @@ class Side:
         if self.error:
             return {"error": self.error}
         total = sum(one["state"] for one in last)
-        worst = {key: max(one.get(key, 0) for one in last) for key in last[0] if key != "pairs"}
+        worst = {key: max(one.get(key, 0) for one in last) for key in last[0] if key not in ("pairs", "memory")}
         steps = [max(pair) for answers in self.rounds for pair in zip(*(one["steps"] for one in answers), strict=True)]
         join = [with_join / without for without, with_join in last[0].get("pairs", [])]
         return {
             **worst,
+            "memory": {stage: max(one["memory"][stage] for one in last) for stage in last[0]["memory"]},
             "steps": steps,
             "step": statistics.median(steps),
             "cpu": statistics.median(one["cpu"] for answers in self.rounds for one in answers),
             "wire": statistics.median(one["wire"] for answers in self.rounds for one in answers),
             "join": statistics.median(join) - 1 if join else None,
+            "join error": 1.2533 * statistics.stdev(join) / len(join) ** 0.5 if join else None,  # of a median
             "join of pairs": join,
             "imbalance": worst["state"] * len(last) / total if total else 1.0,
         }
@@ -127,7 +129,7 @@ def report(kept: dict[str, Any]) -> str:
             if "error" in it:
                 rows.append([f"{side}: {it['error']}", *[""] * 9])
                 continue
-            join = "" if it["join"] is None else f"{it['join']:+.1%}"
+            join = "" if it["join"] is None else f"{it['join']:+.1%} ± {it['join error']:.1%}"
             sizes = [number(it["state"] / 1e6, 0), number(it["imbalance"], 3), number(it["peak"] / 1e6, 0)]
             times = [number(it["step"] * 1e3, 0), number(it["cpu"] * 1e3, 0), number(it["wire"] / it["model"])]
             rows.append([side, *times, *sizes, join, number(it.get("consolidate")), number(it.get("load"))])
@@ -136,9 +138,20 @@ def report(kept: dict[str, Any]) -> str:
             describe(one["environment"]) + (", sides in turn" if model in IN_TURN else ", one side after the other"),
             table([*head, "consolidate s", "load s"], rows),
             figure_table(figures(one["sides"])),
+            *memory_lines(one["sides"]),
         ]
     parts.append("`python -m benchmarks.sharding` makes this again. Step, CPU and bytes are per rank and step.")
     return "\n\n".join(parts)
+
+
+def memory_lines(outcomes: dict[str, Outcome]) -> list[str]:
+    """Where the memory goes, in the lines of the example of PyTorch 1.10; of the process where there is no GPU."""
+    parts = []
+    for side, outcome in outcomes.items():
+        if memory := outcome.get("memory"):
+            lines = [f"Max memory allocated {stage}: {nbytes / 2**20:.1f}MB" for stage, nbytes in memory.items()]
+            parts.append("\n".join([f"{side}:", "```text", *lines, "```"]))
+    return parts
 
 
 def figures(outcomes: dict[str, Outcome]) -> list[Figure]:

@@ -1,7 +1,8 @@
 """One rank of `benchmarks.sharding`: python -m benchmarks.workers.sharding_rank SIDE MODEL RANK RANKS FOLDER.
 
 Does what the lines of stdin say (``warm``, ``step COUNT``, ``finish``), all ranks at the same time, and answers each
-with a line of JSON. It believes the counters of ``lo``, so it wants a network namespace of its own.
+with a line of JSON. It believes the counters of ``lo``, so it wants a network namespace of its own. The model is on the
+GPU if there is one, which the ranks share.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import shoal
 from benchmarks import shapes
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WARM_UPS = 2
-JOIN_PAIRS, JOIN_STEPS = 9, 5
+JOIN_STEPS = 4
+JOIN_PAIRS, JOIN_SECONDS = 40, 60
 
 
 class Shapes(nn.Module):
@@ -100,7 +103,9 @@ def sent_bytes() -> int:
 
 
 def peak() -> int:
-    """The most memory that this process ever had, in bytes."""
+    """The most memory that this process ever had, in bytes: on the GPU if there is one, where it counts."""
+    if DEVICE == "cuda":
+        return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -111,6 +116,8 @@ def timed(run: Callable[[], None], count: int) -> list[float]:
         dist.barrier()
         began = time.perf_counter()
         run()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
         dist.barrier()
         seconds.append(time.perf_counter() - began)
     return seconds
@@ -123,19 +130,31 @@ def main() -> None:
     answer({})
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    model, batch = model_of(name)
-    base = peak()
+    with torch.device(DEVICE):
+        model, batch = model_of(name)
+    memory = {"after creating local model": peak()}
     network, optimizer = make(side, model)
+    memory["after creating DDP"] = peak()
 
-    def step() -> None:
+    def gradients() -> None:
         optimizer.zero_grad()
         network(batch).sum().backward()
+
+    def step() -> None:
+        gradients()
         optimizer.step()
+
+    def first_step() -> None:
+        gradients()
+        memory["before optimizer step()"] = peak()
+        optimizer.step()
+        memory["after optimizer step()"] = peak()
 
     for line in sys.stdin:
         what, *count = line.split()
         if what == "warm":
-            timed(step, WARM_UPS)
+            timed(first_step, 1)
+            timed(step, WARM_UPS - 1)
             answer({})
         elif what == "step":
             sent, used = sent_bytes(), time.process_time()
@@ -144,7 +163,7 @@ def main() -> None:
             used, sent = time.process_time() - used, sent_bytes() - sent
             answer({"steps": seconds, "cpu": used / each, "wire": sent / each / ranks})
         else:
-            answer({"base": base, **the_rest(side, model, network, optimizer, step)})
+            answer({"memory": memory, **the_rest(side, model, network, optimizer, step)})
             break
     dist.barrier()
     dist.destroy_process_group()
@@ -168,7 +187,7 @@ def the_rest(side: str, model: nn.Module, network: nn.Module, optimizer: Any, st
         join: Any = shoal.Join if side == "shoal" else TorchJoin
         joinables = [optimizer] if side == "shoal" else [network, optimizer]
         # In turn, many steps in one context: what is paid at its end is not paid per step.
-        result["pairs"] = [(_in(nullcontext(), step), _in(join(joinables), step)) for _ in range(JOIN_PAIRS)]
+        result["pairs"] = _pairs(lambda: _in(nullcontext(), step), lambda: _in(join(joinables), step))
     if side.startswith(("torch zero", "shoal")):
         result["consolidate"] = timed(optimizer.consolidate_state_dict, 1)[0]
         result["consolidate peak"] = peak()
@@ -180,6 +199,20 @@ def the_rest(side: str, model: nn.Module, network: nn.Module, optimizer: Any, st
     return result
 
 
+def _pairs(without: Callable[[], float], within: Callable[[], float]) -> list[tuple[float, float]]:
+    """Both in turn, and every second time the other one first: what drifts is on neither side."""
+    spent = torch.tensor([without() * JOIN_STEPS])
+    dist.broadcast(spent, 0)
+    pairs = []
+    for number in range(max(4, min(JOIN_PAIRS, int(JOIN_SECONDS / 2 / spent.item())))):
+        if number % 2:
+            seconds = within()
+            pairs.append((without(), seconds))
+        else:
+            pairs.append((without(), within()))
+    return pairs
+
+
 def _in(context: AbstractContextManager[Any], step: Callable[[], None]) -> float:
     """Seconds per step in a context, without entering and leaving it."""
     with context:
@@ -187,6 +220,8 @@ def _in(context: AbstractContextManager[Any], step: Callable[[], None]) -> float
         began = time.perf_counter()
         for _ in range(JOIN_STEPS):
             step()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
         return (time.perf_counter() - began) / JOIN_STEPS
 
 

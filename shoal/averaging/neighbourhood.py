@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 
 from shoal.averaging.directory import REFRESH_SECONDS, Directory
+from shoal.averaging.errors import Rejected
 from shoal.averaging.member import MAX_MEMBERS, Member, Role
 from shoal.averaging.membership import Membership
 from shoal.averaging.messages import Hello, Terms
@@ -95,21 +96,22 @@ class Neighbourhood:
         """What this peer says of itself and of those it knows."""
         return Hello(self.membership.me, self.terms, self._tip(), self.membership.snapshot())
 
-    def mismatch(self) -> str | None:
-        """What differs from the other peers of the run, if this peer is the one that differs.
+    def check_terms(self) -> None:
+        """Raises `Rejected` if other peers of the run go by other terms, and this peer is the one that differs.
 
         The side that has more samples behind it stays. Before there are any, the side with more peers does, and of
         sides of one size that with the smallest key, so that exactly one gives way."""
         strangers = {k: known for k, known in self.strangers.items() if self._node.is_connected(PeerID(k))}
         if not strangers:
-            return None
+            return
         tip = self._tip()
         outranked = any(theirs.outranks(tip) for _, theirs in strangers.values())
         if not outranked:
             alike = [member.key for member in self.connected()]
             if tip.epoch or (len(strangers), min(alike)) < (len(alike), min(strangers)):
-                return None
-        return next(difference for difference, _ in strangers.values())
+                return
+        difference = next(difference for difference, _ in strangers.values())
+        raise Rejected(f"the other peers of the run go by other terms: {difference}. Make it equal on all peers")
 
     def on_hello(self, peer: PeerID, hello: Hello) -> Hello:
         """A member speaks. Raises Refused if it gives itself out as another."""
