@@ -12,6 +12,7 @@ import torch
 
 import shoal
 from benchmarks.workers.timeline import TARGET, Marks, make_model, train
+from shoal.averaging.following import Following
 from shoal.averaging.round import RoundDriver
 from shoal.averaging.swarm import Swarm
 
@@ -19,7 +20,8 @@ from shoal.averaging.swarm import Swarm
 def watch(marks: Marks) -> None:
     """Mark the parts of each round: until its BEGIN, until the first chunk is there, until its COMMIT."""
     seen: dict[str, float] = {}
-    average, on_begin, on_chunk, on_commit = Swarm.average, RoundDriver.on_begin, RoundDriver.on_chunk, Swarm._on_commit
+    average, on_commit = Swarm.average, Following.on_commit
+    on_begin, on_chunk = RoundDriver.on_begin, RoundDriver.on_chunk
 
     async def marked_average(self: Swarm, *args: Any, **kwargs: Any) -> Any:
         seen["join"] = time.monotonic()
@@ -37,7 +39,7 @@ def watch(marks: Marks) -> None:
             marks.add("first chunk", seen["begin"], seen["chunk"])
         on_chunk(self, *args, **kwargs)
 
-    def marked_commit(self: Swarm, *args: Any, **kwargs: Any) -> None:
+    def marked_commit(self: Following, *args: Any, **kwargs: Any) -> None:
         if "begin" in seen:
             marks.add("all-reduce", seen.pop("begin"), time.monotonic())
         on_commit(self, *args, **kwargs)
@@ -45,7 +47,7 @@ def watch(marks: Marks) -> None:
     Swarm.average = marked_average  # type: ignore[method-assign]
     RoundDriver.on_begin = marked_begin  # type: ignore[method-assign]
     RoundDriver.on_chunk = marked_chunk  # type: ignore[method-assign]
-    Swarm._on_commit = marked_commit  # type: ignore[method-assign]
+    Following.on_commit = marked_commit  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -1,21 +1,21 @@
-"""One peer's part in a run: finds out who coordinates, joins rounds, follows commits, and coordinates when it is its
-turn.
+"""One peer's part in a run: what it can be asked to do there, and what becomes of each message and each loss.
 
-This is a driver: what is decided, is decided in `Membership`, `Coordinator`, `Participant` and `Book`. It lives on the
-node's loop, and imports no torch: the bytes are the `Exchange`'s.
+It and what it is made of are drivers: what is decided, is decided in `Membership`, `Coordinator`, `Participant` and
+`Book`. They live on the node's loop, and import no torch: the bytes are the `Exchange`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from shoal.averaging.contribution import Contribution, Outcome
 from shoal.averaging.coordination import Coordination
 from shoal.averaging.directory import Directory
+from shoal.averaging.following import Following
 from shoal.averaging.liveness import Liveness
+from shoal.averaging.matchmaking import Matchmaking
 from shoal.averaging.member import Member
 from shoal.averaging.membership import Membership
 from shoal.averaging.messages import (
@@ -47,14 +47,13 @@ from shoal.averaging.messages import (
 )
 from shoal.averaging.neighbourhood import Neighbourhood
 from shoal.averaging.participant import Participant
+from shoal.averaging.reporting import Reporting
 from shoal.averaging.round import RoundDriver
 from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Tip
 from shoal.p2p.errors import Refused, Unavailable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Answer, Node, Service
-
-log = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_TIMEOUT = 5.0  # `next_chunk_timeout` when none is given, in seconds
 JOIN_TIMEOUT = 10.0
@@ -97,71 +96,49 @@ class Swarm:
         # A reducer that waits for a part looks like one that stalls, so it may complain first.
         reducer_timeout = 2 * sender_timeout if reducer_timeout is None else reducer_timeout
         self.node, self.me, self.rules = node, me, rules
-        self.participant = Participant(me.key, Tip.genesis(run_id))
-        self.membership = Membership(run_id, me)
-        self.service = Service(f"averaging/{run_id}", Message)
-        self.neighbourhood = Neighbourhood(
+        participant = self.participant = Participant(me.key, Tip.genesis(run_id))
+        membership = self.membership = Membership(run_id, me)
+        service = self.service = Service(f"averaging/{run_id}", Message)
+
+        def heard(peer: PeerID, tip: Tip) -> None:
+            self._following.heard(peer, tip)
+
+        neighbourhood = self.neighbourhood = Neighbourhood(
             node,
-            self.service,
-            self.membership,
+            service,
+            membership,
             directory,
             terms,
             tip=lambda: self.tip,
             changed=self._review,
-            heard=lambda peer, tip: self._following.heard(peer, tip),
+            heard=heard,
             follows=lambda peer, tip: self._following.is_followed_by(peer, tip),
         )
-        self._changed = asyncio.Event()
-        self._round = RoundDriver(
-            node,
-            self.service,
-            me,
-            self.participant,
-            self.membership,
-            chunk_timeout,
-            sender_timeout,
-            reducer_timeout,
-            self._changed.set,
+        changed = self._changed = asyncio.Event()  # something that `average` may wait for
+        driver = self._round = RoundDriver(
+            node, service, me, participant, membership, chunk_timeout, sender_timeout, reducer_timeout, changed.set
         )
-        self._coordination = Coordination(
-            node,
-            self.service,
-            me,
-            self.participant,
-            self.membership,
-            self.neighbourhood,
-            self._round,
-            rules,
-            chunk_timeout,
-            lambda peer, tip: self._following.heard(peer, tip),
+        coordination = self._coordination = Coordination(
+            node, service, me, participant, membership, neighbourhood, driver, rules, chunk_timeout, heard
         )
-        self._following = Following(
-            node,
-            self.service,
-            me,
-            self.participant,
-            self.membership,
-            self.neighbourhood,
-            self._round,
-            self._coordination,
-            self._changed.set,
-            on_commit,
+        following = self._following = Following(
+            node, service, me, participant, membership, neighbourhood, driver, coordination, changed.set, on_commit
         )
-        self._reporting = Reporting(node, self.service, self.neighbourhood, self._following, request_timeout)
+        self._reporting = Reporting(node, service, neighbourhood, following, request_timeout)
         self._matchmaking = Matchmaking(
             node,
-            self.service,
+            service,
             me,
-            self.participant,
-            self.membership,
-            self.neighbourhood,
-            self._round,
-            self._following,
+            participant,
+            membership,
+            neighbourhood,
+            driver,
+            following,
             request_timeout,
-            self._changed,
+            changed,
             self._lost,
         )
-        self._liveness = Liveness(node, self.service, chunk_timeout, self._waited_for, self._stood_still)
+        self._liveness = Liveness(node, service, chunk_timeout, self._waited_for, self._stood_still)
         self._retired = False
         self._tasks: list[asyncio.Task[Any]] = []
         self._stop_listening: Callable[[], None] = lambda: None

@@ -148,7 +148,7 @@ def test_options_of_the_averaging_are_forwarded(dht: shoal.DHT) -> None:
     )
     swarm = optimizer._run.swarm
     assert swarm.me.bandwidth == 7.0
-    assert swarm._request_timeout == 2.5
+    assert swarm._reporting._timeout == swarm._matchmaking._timeout == 2.5
     assert swarm.rules.matchmaking_time == 0.5
     assert optimizer._settings.next_chunk_timeout == 1.25
     assert optimizer.tracker._refresh.min_refresh_period == 0.25

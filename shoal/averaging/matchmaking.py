@@ -1,0 +1,167 @@
+"""One peer's way into a round: it joins where its tip is coordinated, until a round begins with it or is over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from shoal.averaging.contribution import Attempt, Contribution, Outcome
+from shoal.averaging.errors import AveragingError, Behind, Rejected
+from shoal.averaging.following import Following
+from shoal.averaging.member import Member
+from shoal.averaging.membership import Membership
+from shoal.averaging.messages import MAX_GATHER_BYTES, Elsewhere, Hello, Join, Joined, Unjoin
+from shoal.averaging.neighbourhood import Neighbourhood
+from shoal.averaging.participant import Participant
+from shoal.averaging.round import RoundDriver
+from shoal.p2p.errors import P2PError, Refused, Unavailable
+from shoal.p2p.identity import PeerID
+from shoal.p2p.node import Node, Service
+
+log = logging.getLogger(__name__)
+
+
+class Matchmaking:
+    """Brings one input after another into a round.
+
+    Args:
+        node, service: over which the run's messages go.
+        me: this peer as a member.
+        participant: its promises.
+        membership, neighbourhood: who is known, and who coordinates.
+        driver: takes this peer through the round, once it has begun.
+        following: knows the tip.
+        timeout: seconds that the coordinator may take to answer.
+        changed: set by whatever may let this peer go on.
+        lost: called with the key of a coordinator that can't be reached.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        service: Service,
+        me: Member,
+        participant: Participant,
+        membership: Membership,
+        neighbourhood: Neighbourhood,
+        driver: RoundDriver,
+        following: Following,
+        timeout: float,
+        changed: asyncio.Event,
+        lost: Callable[[bytes], None],
+    ) -> None:
+        self._node, self._service, self._me = node, service, me
+        self._participant, self._membership, self._neighbourhood = participant, membership, neighbourhood
+        self._round, self._following = driver, following
+        self._timeout, self._changed, self._lost = timeout, changed, lost
+
+    async def average(self, contribution: Contribution, timeout: float) -> Outcome:
+        """See `Swarm.average`."""
+        if self._round.attempt is not None:
+            raise AveragingError("this peer is in a round already")
+        if len(contribution.gathered) > MAX_GATHER_BYTES:
+            raise ValueError(
+                f"gather is {len(contribution.gathered)} bytes long; at most {MAX_GATHER_BYTES} are allowed"
+            )
+        node, participant = self._node, self._participant
+        now = asyncio.get_running_loop().time()
+        attempt = self._round.attempt = Attempt(contribution, now, node.bytes_sent, node.bytes_received)
+        try:
+            async with asyncio.timeout(timeout):
+                while attempt.outcome is None:
+                    self._changed.clear()
+                    self._neighbourhood.check_terms()
+                    if attempt.error is not None:
+                        raise attempt.error
+                    if participant.begin is None:
+                        await self._between_rounds(attempt)
+                    if attempt.outcome is None and attempt.error is None:
+                        await self._changed.wait()
+                return attempt.outcome
+        except TimeoutError:
+            where = "in a round" if participant.begin is not None else "waiting for one"
+            peers = len(self._neighbourhood.connected())
+            raise AveragingError(f"no result within {timeout:.3g} s ({where}; {peers} members are connected)") from None
+        finally:
+            if attempt.outcome is None and attempt.joined is not None and participant.begin is None:
+                node.notify([PeerID(attempt.joined[0])], self._service, Unjoin())
+            self._round.finish()
+
+    async def _between_rounds(self, attempt: Attempt) -> None:
+        """Not in a round: fetch the one that was missed, or join the next."""
+        tip, behind = self._following.tip, self._following.behind
+        wanted, commit = attempt.contribution.tip, self._participant.commit
+        if wanted is not None and wanted != tip:
+            if commit is None or commit.tip != wanted:
+                raise Behind("the swarm has gone on from the state that this input was made from")
+            await self._round.fetch_committed(attempt, commit)
+            return
+        if behind is not None and behind.outranks(tip):
+            if wanted is not None:
+                raise Behind(f"the swarm is at epoch {behind.epoch}, this peer at {tip.epoch}")
+            self._following.move(behind)
+        coordinator = self._neighbourhood.coordinator()
+        here = (coordinator.key, self._following.tip)
+        if attempt.joined != here:
+            attempt.joined = here
+            self._node.spawn(self._join(attempt, coordinator))
+
+    async def _join(self, attempt: Attempt, coordinator: Member) -> None:
+        given, tip, view = attempt.contribution, self._following.tip, self._membership.fingerprint()
+        join = Join(
+            tip=tip,
+            sender=self._me,
+            terms=self._neighbourhood.terms,
+            weight=given.weight,
+            machine=given.machine,
+            state=given.state,
+            attempt=self._participant.attempt,
+            patience=given.patience,
+            view=b"" if attempt.introduced == (coordinator.key, view) else view,
+        )
+        buffers = [given.gathered] if given.gathered else []
+        try:
+            answer = await self._node.call_for_buffers(
+                coordinator.peer, self._service, join, timeout=self._timeout, buffers=buffers
+            )
+        except (P2PError, TimeoutError) as error:
+            if isinstance(error, Refused) and not isinstance(error, Unavailable):
+                attempt.error = Rejected(f"the run refuses this peer: {error}")
+            else:
+                log.debug("%r could not join %r: %s", self._node.peer_id, coordinator.peer, error)
+                self._lost(coordinator.key)
+        else:
+            if isinstance(answer.body, Joined):
+                return
+            attempt.joined = None
+            if isinstance(answer.body, Hello) and answer.body.tip == tip:
+                # It knows others than this peer does: tell each other, before it begins a round without somebody.
+                await self._neighbourhood.meet_peer(coordinator.peer)
+                attempt.introduced = (coordinator.key, self._membership.fingerprint())
+            else:
+                if isinstance(answer.body, Elsewhere):
+                    await self._neighbourhood.meet(answer.body.coordinator)
+                elif isinstance(answer.body, Hello):
+                    self._neighbourhood.told(coordinator.peer, answer.body.tip)
+                # The tips or views differ, and are about to be exchanged; asking at once again would only spin.
+                await asyncio.sleep(0.05)
+        self._changed.set()
+
+    def rejoin(self) -> None:
+        """What the JOIN said has changed: say it anew. Nothing to do once the round has begun."""
+        attempt = self._round.attempt
+        if attempt is not None and self._participant.begin is None:
+            attempt.joined = None
+            self._changed.set()
+
+    def waits_in_vain(self, peer: PeerID) -> None:
+        """There will be no round of `peer` with this peer in it: if it has joined there, it joins again."""
+        attempt = self._round.attempt
+        if attempt is not None and attempt.joined is not None and attempt.joined[0] == peer.key:
+            self.rejoin()
+
+    async def go_elsewhere(self, peer: PeerID, coordinator: Member) -> None:
+        """`peer` says that another coordinates."""
+        await self._neighbourhood.meet(coordinator)
+        self.waits_in_vain(peer)  # that other one may be out of reach
