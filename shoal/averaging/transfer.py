@@ -124,7 +124,7 @@ class _Fetch:
         self.id = manifest.id
         self.plan = DownloadPlan(manifest.chunk_digests, donors)
         try:
-            self.buffers = [torch.empty(b.numel, dtype=getattr(torch, b.dtype)) for b in manifest.buffers]
+            self.buffers = [torch.empty(b.numel, dtype=getattr(torch, b.dtype), device="cpu") for b in manifest.buffers]
         except RuntimeError as error:  # what torch raises when there is no memory
             raise DownloadFailed(f"there is no memory for {_title(manifest)}, {manifest.nbytes} bytes") from error
         self.scalars = bytearray(manifest.scalars_nbytes)

@@ -49,7 +49,7 @@ class BlockCodec(FloatCodec):
     def _extract(self, payload: memoryview, numel: int) -> Tensor:
         header = self._header_nbytes(numel)
         statistics, codes = elements_of(payload[:header], torch.float32), elements_of(payload[header:], self.code)
-        values = torch.empty(numel)
+        values = torch.empty(numel, dtype=torch.float32, device="cpu")
         for part in self._parts(values, statistics, codes):
             self._extract_blocks(*part)
         return values

@@ -28,7 +28,9 @@ def dynamic_values() -> Tensor:
         for i, decade in enumerate(_DECADES)
         for number in range(1 << i)
     ]
-    return torch.tensor(sorted([*positive, *(-value for value in positive), 0.0, 1.0]), dtype=torch.float32)
+    return torch.tensor(
+        sorted([*positive, *(-value for value in positive), 0.0, 1.0]), dtype=torch.float32, device="cpu"
+    )
 
 
 @functools.cache
@@ -36,7 +38,7 @@ def _codes_by_float16() -> Tensor:
     """The code of the nearest value for each of the 65536 float16, by its bits."""
     values = dynamic_values().double()
     borders = (values[1:] + values[:-1]) / 2
-    float16 = torch.arange(1 << 16).to(torch.int16).view(torch.float16)
+    float16 = torch.arange(1 << 16, device="cpu").to(torch.int16).view(torch.float16)
     return torch.bucketize(float16.double().nan_to_num_(0) / _KEY_RANGE, borders).to(torch.uint8)
 
 

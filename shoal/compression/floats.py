@@ -46,7 +46,7 @@ class FloatCodec(Codec):
     def _encode(self, chunk: Tensor) -> memoryview:
         if not self._is_compressed(chunk.numel(), chunk.dtype):
             return payload_of(chunk)
-        payload = torch.empty(self._compressed_nbytes(chunk.numel()), dtype=torch.uint8)
+        payload = torch.empty(self._compressed_nbytes(chunk.numel()), dtype=torch.uint8, device="cpu")
         self._compress(chunk.detach().float(), payload)
         return payload_of(payload)
 

@@ -30,7 +30,7 @@ def elements_of(payload: memoryview, dtype: torch.dtype) -> Tensor:
     where any byte but 0 counts as true (what torch computes with bytes other than 0 and 1 is undefined).
     """
     if payload.nbytes == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     raw = torch.frombuffer(bytearray(payload) if payload.readonly else payload, dtype=torch.uint8)
     if dtype is torch.bool:
         return raw.ne(0)

@@ -131,7 +131,9 @@ class PiecewiseCodec(Codec):
         return sum(_padded(group.codec.encoded_nbytes(group.numel, dtype)) for group in self._groups)
 
     def _encode(self, chunk: Tensor) -> memoryview:
-        payload = payload_of(torch.empty(self.encoded_nbytes(chunk.numel(), chunk.dtype), dtype=torch.uint8))
+        payload = payload_of(
+            torch.empty(self.encoded_nbytes(chunk.numel(), chunk.dtype), dtype=torch.uint8, device="cpu")
+        )
         pieces = torch.split_with_sizes(chunk, [size for size, _ in self.pieces])
         at = 0
         for group in self._groups:
@@ -144,7 +146,7 @@ class PiecewiseCodec(Codec):
 
     def _decode(self, payload: memoryview, dtype: torch.dtype, numel: int) -> Tensor:
         wide = dtype is torch.float64 or dtype not in REAL_FLOATS
-        values = torch.empty(numel, dtype=dtype if wide else torch.float32)
+        values = torch.empty(numel, dtype=dtype if wide else torch.float32, device="cpu")
         pieces = torch.split_with_sizes(values, [size for size, _ in self.pieces])
         at = 0
         for group in self._groups:

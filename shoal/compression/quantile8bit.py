@@ -22,7 +22,9 @@ _SAMPLE: Final = 1024  # elements from which the median is estimated; it only de
 @functools.cache
 def _ascending() -> tuple[Tensor, Tensor]:
     """The bits of all float16 in the order of their values (NaN at both ends), and the place of each in that order."""
-    bits = torch.cat([torch.arange(_FLOAT16 - 1, _FLOAT16 // 2 - 1, -1), torch.arange(_FLOAT16 // 2)])
+    bits = torch.cat(
+        [torch.arange(_FLOAT16 - 1, _FLOAT16 // 2 - 1, -1, device="cpu"), torch.arange(_FLOAT16 // 2, device="cpu")]
+    )
     return bits, torch.argsort(bits)
 
 
@@ -75,7 +77,7 @@ def _bins_by_float16(keys: Tensor) -> Tensor:
     bits, places = _ascending()
     counts = torch.bincount(keys, minlength=_FLOAT16)[bits]
     middles = counts.cumsum(0).mul_(2).sub_(counts)  # twice their ranks
-    step = torch.arange(1, _BINS)  # t²(3 - 2t) in integers, the same on every machine; 2**24 is 256 cubed
+    step = torch.arange(1, _BINS, device="cpu")  # t²(3 - 2t) in integers, the same on every machine; 2**24 is 256 cubed
     borders = step * step * (3 * _BINS - 2 * step) * (2 * len(keys)) >> 24
     first = torch.searchsorted(middles, borders)
     return torch.bincount(first, minlength=_FLOAT16 + 1).cumsum(0)[places].to(torch.uint8)

@@ -238,5 +238,9 @@ def _padding(numel: int, members: Sequence[Member]) -> Tensor:
     start = members[0].span.start
     stops = [member.span.stop - start for member in members]
     nexts = [member.span.start - start for member in members[1:]] + [numel]
-    gaps = [torch.arange(stop, following) for stop, following in zip(stops, nexts, strict=True) if stop < following]
-    return torch.cat(gaps) if gaps else torch.empty(0, dtype=torch.int64)
+    gaps = [
+        torch.arange(stop, following, device="cpu")
+        for stop, following in zip(stops, nexts, strict=True)
+        if stop < following
+    ]
+    return torch.cat(gaps) if gaps else torch.empty(0, dtype=torch.int64, device="cpu")

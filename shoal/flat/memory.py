@@ -45,7 +45,7 @@ def tensor_from(data: memoryview, dtype: torch.dtype) -> Tensor:
     if data.nbytes % itemsize:
         raise ValueError(f"{data.nbytes} bytes are not a whole number of {dtype} elements of {itemsize} bytes")
     if data.nbytes == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     if data.readonly:
         raise ValueError("a tensor cannot share read-only memory: copy it into a bytearray first")
     raw = torch.frombuffer(data, dtype=torch.uint8)

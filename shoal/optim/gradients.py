@@ -57,7 +57,7 @@ class GradientBuffers:
         self._seen: set[int] = set()  # which parameters have got a gradient
         self._reuse = reuse
         devices = {parameter.device.type for parameter in self.parameters}
-        flags = torch.zeros(len(self.parameters))
+        flags = torch.zeros(len(self.parameters), dtype=torch.float32, device="cpu")
         self.layout = Layout.of([*self.parameters, flags]).on("cpu")
         self.codecs = compression.plan(self.layout, TensorRole.GRADIENT, exact=[len(self.parameters)])
         self._mine = FlatBuffer(self.layout, pinned="cuda" in devices)
@@ -118,7 +118,8 @@ class GradientBuffers:
             torch._foreach_zero_(self._mean)
         elif self._means is not self._mean:
             torch._foreach_copy_(self._mean, self._means)
-        self._used.copy_(torch.tensor([float(index in self._seen) for index in range(len(self.parameters))]))
+        used = [float(index in self._seen) for index in range(len(self.parameters))]
+        self._used.copy_(torch.tensor(used, device="cpu"))
         if all(is_finite(flat) for flat in self.mine):
             return self.samples
         for flat in self.mine:

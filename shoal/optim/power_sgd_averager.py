@@ -88,12 +88,18 @@ class PowerSGDGradientAverager(GradientAverager):
         self._plain = [index for index, yes in enumerate(wanted) if not yes]
         self._shapes = [shapes[index] for index in self._compressed]
         ranks = [min(self.rank, *shape) for shape in self._shapes]
-        lefts = [torch.empty(rows, rank, device="meta") for (rows, _), rank in zip(self._shapes, ranks, strict=True)]
-        rights = [torch.empty(cols, rank, device="meta") for (_, cols), rank in zip(self._shapes, ranks, strict=True)]
+        lefts = [
+            torch.empty(rows, rank, dtype=torch.float32, device="meta")
+            for (rows, _), rank in zip(self._shapes, ranks, strict=True)
+        ]
+        rights = [
+            torch.empty(cols, rank, dtype=torch.float32, device="meta")
+            for (_, cols), rank in zip(self._shapes, ranks, strict=True)
+        ]
         plain = [torch.empty_like(gradients[index], device="meta") for index in self._plain]
         self._left = Vector(Layout.of(lefts).on("cpu"), self._compression)
         self._right = Vector(Layout.of([*rights, *plain]).on("cpu"), self._compression)
-        self._errors: Tensors = [torch.zeros(shape) for shape in self._shapes]
+        self._errors: Tensors = [torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in self._shapes]
         self._qs = self._random(bytes(16))  # the same at all peers
         self._rules = dataclasses.replace(self._rules, sizes=self._left.sizes)
         if start:
@@ -107,7 +113,7 @@ class PowerSGDGradientAverager(GradientAverager):
     def _random(self, seed: bytes) -> Tensors:
         generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)
         views = self._right.inputs.views()[: len(self._compressed)]
-        return [torch.randn(view.shape, generator=generator) for view in views]
+        return [torch.randn(view.shape, generator=generator, dtype=torch.float32, device="cpu") for view in views]
 
     # -- a step
 

@@ -22,7 +22,7 @@ def clip(
     """
     held = [gradient for gradient in gradients.values() if gradient is not None]
     norms = [torch.linalg.vector_norm(gradient, norm_type).float().cpu() for gradient in held]
-    mine = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    mine = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device="cpu")
     norm: Tensor = torch.linalg.vector_norm(torch.cat(communication.exchange(mine.reshape(1))()), norm_type)
     factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
     for gradient in held:

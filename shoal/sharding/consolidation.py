@@ -27,7 +27,7 @@ def give(communication: Communication, shard: Shard, to: int) -> None:
     tensors: list[Tensor] = []
     content = json.dumps([_describe(piece, shard, tensors) for piece in shard.all_pieces]).encode()
     description = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    communication.send_all(torch.tensor([len(content)]), to)
+    communication.send_all(torch.tensor([len(content)], device="cpu"), to)
     communication.send_all(description, to)
     for tensor in tensors:
         communication.send_all(tensor.detach().reshape(-1), to)
@@ -51,7 +51,7 @@ def collect(communication: Communication, shard: Shard, params: Sequence[Tensor]
     for pieces, coming in zip(described, targets, strict=True):
 
         def receive(dtype: torch.dtype, shape: tuple[int, ...], coming: list[Tensor] = coming) -> Tensor:
-            target = torch.empty(shape, dtype=dtype)
+            target = torch.empty(shape, dtype=dtype, device="cpu")
             coming.append(target.view(-1))
             return target
 
@@ -63,7 +63,9 @@ def collect(communication: Communication, shard: Shard, params: Sequence[Tensor]
                     of_param[name] = decode(entry, receive)
                     continue
                 if (number, name) not in flats:
-                    flats[number, name] = torch.empty(param.numel(), dtype=getattr(torch, entry["tensor"][0]))
+                    flats[number, name] = torch.empty(
+                        param.numel(), dtype=getattr(torch, entry["tensor"][0]), device="cpu"
+                    )
                     of_param[name] = shaped_like(flats[number, name], param)
                 coming.append(flats[number, name][start:stop])
     turns = zip_longest(
@@ -77,11 +79,11 @@ def collect(communication: Communication, shard: Shard, params: Sequence[Tensor]
 
 
 def _receive_description(communication: Communication, rank: int) -> Any:
-    length = torch.zeros(1, dtype=torch.int64)
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
     communication.receive_all(length, rank)
     if not 0 < length.item() <= MAX_DESCRIPTION:
         raise ValueError(f"rank {rank} announces a description of {length.item()} bytes")
-    content = torch.empty(int(length.item()), dtype=torch.uint8)
+    content = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
     communication.receive_all(content, rank)
     return json.loads(bytes(bytes_of(content)))
 

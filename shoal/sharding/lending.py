@@ -48,7 +48,7 @@ def lend(
     updated = set(parameters.updated())
     has_gradient = [param.grad is not None for param in parameters.params]
     is_updated = [number in updated for number in range(len(parameters.buckets))]
-    facts = torch.tensor([live, *has_gradient, *is_updated], dtype=torch.float64)
+    facts = torch.tensor([live, *has_gradient, *is_updated], dtype=torch.float64, device="cpu")
     headers = communication.exchange(torch.cat([facts, numbers_of(groups)]))()
     alive = [rank for rank, header in enumerate(headers) if header[0]]
     joined = [rank for rank, header in enumerate(headers) if not header[0]]

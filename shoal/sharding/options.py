@@ -26,7 +26,7 @@ def numbers_of(groups: Groups) -> Tensor:
     not: they choose kernels.
     """
     values = [float(value) for group in groups for name in sorted(group) for value in _leaves(name, group[name])]
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def take_numbers(groups: Groups, numbers: Tensor) -> None:

@@ -129,7 +129,7 @@ class _Overlap:
 
     def _follow_live(self, live: bool) -> None:
         groups = self._zero.param_groups
-        header = torch.cat([torch.tensor([live], dtype=torch.float64), numbers_of(groups)])
+        header = torch.cat([torch.tensor([live], dtype=torch.float64, device="cpu"), numbers_of(groups)])
         headers = self._zero._communication.exchange(header)()
         if not live:
             take_numbers(groups, next(other for other in headers if other[0])[1:])

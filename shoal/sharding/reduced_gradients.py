@@ -120,14 +120,14 @@ class ReducedGradients(Gradients):
         """In a `Join`, the first live rank tells those that have joined what comes next, and its options."""
         zero, live = self._zero, self.reduction.live
         if zero._join_config.enable and live[0] == zero.rank:
-            head = torch.tensor([what, first, second], dtype=torch.float64)
+            head = torch.tensor([what, first, second], dtype=torch.float64, device="cpu")
             for rank in set(range(zero.world_size)).difference(live):
                 zero._communication.send_all(torch.cat([head, numbers_of(zero.param_groups)]), rank)
 
     def listen(self) -> tuple[float, float, float]:
         """On a rank that has joined: what the first live rank tells; takes its options."""
         zero = self._zero
-        message = torch.cat([torch.zeros(3, dtype=torch.float64), numbers_of(zero.param_groups)])
+        message = torch.cat([torch.zeros(3, dtype=torch.float64, device="cpu"), numbers_of(zero.param_groups)])
         zero._communication.receive_all(message, self.reduction.live[0])
         take_numbers(zero.param_groups, message[3:])
         what, first, second = message[:3].tolist()

@@ -223,7 +223,7 @@ class Reduction:
     def _reduce(self, number: int, bucket: Bucket, gradients: dict[int, Tensor], *, live: bool) -> None:
         communication = self._communication
         params = self._parameters.params
-        header = torch.tensor([live, *(n in gradients for n in bucket.params)], dtype=torch.float32)
+        header = torch.tensor([live, *(n in gradients for n in bucket.params)], dtype=torch.float32, device="cpu")
         by_rank = torch.stack(communication.exchange(header)())
         self.live = [rank for rank in range(communication.ranks) if by_rank[rank, 0]]
         had_gradient = dict(zip(bucket.params, by_rank[:, 1:].any(dim=0).tolist(), strict=True))
