@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shoal.averaging.book import RuleBroken, root_of
+from shoal.averaging.book import RuleBroken
 from shoal.averaging.contribution import Attempt, Outcome
-from shoal.averaging.errors import AveragingError, Behind
+from shoal.averaging.errors import AveragingError
+from shoal.averaging.fetching import Fetching, serve
 from shoal.averaging.member import Member
 from shoal.averaging.membership import Membership
 from shoal.averaging.messages import (
@@ -19,7 +20,6 @@ from shoal.averaging.messages import (
     Begin,
     Broken,
     Commit,
-    Committed,
     Digests,
     Done,
     Elsewhere,
@@ -33,9 +33,10 @@ from shoal.averaging.messages import (
     Waiting,
 )
 from shoal.averaging.participant import Participant
+from shoal.averaging.silence import Silence
 from shoal.p2p.errors import P2PError, Refused
 from shoal.p2p.identity import PeerID
-from shoal.p2p.node import Answer, Node, Reply, Service
+from shoal.p2p.node import Answer, Node, Service
 
 if TYPE_CHECKING:
     from shoal.averaging.exchange import Exchange
@@ -44,8 +45,6 @@ log = logging.getLogger(__name__)
 
 MAX_EARLY = 64  # chunks of one member by a plan (a BEGIN or a Repair) that has not come yet
 MAX_EARLY_BYTES = 1 << 28  # of all members together
-FETCHES = 8  # chunks fetched at a time
-EXCUSE_SECONDS = 3.0  # so long nobody is complained of after a member said that its user lets it wait
 
 
 class RoundDriver:
@@ -77,13 +76,13 @@ class RoundDriver:
     ) -> None:
         self._node, self._service, self._me = node, service, me
         self._participant, self._membership = participant, membership
-        self._chunk_timeout = chunk_timeout
-        self._sender_timeout, self._reducer_timeout = sender_timeout, reducer_timeout
-        self._changed = changed
+        self._chunk_timeout, self._changed = chunk_timeout, changed
+        self._fetching = Fetching(node, service, chunk_timeout)
+        self._silence = Silence(node, service, participant, sender_timeout, reducer_timeout)
         self.attempt: Attempt | None = None
         self._last: Exchange | None = None  # of the last commit: serves those that missed it
         self._early: list[tuple[PeerID, Part | Result, Sequence[memoryview]]] = []
-        self._fetching: set[asyncio.Task[None]] = set()  # for repairs of the round that this peer is in
+        self._repairs: set[asyncio.Task[None]] = set()  # of the round that this peer is in, while they fetch chunks
 
     def on_begin(self, peer: PeerID, begin: Begin, buffers: Sequence[memoryview]) -> None:
         """The coordinator begins a round with this peer in it. Raises Refused if this peer must not follow."""
@@ -137,7 +136,7 @@ class RoundDriver:
             elif isinstance(result, BaseException):
                 raise result
         if attempt.contribution.prepare is not None:
-            self._ask_to_wait(attempt)
+            self._silence.ask_to_wait(attempt)
             await attempt.contribution.prepare()
         if attempt.exchange is None or self._participant.begin is not begin:
             return
@@ -242,57 +241,24 @@ class RoundDriver:
         if sources:
             wanted = [(s.owner, s.chunk, s.digest) for s in sources]
             task = self._node.spawn(self._fetch_for_repair(attempt, wanted))
-            self._fetching.add(task)
-            task.add_done_callback(self._fetching.discard)
+            self._repairs.add(task)
+            task.add_done_callback(self._repairs.discard)
         self._follow_plan(repair.round)
         return Follows(repair.ballot)
 
     async def _fetch_for_repair(self, attempt: Attempt, wanted: list[tuple[bytes, int, bytes]]) -> None:
         exchange = attempt.exchange
         assert exchange is not None
-        failed = await self._fetch(exchange, wanted)
+        failed = await self._fetching.fetch(exchange, wanted)
         for holder, reason in failed.items():
             self.complain(holder, reason, fault=False)
         self._check_done()
 
-    async def _fetch(self, exchange: Exchange, wanted: list[tuple[bytes, int, bytes]]) -> dict[bytes, str]:
-        """Fetch (holder, chunk, digest), a few at a time, and put them in place; returns the holders that did not bring
-        what they hold, and why."""
-        slots = asyncio.Semaphore(FETCHES)
-        failed: dict[bytes, str] = {}
-
-        async def one(holder: bytes, chunk: int, digest: bytes) -> None:
-            async with slots:
-                if holder in failed:
-                    return
-                request = Fetch(exchange.book.begin.round, chunk)
-                try:
-                    reply = await self._node.call_for_buffers(
-                        PeerID(holder), self._service, request, timeout=self._chunk_timeout
-                    )
-                    if len(reply.buffers) != 1:
-                        raise RuleBroken("it came without its bytes")
-                    exchange.fetched(chunk, digest, memoryview(reply.buffers[0]))
-                except (P2PError, RuleBroken, TimeoutError) as error:
-                    failed[holder] = f"chunk {chunk} could not be fetched: {str(error) or 'no answer in time'}"
-
-        await asyncio.gather(*(one(*source) for source in wanted))
-        return failed
-
     def on_fetch(self, message: Fetch | Digests) -> Answer:
         """Somebody asks for what this peer holds of a round. Raises Refused if it does not."""
         attempt = self.attempt
-        exchange = attempt.exchange if attempt is not None and self._participant.begin is not None else self._last
-        if exchange is None or exchange.book.begin.round != message.round:
-            raise Refused("this peer does not have that round's result any more")
-        book = exchange.book
-        if isinstance(message, Digests):
-            if not all(book.digests):  # else they can be had, even if this peer has not heard of the COMMIT yet
-                raise Refused("that round's result is not complete here")
-            return Committed(book.begin, tuple(book.digests))
-        if message.chunk >= len(book.chunks) or not book.digests[message.chunk]:
-            raise Refused(f"chunk {message.chunk} is not here")
-        return Reply(Result(message.round, message.chunk, book.plan), [exchange.chunk_bytes(message.chunk)])
+        in_round = attempt is not None and self._participant.begin is not None
+        return serve(attempt.exchange if attempt is not None and in_round else self._last, message)
 
     def on_abort(self, peer: PeerID, abort: Abort) -> None:
         """The coordinator ends the round, or this peer's part in it. Raises Refused if it is not the coordinator."""
@@ -312,30 +278,15 @@ class RoundDriver:
                 self._last = exchange
 
     async def fetch_committed(self, attempt: Attempt, commit: Commit) -> None:
-        """Get the average of a round that went on without this peer, from those who were in it."""
-        reasons = []
+        """Get the average of a round that went on without this peer, from those who were in it. Raises Behind if nobody
+        has it any more."""
         self._last = None  # its memory is written again
-        for key in commit.members:
-            if key == self._me.key or not self._node.is_connected(PeerID(key)):
-                continue
-            try:
-                answer = await self._node.call(
-                    PeerID(key), self._service, Digests(commit.round), Committed, timeout=self._chunk_timeout
-                )
-                if answer.begin.round != commit.round or root_of(answer.digests) != commit.root:
-                    raise RuleBroken("its chunks are not those that were committed")
-                exchange = attempt.contribution.open(answer.begin, self._send, lambda key, reason: None)
-                failed = await self._fetch(exchange, [(key, chunk, d) for chunk, d in enumerate(answer.digests)])
-                if failed:
-                    raise RuleBroken(failed[key])
-            except (P2PError, RuleBroken, TimeoutError) as error:
-                reasons.append(f"{PeerID(key)!r}: {error}")
-                continue
-            attempt.began = self._now()
-            self._last = exchange
-            attempt.outcome = self._outcome(attempt, answer.begin, commit, missed=True)
-            return
-        raise Behind(f"the round of epoch {commit.tip.epoch} was missed, and nobody has its result any more: {reasons}")
+        exchange = await self._fetching.fetch_committed(
+            commit, lambda begin: attempt.contribution.open(begin, self._send, lambda key, reason: None)
+        )
+        attempt.began = self._now()
+        self._last = exchange
+        attempt.outcome = self._outcome(attempt, exchange.book.begin, commit, missed=True)
 
     def _outcome(self, attempt: Attempt, begin: Begin, commit: Commit, *, missed: bool) -> Outcome:
         return Outcome(
@@ -370,9 +321,9 @@ class RoundDriver:
 
     def _stop_fetching(self) -> None:
         """The memory into which chunks are fetched is not this round's any more."""
-        for task in self._fetching:
+        for task in self._repairs:
             task.cancel()
-        self._fetching.clear()
+        self._repairs.clear()
 
     def _fail(self, error: AveragingError) -> None:
         self.leave()
@@ -394,46 +345,14 @@ class RoundDriver:
     def _send(self, keys: Sequence[bytes], message: Part | Result, buffers: Sequence[memoryview]) -> None:
         self._node.notify([PeerID(key) for key in keys], self._service, message, buffers)
 
-    def _ask_to_wait(self, attempt: Attempt) -> bool:
-        """Whether this peer's user lets the others wait; then they are told."""
-        begin = self._participant.begin
-        if begin is None or not attempt.contribution.excused():
-            return False
-        others = {member.key: None for member in begin.members} | {begin.ballot.coordinator: None}
-        peers = [PeerID(key) for key in others if key != self._me.key and self._node.is_connected(PeerID(key))]
-        self._node.notify(peers, self._service, Waiting(begin.round))
-        return True
-
     def on_waiting(self, peer: PeerID, message: Waiting) -> None:
         """A member's user has not allowed the round yet. Raises Refused if that is no member of this peer's round."""
-        attempt, begin = self.attempt, self._participant.begin
-        if attempt is None or begin is None or begin.round != message.round:
-            return  # the round has ended meanwhile, or its BEGIN is still on its way
-        if all(member.key != peer.key for member in begin.members):
-            raise Refused("only a member of a round can ask for patience in it")
-        if attempt.contribution.tip is not None:
-            raise Refused("in a round of a training run nobody's user is waited for")
-        attempt.asked_to_wait = self._now()
+        self._silence.on_waiting(self.attempt, peer, message)
 
     def check_stalled(self) -> None:
         """Complain of those that hold up the round, if nothing has come for too long."""
-        attempt = self.attempt
-        if attempt is None or attempt.exchange is None or self._participant.begin is None:
-            return
-        now, (count, since) = self._now(), attempt.progressed
-        waits = self._ask_to_wait(attempt) or now - attempt.asked_to_wait < EXCUSE_SECONDS
-        if waits or attempt.exchange.progressed != count or attempt.exchange.book.complete:
-            attempt.progressed = (attempt.exchange.progressed, now)
-            return
-        late: dict[bytes, None] = {}
-        if now - since > self._sender_timeout:
-            late.update(attempt.exchange.book.waiting_for())
-        if now - since > self._reducer_timeout:
-            late.update(attempt.exchange.book.owed_results())
-        for key in late:
-            self.complain(key, f"nothing came from it for {now - since:.1f} s", fault=False)
-        if late:
-            attempt.progressed = (count, now)
+        for key, reason in self._silence.too_long(self.attempt).items():
+            self.complain(key, reason, fault=False)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -1,0 +1,94 @@
+"""Chunks of a round's result that are asked of those who hold them: for a repair, or by a peer that missed the
+round."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from shoal.averaging.book import RuleBroken, root_of
+from shoal.averaging.errors import Behind
+from shoal.averaging.messages import Begin, Commit, Committed, Digests, Fetch, Result
+from shoal.p2p.errors import P2PError, Refused
+from shoal.p2p.identity import PeerID
+from shoal.p2p.node import Answer, Node, Reply, Service
+
+if TYPE_CHECKING:
+    from shoal.averaging.exchange import Exchange
+
+FETCHES = 8  # chunks fetched at a time
+
+
+class Fetching:
+    """Fetches chunks.
+
+    Args:
+        node, service: over which the run's messages go.
+        timeout: seconds that an answer may take.
+    """
+
+    def __init__(self, node: Node, service: Service, timeout: float) -> None:
+        self._node, self._service, self._timeout = node, service, timeout
+
+    async def fetch(self, exchange: Exchange, wanted: list[tuple[bytes, int, bytes]]) -> dict[bytes, str]:
+        """Fetch (holder, chunk, digest), a few at a time, and put them in place; returns the holders that did not bring
+        what they hold, and why."""
+        slots = asyncio.Semaphore(FETCHES)
+        failed: dict[bytes, str] = {}
+
+        async def one(holder: bytes, chunk: int, digest: bytes) -> None:
+            async with slots:
+                if holder in failed:
+                    return
+                request = Fetch(exchange.book.begin.round, chunk)
+                try:
+                    reply = await self._node.call_for_buffers(
+                        PeerID(holder), self._service, request, timeout=self._timeout
+                    )
+                    if len(reply.buffers) != 1:
+                        raise RuleBroken("it came without its bytes")
+                    exchange.fetched(chunk, digest, memoryview(reply.buffers[0]))
+                except (P2PError, RuleBroken, TimeoutError) as error:
+                    failed[holder] = f"chunk {chunk} could not be fetched: {str(error) or 'no answer in time'}"
+
+        await asyncio.gather(*(one(*source) for source in wanted))
+        return failed
+
+    async def fetch_committed(self, commit: Commit, open_exchange: Callable[[Begin], Exchange]) -> Exchange:
+        """Fetch the whole result of a round from one of its members. Raises Behind if none of them brings it."""
+        reasons = []
+        for key in commit.members:
+            peer = PeerID(key)
+            if peer == self._node.peer_id or not self._node.is_connected(peer):
+                continue
+            try:
+                answer = await self._node.call(
+                    peer, self._service, Digests(commit.round), Committed, timeout=self._timeout
+                )
+                if answer.begin.round != commit.round or root_of(answer.digests) != commit.root:
+                    raise RuleBroken("its chunks are not those that were committed")
+                exchange = open_exchange(answer.begin)
+                failed = await self.fetch(exchange, [(key, chunk, d) for chunk, d in enumerate(answer.digests)])
+                if failed:
+                    raise RuleBroken(failed[key])
+            except (P2PError, RuleBroken, TimeoutError) as error:
+                reasons.append(f"{peer!r}: {error}")
+            else:
+                return exchange
+        raise Behind(f"the round of epoch {commit.tip.epoch} was missed, and nobody has its result any more: {reasons}")
+
+
+def serve(exchange: Exchange | None, message: Fetch | Digests) -> Answer:
+    """Answer what is asked of the round whose `exchange` this peer holds, if it holds any. Raises Refused for what it
+    does not."""
+    if exchange is None or exchange.book.begin.round != message.round:
+        raise Refused("this peer does not have that round's result any more")
+    book = exchange.book
+    if isinstance(message, Digests):
+        if not all(book.digests):  # else they can be had, even if this peer has not heard of the COMMIT yet
+            raise Refused("that round's result is not complete here")
+        return Committed(book.begin, tuple(book.digests))
+    if message.chunk >= len(book.chunks) or not book.digests[message.chunk]:
+        raise Refused(f"chunk {message.chunk} is not here")
+    return Reply(Result(message.round, message.chunk, book.plan), [exchange.chunk_bytes(message.chunk)])
