@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim.adagrad import adagrad
 
 from shoal.functional.base import NUMBER, FunctionalOptimizer, State, StateEntry
-from shoal.functional.kernels import advance, take_back
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,9 @@ class Adagrad(FunctionalOptimizer):
             maximize=self.maximize,
         )
 
-    def _update_fused(
+    def _run_fused(
         self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        advance(state["step"])
         torch._fused_adagrad_(
             params,
             grads,
@@ -80,4 +78,3 @@ class Adagrad(FunctionalOptimizer):
             grad_scale=scale,
             found_inf=found_inf,
         )
-        take_back(state["step"], found_inf)

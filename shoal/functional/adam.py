@@ -11,7 +11,6 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, State, StateEntry, check_betas
-from shoal.functional.kernels import advance, take_back
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,9 @@ class Adam(FunctionalOptimizer):
             maximize=self.maximize,
         )
 
-    def _update_fused(
+    def _run_fused(
         self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        advance(state["step"])
         update = torch._fused_adamw_ if self.decoupled_weight_decay else torch._fused_adam_
         update(  # type: ignore[misc]  # numbers as tensors are as good, but not all unions are tried
             params,
@@ -90,7 +88,6 @@ class Adam(FunctionalOptimizer):
             grad_scale=scale,
             found_inf=found_inf,
         )
-        take_back(state["step"], found_inf)
 
     def _averages(self, state: State) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         return state["exp_avg"], state["exp_avg_sq"], state["max_exp_avg_sq"] if self.amsgrad else []

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shoal.functional.kernels import Kernel, choose_kernel
+from shoal.functional.kernels import Kernel, advance, choose_kernel, take_back
 from shoal.functional.memory import alike, by_place, unalike_rows
 
 State = dict[str, list[Tensor]]
@@ -91,6 +91,17 @@ class FunctionalOptimizer(ABC):
         self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
         """As `_update` with the fused kernel, on dense tensors; scale and found_inf are on their device."""
+        counted = "step" in self.state_layout
+        if counted:
+            advance(state["step"])
+        self._run_fused(params, grads, state, scale, found_inf)
+        if counted:
+            take_back(state["step"], found_inf)
+
+    def _run_fused(
+        self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """What of `_update_fused` is left when the numbers of steps have been advanced."""
         raise NotImplementedError(f"torch has no fused kernel of {type(self).__name__}")
 
     def complete(self, entry: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

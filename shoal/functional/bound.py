@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 from shoal.functional.base import FunctionalOptimizer, State
 from shoal.functional.kernels import Kernel
@@ -60,36 +61,46 @@ class BoundOptimizer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """That parameters and their fresh state go to the fused kernel as they are, as long as the parameters do not move.
+    """That parameters and their fresh state go to the fused kernel as they are, with every gradient that lies like its
+    parameter.
 
     `FunctionalOptimizer.step` finds that out anew in every step; for 100 small tensors that takes longer than the
-    update, and holds the GIL.
+    update, and holds the GIL. Here one call of torch compares all of them.
+
+    Attributes:
+        guards: know the class, dtype, device, shape and strides of every parameter, and then of every gradient.
+        tensors: how many these are together.
+        counts: the number of steps of every parameter; None where the optimizer doesn't count.
     """
 
-    dtype: torch.dtype
-    device: torch.device
-    shapes: list[torch.Size]
-    places: list[int]
+    guards: TensorGuards
+    tensors: int
+    counts: Tensor | None
 
     @classmethod
-    def of(cls, optimizer: FunctionalOptimizer, params: list[Tensor]) -> _Fit | None:
+    @torch.no_grad()  # as a step is: the guards know that, too
+    def of(cls, optimizer: FunctionalOptimizer, params: list[Tensor], state: State) -> _Fit | None:
         """None where it is not so."""
         same_place = len({(param.dtype, param.device) for param in params}) == 1
         if not same_place or not all(param.is_contiguous() for param in params):
             return None
         if optimizer.kernel(params) is not Kernel.FUSED:
             return None
-        first = params[0]
-        return cls(first.dtype, first.device, [p.shape for p in params], [p.data_ptr() for p in params])
+        examples = [*params, *(param.detach() for param in params)]
+        guards = TensorGuards(
+            *examples,
+            dynamic_dims_sizes=[list(example.shape) for example in examples],  # type: ignore[misc]  # torch's stub errs
+            dynamic_dims_strides=[list(example.stride()) for example in examples],  # type: ignore[misc]
+        )
+        # As init() makes them the counters are views of one tensor.
+        return cls(guards, len(examples), state["step"][0]._base if "step" in state else None)
 
     def holds(self, params: list[Tensor], gradients: Sequence[Tensor | None]) -> bool:
-        """Whether nothing moved, and every parameter has a gradient that fits too."""
-        return (
-            [param.data_ptr() for param in params] == self.places
-            and [None if gradient is None else gradient.shape for gradient in gradients] == self.shapes
-            and all([g.dtype is self.dtype and g.is_contiguous() for g in gradients if g is not None])  # noqa: C419
-            and {g.device for g in gradients if g is not None} == {self.device}
-        )
+        """Whether the parameters still are what they were, and every one has a gradient that fits too."""
+        if isinstance(gradients, Tensor):  # its rows would fit
+            return False
+        tensors = (*params, *gradients)
+        return len(tensors) == self.tensors and self.guards.check(*tensors)
 
 
 class BoundFunctional(BoundOptimizer):
@@ -104,7 +115,7 @@ class BoundFunctional(BoundOptimizer):
         self.optimizer = optimizer
         self.params = list(params)
         self.state: State = optimizer.init(self.params)
-        self._fit = _Fit.of(optimizer, self.params)
+        self._fit = _Fit.of(optimizer, self.params, self.state)
 
     @torch.no_grad()
     def step(
@@ -117,7 +128,9 @@ class BoundFunctional(BoundOptimizer):
             and self._fit is not None
             and self._fit.holds(self.params, gradients)
         ):
-            self.optimizer._update_fused(self.params, gradients, self.state, None, None)  # type: ignore[arg-type]
+            if self._fit.counts is not None:
+                self._fit.counts.add_(1)
+            self.optimizer._run_fused(self.params, gradients, self.state, None, None)  # type: ignore[arg-type]
         else:
             self.optimizer.step(self.params, gradients, self.state, grad_scale=grad_scale, found_inf=found_inf)
 
@@ -130,7 +143,7 @@ class BoundFunctional(BoundOptimizer):
         optimizer = self._with(state_dict["options"])
         self.state = self._loaded(optimizer, state_dict["state"])
         self.optimizer = optimizer
-        self._fit = _Fit.of(optimizer, self.params)
+        self._fit = _Fit.of(optimizer, self.params, self.state)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -148,7 +161,7 @@ class BoundFunctional(BoundOptimizer):
         if any(getattr(optimizer, name) != getattr(self.optimizer, name) for name in kernels):
             # Another kernel may want its counters elsewhere.
             self.state = self._loaded(optimizer, self.state_dict()["state"])
-            self._fit = _Fit.of(optimizer, self.params)
+            self._fit = _Fit.of(optimizer, self.params, self.state)
         self.optimizer = optimizer
 
     def _with(self, options: Mapping[str, Any]) -> FunctionalOptimizer:

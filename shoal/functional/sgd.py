@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, State, StateEntry
-from shoal.functional.kernels import advance, take_back
+from shoal.functional.kernels import advance
 
 
 @dataclass(frozen=True)
@@ -92,21 +92,27 @@ class SGD(FunctionalOptimizer):
                     buffer.copy_(new)
             advance(state["step"])
 
-    def _update_fused(
+    def _run_fused(
         self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        buffers = state["momentum_buffer"] if self.momentum else []
-        first = self._first(state) if self.momentum else [False] * len(params)
-        for is_first in set(first):
-            rows = [row for row in range(len(params)) if first[row] is is_first]
+        columns = [params, grads, state["momentum_buffer"] if self.momentum else []]
+        parts = [(columns, self.dampening)]
+        if "step" in self.state_layout:  # a tensor's first gradient is not dampened
+            first = [step.item() == 1 for step in state["step"]]
+            parts = []
+            for is_first in set(first):
+                rows = [row for row in range(len(params)) if first[row] is is_first]
+                part = [[column[row] for row in rows] for column in columns]
+                parts.append((part, 0.0 if is_first else self.dampening))
+        for (some, gradients, buffers), dampening in parts:
             torch._fused_sgd_(
-                [params[row] for row in rows],
-                [grads[row] for row in rows],
-                [buffers[row] for row in rows] if buffers else [],
+                some,
+                gradients,
+                buffers,
                 weight_decay=self.weight_decay,
                 momentum=self.momentum,
                 lr=self.lr,
-                dampening=0.0 if is_first else self.dampening,
+                dampening=dampening,
                 nesterov=self.nesterov,
                 maximize=self.maximize,
                 # The buffers are zeros then. With True some elements of 16-bit ones stay unwritten (torch 2.13).
@@ -114,9 +120,6 @@ class SGD(FunctionalOptimizer):
                 grad_scale=scale,
                 found_inf=found_inf,
             )
-        if "step" in self.state_layout:
-            advance(state["step"])
-            take_back(state["step"], found_inf)
 
     def _first(self, state: State) -> list[bool]:
         """For every tensor: whether in torch's eyes it has no buffer yet, which makes a difference with dampening."""
