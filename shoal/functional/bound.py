@@ -87,11 +87,7 @@ class _Fit:
         if optimizer.kernel(params) is not Kernel.FUSED:
             return None
         examples = [*params, *(param.detach() for param in params)]
-        guards = TensorGuards(
-            *examples,
-            dynamic_dims_sizes=[list(example.shape) for example in examples],  # type: ignore[misc]  # torch's stub errs
-            dynamic_dims_strides=[list(example.stride()) for example in examples],  # type: ignore[misc]
-        )
+        guards = TensorGuards(*examples, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         # As init() makes them the counters are views of one tensor.
         return cls(guards, len(examples), state["step"][0]._base if "step" in state else None)
 
