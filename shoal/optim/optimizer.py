@@ -58,7 +58,8 @@ class Optimizer(torch.optim.Optimizer):
         run_id: names the run: peers of one run_id train together.
         target_batch_size: samples of all peers per epoch.
         batch_size_per_step: samples behind the gradients of one `step`, unless it is told otherwise.
-        optimizer: a torch optimizer, or a function that makes one from `params`.
+        optimizer: a torch optimizer, or a function that makes one from `params`. On the CPU it steps with torch's fused
+            kernel, where there is one, unless it was made with another (`fused=False`).
         params: parameters or parameter groups; only with an `optimizer` function.
         scheduler: a torch scheduler of the (wrapped) optimizer, or a function that makes one from it; stepped once per
             epoch.
@@ -189,8 +190,6 @@ class Optimizer(torch.optim.Optimizer):
             extra_tensors,
             Tip.genesis(run_id),
             host=self._host,
-            # Where all peers do it, or differ anyway: on the host for a GPU, and in the delayed modes.
-            fused=self._host is not None and (self._host.pinned or bool(settings.delay_optimizer_step)),
             statistics=settings.average_opt_statistics,
             compression=settings.state_averaging_compression,
         )

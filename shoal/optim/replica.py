@@ -33,8 +33,6 @@ class Replica:
         extra_tensors: shared with newcomers beside the rest; those of floating point are averaged too.
         tip: of the state that the parameters are at now.
         host: whose groups the optimizer is made of, if it steps on the host.
-        fused: whether steps are made by torch's fused kernel where there is one and the user asked for none. As exact
-            as torch's default, but rounded otherwise, so all peers that compute alike must do the same.
         statistics: names of the optimizer's statistics that belong to the state that is averaged.
         compression: how the state travels when it is averaged.
 
@@ -56,11 +54,10 @@ class Replica:
         tip: Tip,
         *,
         host: HostCopy | None = None,
-        fused: bool = False,
         statistics: Sequence[str] = (),
         compression: Compression | None = None,
     ) -> None:
-        self._optimizer, self._scheduler, self._host, self._fused = optimizer, scheduler, host, fused
+        self._optimizer, self._scheduler, self._host = optimizer, scheduler, host
         pinned = host is not None and host.pinned
         self._state = TrainingState(optimizer, scheduler, extra_tensors, pinned=pinned)
         self._lock = threading.Lock()  # held while the state changes, and while it is copied
@@ -106,17 +103,22 @@ class Replica:
             if with_state:
                 self.shared.put(self._shared_tensors(), keep_changes=False)
             with gradients.as_grad(self._stepped, max_norm):
-                if self._fused:
-                    pick_kernels(self._optimizer)
-                self._optimizer.step()
+                self._step()
             self._end_epoch(tip)
         self.digest = self._state.digest()
 
     def step_locally(self) -> None:
         """Make the local optimizer's step with this peer's own `.grad`; the epoch goes on."""
         with self._lock:
-            self._optimizer.step()
+            self._step()
             self._adopt_statistics()
+
+    def _step(self) -> None:
+        # On the host torch's default goes over the parameters once for every operation. Its fused kernels are as exact
+        # but round otherwise, alike with any number of threads: they divide the work where cache lines begin.
+        if all(parameter.device.type == "cpu" for parameter in self._stepped):
+            pick_kernels(self._optimizer)
+        self._optimizer.step()
 
     def end_epoch(self, tip: Tip, *, with_state: bool) -> None:
         """After steps of this peer's own: set the state to its average if that was averaged, keeping what has changed

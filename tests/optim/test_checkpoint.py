@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import shoal
-from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
+from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, fused, make_model
 from tests.optim.processes import Peers, Pool, events, training
 
 Alone = Callable[..., shoal.Optimizer]
@@ -84,7 +84,7 @@ def test_state_dicts_are_torchs_too(alone: Alone) -> None:
     backward(model, *fixed_batch(2))
     optimizer.step(batch_size=64)
     backward(plain, *fixed_batch(2))
-    local.step()
+    fused(local).step()
     assert torch.equal(flat(model), flat(plain))
 
     third = make_model()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable
@@ -236,23 +235,3 @@ def test_mixed_swarm_where_peers_may_choose(pool: Pool) -> None:
     by_epoch(histories)
     del states[2]
     assert all(state == states[0] for state in states)
-
-
-@pytest.mark.parametrize(("options", "fused"), [({}, None), ({"delay_optimizer_step": True}, True)], ids=str)
-def test_delayed_steps_are_fused_unless_another_kernel_was_chosen(options: dict[str, Any], fused: bool | None) -> None:
-    with shoal.DHT(start=True) as dht:
-        for chosen in (None, False):
-            model = make_model()
-            optimizer = shoal.Optimizer(
-                dht=dht,
-                run_id=f"fused {chosen}",
-                target_batch_size=8,
-                params=model.parameters(),
-                optimizer=functools.partial(torch.optim.Adam, fused=chosen),
-                **options,
-            )
-            while optimizer.local_epoch < 1:
-                backward(model, *fixed_batch(0))
-                optimizer.step(batch_size=8)
-            optimizer.shutdown()
-            assert optimizer.optimizer.param_groups[0]["fused"] is (fused if chosen is None else chosen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model, train_alone
+from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, fused, make_model, train_alone
 from tests.optim.processes import Peers, Pool, training
 
 EPOCHS = 20
@@ -51,7 +51,9 @@ def test_peers_are_bit_identical_through_a_lossy_codec(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(("optimizer", "scheduler"), [("sgd", "steps"), ("adamw", "cosine")])
-def test_one_peer_alone_is_bit_equal_to_torch(alone: object, optimizer: str, scheduler: str) -> None:
+def test_one_peer_alone_is_bit_equal_to_torch_with_its_fused_kernel(
+    alone: object, optimizer: str, scheduler: str
+) -> None:
     """Whatever the batch size: 1/24 is no binary number."""
     assert callable(alone)
     model = make_model()
@@ -59,7 +61,7 @@ def test_one_peer_alone_is_bit_equal_to_torch(alone: object, optimizer: str, sch
         model, target_batch_size=24, optimizer=OPTIMIZERS[optimizer], scheduler=SCHEDULERS[scheduler]
     )
     other = make_model()
-    local = OPTIMIZERS[optimizer](other.parameters())
+    local = fused(OPTIMIZERS[optimizer](other.parameters()))
     schedule = SCHEDULERS[scheduler](local)  # type: ignore[misc]
     for epoch in range(12):
         backward(model, *fixed_batch(epoch))

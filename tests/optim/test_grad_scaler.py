@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shoal
-from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
+from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, fused, make_model
 
 Alone = Callable[..., shoal.Optimizer]
 SCALE = 1024.0
@@ -119,7 +119,7 @@ def test_an_overflow_drops_this_peers_accumulation_only(dht: shoal.DHT) -> None:
 def test_without_reuse_it_is_used_as_torchs(alone: Alone, kind: Any) -> None:
     model, plain = make_model(), make_model()
     optimizer = alone(model, target_batch_size=64, optimizer=OPTIMIZERS["adamw"])
-    local = OPTIMIZERS["adamw"](plain.parameters())
+    local = fused(OPTIMIZERS["adamw"](plain.parameters()))
     mine, theirs = (one("cpu", init_scale=SCALE, growth_interval=3) for one in (kind, torch.amp.GradScaler))
     for epoch, factor in enumerate((1.0, float("inf"), 1.0, 1.0, 1.0, 1.0)):
         inputs, outputs = fixed_batch(epoch)

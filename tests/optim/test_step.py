@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shoal
-from tests.optim.models import backward, fixed_batch, flat, make_model
+from tests.optim.models import backward, fixed_batch, flat, fused, make_model
 
 Alone = Callable[..., shoal.Optimizer]
 
@@ -126,7 +126,7 @@ def test_parameter_groups_and_frozen_parameters(alone: Alone) -> None:
         return [{"params": net[0].parameters(), "lr": 0.5}, {"params": net[2].parameters()}, {"params": weight(net, 4)}]
 
     optimizer = alone(model, params=grouped(model), target_batch_size=64, optimizer=adamw)
-    local = adamw(grouped(plain))
+    local = fused(adamw(grouped(plain)))
     frozen = weight(model, 0).clone()
     for epoch in range(3):
         backward(model, *fixed_batch(epoch))
