@@ -84,7 +84,7 @@ def main() -> None:
     swarm = averager._swarm
     assert swarm is not None
     commits: list[list[str]] = []  # of each: the tip that it was made from, and the digest
-    swarm._on_commit_callback = lambda c: commits.append([f"{c.tip.epoch} {c.tip.lineage.hex()}", c.root.hex()])
+    swarm._following._on_commit = lambda c: commits.append([f"{c.tip.epoch} {c.tip.lineage.hex()}", c.root.hex()])
     say(addresses=[str(address) for address in dht.get_visible_maddrs()], peer=str(dht.peer_id))
     for line in sys.stdin:
         command = json.loads(line)
