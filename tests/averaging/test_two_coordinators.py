@@ -34,4 +34,5 @@ def test_unequal_views_never_give_a_state_two_results() -> None:
                 assert answer["sizes"][-1] == 4, (forgotten, answers)
                 for tip, digest in answer["commits"]:
                     results.setdefault(tip, set()).add(digest)
+            assert results, "no commit was recorded"
             assert all(len(digests) == 1 for digests in results.values()), (forgotten, results)
