@@ -13,7 +13,12 @@ from pathlib import Path
 # Before torch is imported, and inherited by every process that a test starts: four of them share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("shoal", deadline=None)
+hypothesis.settings.load_profile("shoal")
 
 GRACE = 5.0
 """Seconds in which what the last test ended may still be on its way out."""

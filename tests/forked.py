@@ -8,6 +8,7 @@ may not matter, and those of commands, start Python themselves.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -77,8 +78,10 @@ class ForkedProcess:
 
     def send_signal(self, number: signal.Signals) -> None:
         """Unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        # The server reaps it, so it may be gone although its end was not told here yet.
+        with contextlib.suppress(ProcessLookupError):
+            if self.poll() is None:
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL."""

@@ -236,7 +236,7 @@ fields = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.binary(max_size=400))
 def test_random_bytes_decode_or_are_refused(data: bytes) -> None:
     for each in DECODERS:
@@ -246,7 +246,7 @@ def test_random_bytes_decode_or_are_refused(data: bytes) -> None:
             continue
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(1, 25), st.lists(fields, max_size=10))
 def test_what_is_let_in_can_be_passed_on(tag: int, values: list[object]) -> None:
     try:
@@ -257,7 +257,7 @@ def test_what_is_let_in_can_be_passed_on(tag: int, values: list[object]) -> None
     assert again == message or any(isinstance(value, float) and math.isnan(value) for value in values)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.sampled_from(GOOD), st.data())
 def test_a_damaged_message_decodes_or_is_refused(message: msgspec.Struct, data: st.DataObject) -> None:
     wire = bytearray(msgspec.msgpack.encode(message))

@@ -160,6 +160,6 @@ class Partings(RoundMachine):
 
 
 TestKills = Kills.TestCase
-TestKills.settings = settings(deadline=None, max_examples=150, stateful_step_count=25)
+TestKills.settings = settings(max_examples=150, stateful_step_count=25)
 TestPartings = Partings.TestCase
-TestPartings.settings = settings(deadline=None, max_examples=150, stateful_step_count=25)
+TestPartings.settings = settings(max_examples=150, stateful_step_count=25)

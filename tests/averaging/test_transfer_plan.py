@@ -119,7 +119,6 @@ def test_any_bytes_are_a_manifest_or_a_value_error(data: bytes):
             Manifest.decode(garbage)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 1 << 34), st.integers(0, 15)), max_size=8),
     st.lists(st.integers(0, 1 << 20), max_size=6),
@@ -144,7 +143,6 @@ def test_runs_cover_the_buffers_or_are_refused(
     assert covered == numels
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 1 << 16), max_size=5), st.randoms(use_true_random=False))
 def test_runs_that_cover_the_buffers_are_taken(numels: list[int], rng: random.Random) -> None:
     runs = []

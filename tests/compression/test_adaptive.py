@@ -104,7 +104,7 @@ def test_specs_stay() -> None:
     assert [codec_by_name(one.spec) for one in ALL[:6]] == ALL[:6]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.text(max_size=30) | st.recursive(st.integers() | st.text(max_size=5), st.lists).map(repr))
 def test_no_spec_does_anything_but_build_or_raise(spec: str) -> None:
     with contextlib.suppress(ValueError):
@@ -172,7 +172,7 @@ def flat(draw: st.DrawFn) -> tuple[Layout, list[Codec]]:
     return Layout.of([torch.zeros(n, dtype=d) for n, d in zip(sizes, dtypes, strict=True)]), codecs
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(flat(), st.integers(100, 2000))
 def test_chunks_are_encoded_as_their_tensors_want(given: tuple[Layout, list[Codec]], elements: int) -> None:
     layout, codecs = given

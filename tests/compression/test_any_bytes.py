@@ -37,7 +37,7 @@ def codecs(draw: st.DrawFn) -> tuple[Codec, int]:
     return PiecewiseCodec(tuple(pieces)), sum(size for size, _ in pieces)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(codecs(), st.sampled_from(DTYPES), st.integers(0, 2**32), st.sampled_from([0, 0xFF, None]), st.integers(-9, 9))
 def test_any_bytes_are_elements_or_a_value_error(
     given_codec: tuple[Codec, int], dtype: torch.dtype, seed: int, byte: int | None, off: int
@@ -54,7 +54,7 @@ def test_any_bytes_are_elements_or_a_value_error(
             codec.decode(memoryview(bytearray(nbytes + off)), dtype, numel)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(codecs(), st.sampled_from(FLOATS), st.integers(0, 2**32))
 def test_any_bits_are_encoded(given_codec: tuple[Codec, int], dtype: torch.dtype, seed: int) -> None:
     """Denormal, infinite and other odd numbers too; what is written is read alike by all that read it."""

@@ -79,7 +79,7 @@ def sampled_mean(block: torch.Tensor) -> torch.Tensor:
     return block[:: -(-len(block) // 256)].mean()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(chunks())
 def test_scaled_float16_stays_within_its_bound(chunk: torch.Tensor) -> None:
     x = chunk.float().double()
@@ -91,7 +91,7 @@ def test_scaled_float16_stays_within_its_bound(chunk: torch.Tensor) -> None:
     assert (error <= bound).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(chunks())
 def test_uniform_stays_within_its_bound(chunk: torch.Tensor) -> None:
     x = chunk.float().double()
@@ -100,7 +100,7 @@ def test_uniform_stays_within_its_bound(chunk: torch.Tensor) -> None:
     assert (error <= (high + low) / 508 + 2.0**-21 * largest + 2.0**-118).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(chunks())
 def test_uniform_keeps_zeros_among_other_signs(chunk: torch.Tensor) -> None:
     x = chunk.float().double()
@@ -108,7 +108,7 @@ def test_uniform_keeps_zeros_among_other_signs(chunk: torch.Tensor) -> None:
     assert (round_trip(UNIFORM, chunk)[zeros] == 0).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(chunks())
 def test_blockwise_stays_within_its_bound(chunk: torch.Tensor) -> None:
     x = chunk.float().double()
@@ -126,7 +126,7 @@ def test_blockwise_stays_within_its_bound(chunk: torch.Tensor) -> None:
     assert torch.equal(decoded[exact], x[exact])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(chunks())
 def test_quantile_stays_within_its_bins(chunk: torch.Tensor) -> None:
     if not compresses(QUANTILE, chunk):
@@ -163,7 +163,7 @@ def test_constant_chunk_comes_back(codec: Codec, value: float) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(at=st.integers(0, 4999), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_what_is_not_finite_is_found(codec: Codec, bad: float, at: int, dtype: torch.dtype) -> None:
     chunk = torch.randn(5000, dtype=dtype)

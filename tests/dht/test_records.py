@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.dht.records import (
@@ -29,14 +29,12 @@ plain = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(keys)
 def test_subkeys_come_back(key: str | bytes | int) -> None:
     back = decode_subkey(encode_key(key))
     assert (type(back), back) == (type(key), key)
 
 
-@settings(deadline=None)
 @given(plain)
 def test_values_come_back(value: object) -> None:
     assert decode_value(encode_value(value)) == value
@@ -46,7 +44,6 @@ def test_tuples_come_back_as_lists() -> None:
     assert decode_value(encode_value((1, (2, 3)))) == [1, [2, 3]]
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=100))
 def test_garbage_is_a_value_error(garbage: bytes) -> None:
     for decode in (decode_subkey, decode_value):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.dht.records import DHTRecord, encode_key, key_id, node_id
@@ -42,7 +42,6 @@ def nearest(peers: list[PeerID]) -> list[PeerID]:
     return sorted(peers, key=lambda peer: node_id(peer) ^ KEY)[:REPLICAS]
 
 
-@settings(deadline=None)
 @given(st.permutations(PEERS), st.integers(1, 12))
 def test_a_newcomer_gets_what_it_is_near_to_from_one_node(peers: list[PeerID], count: int) -> None:
     newcomer, *old = peers[: count + 1]
@@ -55,7 +54,6 @@ def test_a_newcomer_gets_what_it_is_near_to_from_one_node(peers: list[PeerID], c
     assert senders == (nearest(old)[:1] if newcomer in nearest([*old, newcomer]) else [])
 
 
-@settings(deadline=None)
 @given(st.permutations(PEERS), st.integers(1, 12))
 def test_the_next_in_line_gets_what_a_lost_node_held_from_one_node(peers: list[PeerID], count: int) -> None:
     lost, *rest = peers[: count + 1]

@@ -81,10 +81,9 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTable = TableMachine.TestCase
-TestTable.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestTable.settings = settings(max_examples=60, stateful_step_count=40)
 
 
-@settings(deadline=None)
 @given(st.integers())
 def test_a_node_knows_all_of_its_own_neighbourhood(seed: int) -> None:
     peers = random.Random(seed).sample(OTHERS, 200)

@@ -80,10 +80,9 @@ class StorageMachine(RuleBasedStateMachine):
 
 
 TestStorage = StorageMachine.TestCase
-TestStorage.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestStorage.settings = settings(max_examples=60, stateful_step_count=40)
 
 
-@settings(deadline=None)
 @given(st.lists(records, max_size=12), st.integers())
 def test_order_of_arrival_makes_no_difference(items: list[DHTRecord], seed: int) -> None:
     one, other = LocalStorage(), LocalStorage()

@@ -18,7 +18,7 @@ the last place of the largest parameter that there was. All others give the same
 
 
 @pytest.mark.parametrize("optimizer", OPTIONS, ids=lambda optimizer: optimizer.__name__)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     data=st.data(),
     seed=st.integers(0, 2**31),

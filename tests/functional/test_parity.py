@@ -56,7 +56,7 @@ def assert_same(reference: torch.optim.Optimizer, params: list[Tensor], ours: li
 
 
 @pytest.mark.parametrize(("optimizer", "kernel"), CASES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(data=st.data(), seed=st.integers(0, 2**31), dtype=st.sampled_from(DTYPES), missing=st.sampled_from([0, 0.3]))
 def test_the_same_kernel_gives_the_same_bits(optimizer: Any, kernel: str, data, seed, dtype, missing) -> None:
     options = {**data.draw(OPTIONS[optimizer]), **KERNELS[kernel]}

@@ -42,7 +42,7 @@ fraction = st.floats(0, 0.999)
 kinds = st.sampled_from(["grad", "direct"])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**31),
     lr=st.floats(0, 0.5),

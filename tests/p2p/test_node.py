@@ -468,7 +468,7 @@ NESTED = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.binary(max_size=60) | ENVELOPES | NESTED, max_size=5), st.lists(st.binary(max_size=9), max_size=4))
 def test_any_bytes_of_a_peer_are_survived(headers, buffers):
     async def main():
