@@ -99,7 +99,7 @@ def advance(steps: list[Tensor]) -> None:
         together.add_(1)
     elif steps[0].is_cpu:
         # With a number in the place of the tensor, foreach would make one anew for every step.
-        torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)
+        torch._foreach_add_(steps, torch.tensor(1.0, device="cpu"), alpha=1.0)
     else:
         torch._foreach_add_(steps, 1)
 

@@ -50,7 +50,7 @@ class SGD(FunctionalOptimizer):
         """A buffer out of a torch.optim state dict has had its first gradient."""
         complete = super().complete(entry)
         if "step" in self.state_layout and "momentum_buffer" in complete:
-            complete.setdefault("step", torch.tensor(1.0))
+            complete.setdefault("step", torch.tensor(1.0, device="cpu"))
         return complete
 
     def reduce(self, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
