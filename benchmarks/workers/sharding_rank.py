@@ -199,30 +199,34 @@ def the_rest(side: str, model: nn.Module, network: nn.Module, optimizer: Any, st
     return result
 
 
-def _pairs(without: Callable[[], float], within: Callable[[], float]) -> list[tuple[float, float]]:
+Cost = tuple[float, float]
+"""Seconds of a step, and of the CPU in it."""
+
+
+def _pairs(without: Callable[[], Cost], within: Callable[[], Cost]) -> list[tuple[Cost, Cost]]:
     """Both in turn, and every second time the other one first: what drifts is on neither side."""
-    spent = torch.tensor([without() * JOIN_STEPS])
+    spent = torch.tensor([without()[0] * JOIN_STEPS])
     dist.broadcast(spent, 0)
     pairs = []
     for number in range(max(4, min(JOIN_PAIRS, int(JOIN_SECONDS / 2 / spent.item())))):
         if number % 2:
-            seconds = within()
-            pairs.append((without(), seconds))
+            first = within()
+            pairs.append((without(), first))
         else:
             pairs.append((without(), within()))
     return pairs
 
 
-def _in(context: AbstractContextManager[Any], step: Callable[[], None]) -> float:
-    """Seconds per step in a context, without entering and leaving it."""
+def _in(context: AbstractContextManager[Any], step: Callable[[], None]) -> Cost:
+    """Of the steps in a context, without entering and leaving it."""
     with context:
         dist.barrier()
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         for _ in range(JOIN_STEPS):
             step()
         if DEVICE == "cuda":
             torch.cuda.synchronize()
-        return (time.perf_counter() - began) / JOIN_STEPS
+        return (time.perf_counter() - began) / JOIN_STEPS, (time.process_time() - used) / JOIN_STEPS
 
 
 if __name__ == "__main__":
