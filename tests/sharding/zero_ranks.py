@@ -84,6 +84,8 @@ def main() -> None:
                 world_size=ranks,
                 timeout=timedelta(seconds=100),
             )
+            # All are connected then: a rank that is done, and leaves, may else be gone before another has found it.
+            dist.barrier()
             failure = None
             try:
                 getattr(module, check)()
