@@ -29,7 +29,7 @@ from benchmarks import shapes
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WARM_UPS = 2
 JOIN_STEPS = 4
-JOIN_PAIRS, JOIN_SECONDS = 40, 60
+JOIN_PAIRS, JOIN_SECONDS = 40, 40
 
 
 class Shapes(nn.Module):

@@ -69,6 +69,7 @@ def main() -> None:
             world_size=ranks,
             timeout=timedelta(seconds=100),
         )
+        dist.barrier()  # all are connected: who is done early may leave
         try:
             answers.append(getattr(join_scenarios, name)(**arguments))
         except Exception:  # noqa: BLE001 - told to the test, which shows it
