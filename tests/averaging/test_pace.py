@@ -104,7 +104,6 @@ class Model:
     totals: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
         self.recent = [[seconds] for seconds in self.seconds]
 
     def expected(self, peer: int) -> float:
@@ -119,9 +118,11 @@ class Model:
             tuple[float, int, int, float]
         ] = []  # when, a number, who; how long its step took, or 0: asks again
         called = False
+        # A peer's first, second, … step of an epoch takes as long whether others wait or not.
+        times = [random.Random(f"{self.seed} {len(self.durations)} {peer}") for peer in peers]
 
         def go(peer: int) -> None:
-            took = self.seconds[peer] * self.random.lognormvariate(0.0, self.noise)
+            took = self.seconds[peer] * times[peer].lognormvariate(0.0, self.noise)
             heapq.heappush(events, (self.now + took, next(numbers), peer, took))
 
         for peer in peers:
