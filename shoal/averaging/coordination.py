@@ -45,9 +45,8 @@ class Coordination:
 
     Args:
         node, service: over which the run's messages go.
-        me: this peer as a member.
         participant: its promises.
-        membership, neighbourhood: who is known, and who is connected.
+        membership, neighbourhood: who this peer is and knows, and who is connected.
         driver: of the round that this peer is in.
         rules: when a round begins.
         chunk_timeout: seconds that a member may take to answer a survey.
@@ -61,7 +60,6 @@ class Coordination:
         self,
         node: Node,
         service: Service,
-        me: Member,
         participant: Participant,
         membership: Membership,
         neighbourhood: Neighbourhood,
@@ -70,7 +68,7 @@ class Coordination:
         chunk_timeout: float,
         heard: Callable[[PeerID, Tip], None],
     ) -> None:
-        self._node, self._service, self._me = node, service, me
+        self._node, self._service = node, service
         self._participant, self._membership, self._neighbourhood = participant, membership, neighbourhood
         self._round, self._rules, self._chunk_timeout, self._heard = driver, rules, chunk_timeout, heard
         self.lead: Lead | None = None
@@ -135,7 +133,7 @@ class Coordination:
         coordinator = self._neighbourhood.coordinator()
         if self.lead is not None and not self.lead.over:
             phase = self.lead.coordinator.phase
-            if coordinator.key != self._me.key and phase in (Phase.COUNTING, Phase.GATHERING):
+            if coordinator.key != self._participant.me and phase in (Phase.COUNTING, Phase.GATHERING):
                 self.resign(coordinator)  # somebody before us in the order has appeared
             else:
                 self.lead.members_changed()
@@ -145,7 +143,7 @@ class Coordination:
         those who wait hear where."""
         lead = self.lead
         if lead is not None and lead.coordinator.phase in (Phase.COUNTING, Phase.GATHERING):
-            self.resign(self._membership.members.get(peer.key, self._me))
+            self.resign(self._membership.members.get(peer.key, self._membership.me))
 
     @property
     def watched(self) -> list[bytes] | None:
@@ -206,7 +204,7 @@ class Coordination:
         if self.lead is not None and not self.lead.over:
             return None
         coordinator = self._neighbourhood.coordinator()
-        return None if coordinator.key == self._me.key else Elsewhere(coordinator)
+        return None if coordinator.key == self._participant.me else Elsewhere(coordinator)
 
     async def _wait_for_tip(self, tip: Tip) -> None:
         loop = asyncio.get_running_loop()
@@ -222,7 +220,9 @@ class Coordination:
             veterans = (
                 frozenset(self._participant.commit.members) if self._participant.commit is not None else frozenset()
             )
-            self._follow_lead(Coordinator(self._me.key, self._participant.tip, self._rules, self._settled_at, veterans))
+            self._follow_lead(
+                Coordinator(self._participant.me, self._participant.tip, self._rules, self._settled_at, veterans)
+            )
         assert self.lead is not None
         return self.lead
 
@@ -247,7 +247,7 @@ class Coordination:
         ballot, lead = self._participant.ballot, self.lead
         if ballot is None or not self._node.is_connected(PeerID(ballot.coordinator)):
             return None
-        if ballot.coordinator == self._me.key and (lead is None or lead.coordinator.phase is Phase.ABORTED):
+        if ballot.coordinator == self._participant.me and (lead is None or lead.coordinator.phase is Phase.ABORTED):
             return None
         return ballot.coordinator
 
@@ -257,7 +257,7 @@ class Coordination:
         if begin is None or ballot is None or self.coordinator_of_round() is not None:
             return
         successor = self._successor(begin)
-        if successor == self._me.key:
+        if successor == self._participant.me:
             self._take_over(begin)
         elif successor is not None and self._round.attempt is not None:
             # It may not even have the BEGIN.
@@ -286,8 +286,8 @@ class Coordination:
 
     def _take_over(self, begin: Begin) -> None:
         log.info("%r takes over the round of epoch %d", self._node.peer_id, begin.tip.epoch)
-        gone = [m.key for m in begin.members if m.key != self._me.key and not self._node.is_connected(m.peer)]
-        coordinator = Coordinator.successor(self._me.key, begin, self._participant.attempt, gone, self._rules)
+        gone = [m.key for m in begin.members if m.key != self._participant.me and not self._node.is_connected(m.peer)]
+        coordinator = Coordinator.successor(self._participant.me, begin, self._participant.attempt, gone, self._rules)
         if self._round.attempt is not None:
             coordinator.gathered = dict(self._round.attempt.gathered)
         self._follow_lead(coordinator)

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 
 from shoal.averaging.coordination import Coordination
-from shoal.averaging.member import Member
 from shoal.averaging.membership import Membership
 from shoal.averaging.messages import Call, Commit, Elsewhere
 from shoal.averaging.neighbourhood import Neighbourhood
@@ -23,9 +22,8 @@ class Following:
 
     Args:
         node, service: over which the run's messages go.
-        me: this peer as a member.
         participant: its promises.
-        membership, neighbourhood: who is known, and who is connected.
+        membership, neighbourhood: who this peer is and knows, and who is connected.
         driver: of the round that this peer is in.
         coordination: of this peer's tip, if it is its turn.
         changed: called when the round is called, the tip changes, or a state that outranks it is heard of.
@@ -40,7 +38,6 @@ class Following:
         self,
         node: Node,
         service: Service,
-        me: Member,
         participant: Participant,
         membership: Membership,
         neighbourhood: Neighbourhood,
@@ -49,7 +46,7 @@ class Following:
         changed: Callable[[], None],
         on_commit: Callable[[Commit], None],
     ) -> None:
-        self._node, self._service, self._me = node, service, me
+        self._node, self._service = node, service
         self._participant, self._membership, self._neighbourhood = participant, membership, neighbourhood
         self._round, self._coordination = driver, coordination
         self._changed, self._on_commit = changed, on_commit
@@ -132,14 +129,14 @@ class Following:
         self._round.on_commit(commit)
         if begin is not None and begin.round != commit.round:
             # Another round of this tip than the one that we are in: those in ours must hear that it is void.
-            others = [member.peer for member in begin.members if member.key != self._me.key]
+            others = [member.peer for member in begin.members if member.key != self._participant.me]
             self._node.notify(others, self._service, commit)
         self._participant.advance(commit)
         self._membership.fix(commit.view)
         for key in commit.members:
             self._membership.told(key, behind=False)
         # The coordinator may not reach all whom this peer reaches.
-        reached = {peer.key, self._me.key, *(member.key for member in commit.view)}
+        reached = {peer.key, self._participant.me, *(member.key for member in commit.view)}
         others = [member.peer for member in self._neighbourhood.connected() if member.key not in reached]
         self._node.notify(others, self._service, commit)
         self._new_tip()

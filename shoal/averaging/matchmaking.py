@@ -27,9 +27,8 @@ class Matchmaking:
 
     Args:
         node, service: over which the run's messages go.
-        me: this peer as a member.
         participant: its promises.
-        membership, neighbourhood: who is known, and who coordinates.
+        membership, neighbourhood: who this peer is and knows, and who coordinates.
         driver: takes this peer through the round, once it has begun.
         following: knows the tip.
         timeout: seconds that the coordinator may take to answer.
@@ -41,7 +40,6 @@ class Matchmaking:
         self,
         node: Node,
         service: Service,
-        me: Member,
         participant: Participant,
         membership: Membership,
         neighbourhood: Neighbourhood,
@@ -51,7 +49,7 @@ class Matchmaking:
         changed: asyncio.Event,
         lost: Callable[[bytes], None],
     ) -> None:
-        self._node, self._service, self._me = node, service, me
+        self._node, self._service = node, service
         self._participant, self._membership, self._neighbourhood = participant, membership, neighbourhood
         self._round, self._following = driver, following
         self._timeout, self._changed, self._lost = timeout, changed, lost
@@ -111,7 +109,7 @@ class Matchmaking:
         given, tip, view = attempt.contribution, self._following.tip, self._membership.fingerprint()
         join = Join(
             tip=tip,
-            sender=self._me,
+            sender=self._membership.me,
             terms=self._neighbourhood.terms,
             weight=given.weight,
             machine=given.machine,

@@ -53,9 +53,8 @@ class RoundDriver:
     Args:
         node: this peer.
         service: over which the run's messages go.
-        me: this peer as a member.
         participant: its promises.
-        membership: who is known.
+        membership: who this peer is, and whom it knows.
         chunk_timeout: seconds that an answer may take.
         sender_timeout, reducer_timeout: seconds of silence after which one that owes parts, or results, is complained
             of.
@@ -66,7 +65,6 @@ class RoundDriver:
         self,
         node: Node,
         service: Service,
-        me: Member,
         participant: Participant,
         membership: Membership,
         chunk_timeout: float,
@@ -74,7 +72,7 @@ class RoundDriver:
         reducer_timeout: float,
         changed: Callable[[], None],
     ) -> None:
-        self._node, self._service, self._me = node, service, me
+        self._node, self._service = node, service
         self._participant, self._membership = participant, membership
         self._chunk_timeout, self._changed = chunk_timeout, changed
         self._fetching = Fetching(node, service, chunk_timeout)
@@ -92,7 +90,7 @@ class RoundDriver:
             # The coordinator waits for this peer now: it must hear that it waits in vain, and for whom it would have
             # to.
             other = self._other_coordinator(peer)
-            broken = Broken(begin.round, self._me.key, False, str(error)[:256])
+            broken = Broken(begin.round, self._participant.me, False, str(error)[:256])
             self._node.notify([peer], self._service, Elsewhere(other) if other is not None else broken)
             raise Refused(str(error)) from error
 
@@ -224,7 +222,7 @@ class RoundDriver:
             raise Refused("this peer has left the round")
         attempt.exchange.put_out(survey.out)
         book = attempt.exchange.book
-        digests = tuple(book.digests) if book.receives[self._me.key] else ()
+        digests = tuple(book.digests) if book.receives[self._participant.me] else ()
         out = tuple(book.out)
         return Have(survey.ballot, digests, self._participant.done, out, self._participant.repair, None)
 
@@ -305,7 +303,7 @@ class RoundDriver:
         """The call that this was for is over, with a result or without."""
         attempt = self.attempt
         if attempt is not None and attempt.outcome is None and self._participant.begin is not None:
-            self.complain(self._me.key, "it gave up", fault=False)
+            self.complain(self._participant.me, "it gave up", fault=False)
             self.leave()
         self.attempt = None
         self._early.clear()

@@ -116,19 +116,18 @@ class Swarm:
         )
         changed = self._changed = asyncio.Event()  # something that `average` may wait for
         driver = self._round = RoundDriver(
-            node, service, me, participant, membership, chunk_timeout, sender_timeout, reducer_timeout, changed.set
+            node, service, participant, membership, chunk_timeout, sender_timeout, reducer_timeout, changed.set
         )
         coordination = self._coordination = Coordination(
-            node, service, me, participant, membership, neighbourhood, driver, rules, chunk_timeout, heard
+            node, service, participant, membership, neighbourhood, driver, rules, chunk_timeout, heard
         )
         following = self._following = Following(
-            node, service, me, participant, membership, neighbourhood, driver, coordination, changed.set, on_commit
+            node, service, participant, membership, neighbourhood, driver, coordination, changed.set, on_commit
         )
         self._reporting = Reporting(node, service, neighbourhood, following, request_timeout)
         self._matchmaking = Matchmaking(
             node,
             service,
-            me,
             participant,
             membership,
             neighbourhood,
