@@ -151,7 +151,7 @@ def test_a_step_that_fails_in_either_half_and_is_tried_again_counts_nothing_twic
                 if begin.round == rounds[min(half, len(rounds)) - 1] and len(rounds) == half:
                     if attempt.exchange.book.complete:
                         failed.append(1)
-                        self.complain(self._me.key, "it is lost", fault=False)
+                        self.complain(self._participant.me, "it is lost", fault=False)
                         self._fail(shoal.AveragingError("this one is lost"))
                     return
             original(self)
