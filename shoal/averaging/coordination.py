@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 
 import msgspec
 
@@ -12,7 +12,6 @@ from shoal.averaging.book import RuleBroken
 from shoal.averaging.coordinator import Coordinator, Phase
 from shoal.averaging.lead import Lead
 from shoal.averaging.member import Member, Role
-from shoal.averaging.membership import Membership
 from shoal.averaging.messages import (
     MAX_GATHER_BYTES,
     Begin,
@@ -23,16 +22,16 @@ from shoal.averaging.messages import (
     Joined,
     Orphaned,
     Progress,
+    Unjoin,
     Waiting,
 )
 from shoal.averaging.neighbourhood import Neighbourhood
-from shoal.averaging.participant import Participant
 from shoal.averaging.round import RoundDriver
 from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Tip
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
-from shoal.p2p.node import Answer, Node, Service
+from shoal.p2p.node import Answer
 
 log = logging.getLogger(__name__)
 
@@ -44,33 +43,19 @@ class Coordination:
     """Coordinates the rounds of one peer's tip when it is its turn, and takes over those that are orphaned.
 
     Args:
-        node, service: over which the run's messages go.
-        participant: its promises.
-        membership, neighbourhood: who this peer is and knows, and who is connected.
+        neighbourhood: this peer among the members of its run.
         driver: of the round that this peer is in.
         rules: when a round begins.
-        chunk_timeout: seconds that a member may take to answer a survey.
-        heard: called with the tip of a member that is past a round.
+        survey_timeout: seconds that a member may take to answer a survey.
 
     Attributes:
         lead: what this peer coordinates, if it does.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        service: Service,
-        participant: Participant,
-        membership: Membership,
-        neighbourhood: Neighbourhood,
-        driver: RoundDriver,
-        rules: Rules,
-        chunk_timeout: float,
-        heard: Callable[[PeerID, Tip], None],
-    ) -> None:
-        self._node, self._service = node, service
-        self._participant, self._membership, self._neighbourhood = participant, membership, neighbourhood
-        self._round, self._rules, self._chunk_timeout, self._heard = driver, rules, chunk_timeout, heard
+    def __init__(self, neighbourhood: Neighbourhood, driver: RoundDriver, rules: Rules, survey_timeout: float) -> None:
+        self._channel, self._participant = neighbourhood.channel, neighbourhood.participant
+        self._neighbourhood, self._membership = neighbourhood, neighbourhood.membership
+        self._round, self._rules, self._survey_timeout = driver, rules, survey_timeout
         self.lead: Lead | None = None
         self._joining: dict[bytes, Join] = {}  # not joined yet: the tip is waited for
         self._tip_waiters: list[asyncio.Future[None]] = []
@@ -89,31 +74,12 @@ class Coordination:
         if self.lead is not None:
             self.lead.stop()
 
-    def done(self, peer: PeerID, done: Done) -> None:
-        """A member has all chunks."""
-        if self.lead is not None and self.lead.coordinator.begin is not None:
-            self.lead.done(peer, done)
-
-    def broken(self, peer: PeerID, broken: Broken) -> None:
-        """A member can't go on with another."""
-        if self.lead is not None and _round_of(self.lead.coordinator) == broken.round:
-            self.lead.broken(peer, broken)
-
-    def unjoin(self, peer: PeerID) -> None:
-        """A member that has joined waits no longer."""
-        self._joining.pop(peer.key, None)
+    def on_notice(self, peer: PeerID, notice: Done | Broken | Unjoin | Waiting | Elsewhere) -> None:
+        """A member says how it gets on in the round that this peer coordinates, if it does."""
+        if isinstance(notice, Unjoin):
+            self._joining.pop(peer.key, None)
         if self.lead is not None:
-            self.lead.unjoin(peer)
-
-    def waiting(self, peer: PeerID, waiting: Waiting) -> None:
-        """A member's user has not allowed the round yet."""
-        if self.lead is not None and _round_of(self.lead.coordinator) == waiting.round:
-            self.lead.waiting(peer)
-
-    def elsewhere(self, peer: PeerID) -> None:
-        """A member that was called is in a round of another coordinator."""
-        if self.lead is not None:
-            self.lead.elsewhere(peer)
+            self.lead.on_notice(peer, notice)
 
     def new_tip(self) -> None:
         """The tip has changed: what was about the old one is over."""
@@ -183,7 +149,7 @@ class Coordination:
             raise Refused(f"gather is {len(gathered)} bytes long; at most {MAX_GATHER_BYTES} are allowed")
         if join.terms.difference(self._neighbourhood.terms) is not None:
             return self._neighbourhood.hello()  # which of the two gives way, Hello tells
-        self._node.learn(peer, join.sender.multiaddrs())
+        self._channel.learn(join.sender)
         self._neighbourhood.spoke(peer, join.sender)
         standing = await self._standing(peer, join.tip)
         if standing is not None:
@@ -217,39 +183,46 @@ class Coordination:
     def _leading(self) -> Lead:
         """This peer's coordination of its tip, begun if need be."""
         if self.lead is None or self.lead.over:
-            veterans = (
-                frozenset(self._participant.commit.members) if self._participant.commit is not None else frozenset()
-            )
-            self._follow_lead(
-                Coordinator(self._participant.me, self._participant.tip, self._rules, self._settled_at, veterans)
-            )
-        assert self.lead is not None
+            me, tip, commit = self._participant.me, self._participant.tip, self._participant.commit
+            veterans = frozenset(commit.members if commit is not None else ())
+            return self._lead_with(Coordinator(me, tip, self._rules, self._settled_at, veterans))
         return self.lead
 
-    def _follow_lead(self, coordinator: Coordinator) -> None:
+    def _lead_with(self, coordinator: Coordinator) -> Lead:
         if self.lead is not None:
             self.lead.stop()
-        self.lead = Lead(
-            coordinator, self._node, self._service, self._neighbourhood.connected, self._heard, self._chunk_timeout
-        )
+        self.lead = Lead(coordinator, self._neighbourhood, self._survey_timeout)
         self.lead.members_changed()
+        return self.lead
 
     def resign(self, other: Member) -> None:
         """Coordinate this tip no more: those who reported or joined here are sent to `other`."""
         assert self.lead is not None
-        told = [PeerID(key) for key in {**self.lead.coordinator.counts, **self.lead.coordinator.joins}]
+        counted = {**self.lead.coordinator.counts, **self.lead.coordinator.joins}
         self.lead.stop()
         self.lead = None
-        self._node.notify([p for p in told if p != self._node.peer_id], self._service, Elsewhere(other))
+        self._channel.notify([key for key in counted if key != self._participant.me], Elsewhere(other))
 
     def coordinator_of_round(self) -> bytes | None:
         """Who coordinates the round that this peer is in; None if that one is lost, or gave way to another."""
         ballot, lead = self._participant.ballot, self.lead
-        if ballot is None or not self._node.is_connected(PeerID(ballot.coordinator)):
+        if ballot is None or not self._channel.is_connected(ballot.coordinator):
             return None
         if ballot.coordinator == self._participant.me and (lead is None or lead.coordinator.phase is Phase.ABORTED):
             return None
         return ballot.coordinator
+
+    def lost(self, key: bytes) -> None:
+        """A member is gone."""
+        me, commit, in_round = self._participant.me, self._participant.commit, self._participant.is_with(key)
+        known = key in self._membership.members
+        self._neighbourhood.lose(key)
+        if commit is not None and known:
+            # It may have been the coordinator, and may have died before all had its COMMIT.
+            self._channel.notify([other for other in commit.members if other not in (key, me)], commit)
+        if in_round and self.coordinator_of_round() not in (None, me):  # if we coordinate, `Lead` has heard of it
+            self._round.complain(key, "the connection to it was lost", fault=False)
+        self.succeed()
 
     def succeed(self) -> None:
         """If nobody coordinates the round that this peer is in: take over, or tell the one whose turn it is."""
@@ -262,7 +235,7 @@ class Coordination:
         elif successor is not None and self._round.attempt is not None:
             # It may not even have the BEGIN.
             gathered = msgspec.msgpack.encode(self._round.attempt.gathered)
-            self._node.notify([PeerID(successor)], self._service, Orphaned(begin, ballot), [gathered])
+            self._channel.notify([successor], Orphaned(begin, ballot), [gathered])
 
     def on_orphaned(self, peer: PeerID, orphaned: Orphaned, buffers: Sequence[memoryview]) -> None:
         """A member of a round has lost its coordinator and takes this peer for the successor."""
@@ -270,10 +243,10 @@ class Coordination:
         if all(member.key != peer.key for member in begin.members):
             raise Refused("only a member of a round can ask to take it over")
         if commit is not None and commit.round == begin.round:
-            self._node.notify([peer], self._service, commit)
+            self._channel.notify([peer.key], commit)
             return
         if self._participant.tip != begin.tip:
-            self._node.notify([peer], self._service, self._neighbourhood.hello())
+            self._channel.notify([peer.key], self._neighbourhood.hello())
             return
         if self._participant.begin is None:
             try:
@@ -285,22 +258,16 @@ class Coordination:
             self.succeed()  # unless the coordinator is still there for this peer
 
     def _take_over(self, begin: Begin) -> None:
-        log.info("%r takes over the round of epoch %d", self._node.peer_id, begin.tip.epoch)
-        gone = [m.key for m in begin.members if m.key != self._participant.me and not self._node.is_connected(m.peer)]
+        log.info("%r takes over the round of epoch %d", self._membership.me.peer, begin.tip.epoch)
+        gone = [member.key for member in begin.members if not self._channel.is_connected(member.key)]
         coordinator = Coordinator.successor(self._participant.me, begin, self._participant.attempt, gone, self._rules)
         if self._round.attempt is not None:
             coordinator.gathered = dict(self._round.attempt.gathered)
-        self._follow_lead(coordinator)
-        assert self.lead is not None
-        self.lead.take_over()
+        self._lead_with(coordinator).take_over()
 
     def _successor(self, begin: Begin) -> bytes | None:
         keys = {member.key for member in begin.members}
         for member in self._membership.candidates(begin.tip.epoch):
-            if member.key in keys and member.role is not Role.CLIENT and self._node.is_connected(member.peer):
+            if member.key in keys and member.role is not Role.CLIENT and self._channel.is_connected(member.key):
                 return member.key
         return None
-
-
-def _round_of(coordinator: Coordinator) -> bytes | None:
-    return coordinator.begin.round if coordinator.begin is not None else None

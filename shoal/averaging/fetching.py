@@ -8,32 +8,52 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shoal.averaging.book import RuleBroken, root_of
+from shoal.averaging.channel import Channel
 from shoal.averaging.errors import Behind
 from shoal.averaging.messages import Begin, Commit, Committed, Digests, Fetch, Result
 from shoal.p2p.errors import P2PError, Refused
 from shoal.p2p.identity import PeerID
-from shoal.p2p.node import Answer, Node, Reply, Service
+from shoal.p2p.node import Answer, Reply
 
 if TYPE_CHECKING:
     from shoal.averaging.exchange import Exchange
 
 FETCHES = 8  # chunks fetched at a time
 
+Wanted = tuple[bytes, int, bytes]  # holder, chunk, digest
+
 
 class Fetching:
     """Fetches chunks.
 
     Args:
-        node, service: over which the run's messages go.
+        channel: over which the run's messages go.
         timeout: seconds that an answer may take.
     """
 
-    def __init__(self, node: Node, service: Service, timeout: float) -> None:
-        self._node, self._service, self._timeout = node, service, timeout
+    def __init__(self, channel: Channel, timeout: float) -> None:
+        self._channel, self._timeout = channel, timeout
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def fetch(self, exchange: Exchange, wanted: list[tuple[bytes, int, bytes]]) -> dict[bytes, str]:
-        """Fetch (holder, chunk, digest), a few at a time, and put them in place; returns the holders that did not bring
-        what they hold, and why."""
+    def begin(self, exchange: Exchange, wanted: list[Wanted], done: Callable[[dict[bytes, str]], None]) -> None:
+        """Begin to `fetch`; `done` is called with what that returns, unless it was stopped."""
+
+        async def fetch() -> None:
+            done(await self.fetch(exchange, wanted))
+
+        task = self._channel.spawn(fetch())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def stop(self) -> None:
+        """The memory into which chunks are fetched is about to be used for something else."""
+        for task in self._tasks:
+            task.cancel()
+        self._tasks.clear()
+
+    async def fetch(self, exchange: Exchange, wanted: list[Wanted]) -> dict[bytes, str]:
+        """Fetch chunks, a few at a time, and put them in place; returns the holders that did not bring what they hold,
+        and why."""
         slots = asyncio.Semaphore(FETCHES)
         failed: dict[bytes, str] = {}
 
@@ -43,9 +63,7 @@ class Fetching:
                     return
                 request = Fetch(exchange.book.begin.round, chunk)
                 try:
-                    reply = await self._node.call_for_buffers(
-                        PeerID(holder), self._service, request, timeout=self._timeout
-                    )
+                    reply = await self._channel.ask(holder, request, self._timeout)
                     if len(reply.buffers) != 1:
                         raise RuleBroken("it came without its bytes")
                     exchange.fetched(chunk, digest, memoryview(reply.buffers[0]))
@@ -59,13 +77,10 @@ class Fetching:
         """Fetch the whole result of a round from one of its members. Raises Behind if none of them brings it."""
         reasons = []
         for key in commit.members:
-            peer = PeerID(key)
-            if peer == self._node.peer_id or not self._node.is_connected(peer):
+            if key == self._channel.node.peer_id.key or not self._channel.is_connected(key):
                 continue
             try:
-                answer = await self._node.call(
-                    peer, self._service, Digests(commit.round), Committed, timeout=self._timeout
-                )
+                answer = await self._channel.call(key, Digests(commit.round), Committed, self._timeout)
                 if answer.begin.round != commit.round or root_of(answer.digests) != commit.root:
                     raise RuleBroken("its chunks are not those that were committed")
                 exchange = open_exchange(answer.begin)
@@ -73,7 +88,7 @@ class Fetching:
                 if failed:
                     raise RuleBroken(failed[key])
             except (P2PError, RuleBroken, TimeoutError) as error:
-                reasons.append(f"{peer!r}: {error}")
+                reasons.append(f"{PeerID(key)!r}: {error}")
             else:
                 return exchange
         raise Behind(f"the round of epoch {commit.tip.epoch} was missed, and nobody has its result any more: {reasons}")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import msgspec
 
 from shoal.averaging.book import RuleBroken
 from shoal.averaging.coordinator import Coordinator, Phase, Send
 from shoal.averaging.gathered import decode_gathered
-from shoal.averaging.member import Member
 from shoal.averaging.messages import (
     Begin,
     Broken,
@@ -24,11 +23,12 @@ from shoal.averaging.messages import (
     Progress,
     Repair,
     Survey,
+    Unjoin,
+    Waiting,
 )
-from shoal.averaging.tip import Tip
+from shoal.averaging.neighbourhood import Neighbourhood
 from shoal.p2p.errors import P2PError, Refused
 from shoal.p2p.identity import PeerID
-from shoal.p2p.node import Node, Service
 
 # Within so long all members notice that one is lost. Whoever is complained of and not lost by then has lost a link
 # only.
@@ -41,28 +41,18 @@ class Lead:
 
     Args:
         coordinator: decides.
-        connected: the members that can be reached now.
-        heard: called with the tip of a member that is past this round.
+        neighbourhood: this peer among the members of its run.
         survey_timeout: seconds that a member may take to answer a survey.
     """
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        node: Node,
-        service: Service,
-        connected: Callable[[], list[Member]],
-        heard: Callable[[PeerID, Tip], None],
-        survey_timeout: float,
-    ) -> None:
+    def __init__(self, coordinator: Coordinator, neighbourhood: Neighbourhood, survey_timeout: float) -> None:
         self.coordinator = coordinator
-        self._node, self._service = node, service
-        self._connected, self._heard = connected, heard
+        self._channel, self._neighbourhood = neighbourhood.channel, neighbourhood
         self._survey_timeout = survey_timeout
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
         self._complaints: dict[bytes, dict[bytes, str]] = {}  # of whom each member complains, and why
-        self._unrepaired: dict[PeerID, int] = {}
+        self._unrepaired: dict[bytes, int] = {}
         self.last_join_at: float | None = None
         self.join_to_begin: float | None = None
 
@@ -80,10 +70,10 @@ class Lead:
         """Somebody came or went."""
         coordinator = self.coordinator
         if coordinator.begin is None:
-            self._act(coordinator.expect(self._connected(), self._now()))
+            self._act(coordinator.expect(self._neighbourhood.connected(), self._now()))
         else:
             for key in coordinator.live():
-                if not self._node.is_connected(PeerID(key)):
+                if not self._channel.is_connected(key):
                     self._act(coordinator.put_out(key, "the connection to it was lost", self._now()))
 
     def progress(self, peer: PeerID, report: Progress) -> Count:
@@ -102,24 +92,27 @@ class Lead:
         self.last_join_at = self._now()
         self._act(actions)
 
-    def done(self, peer: PeerID, done: Done) -> None:
-        self._act(self.coordinator.finished(peer.key, done, self._connected(), self._now()))
-
-    def unjoin(self, peer: PeerID) -> None:
-        """A member that has joined waits no longer."""
-        self._act(self.coordinator.unjoin(peer.key, self._now()))
-
-    def waiting(self, peer: PeerID) -> None:
-        """A member's user has not allowed the round yet."""
-        if peer.key in self.coordinator.live():
-            self._act(self.coordinator.wait(self._now()))
+    def on_notice(self, peer: PeerID, notice: Done | Broken | Unjoin | Waiting | Elsewhere) -> None:
+        """A member says how it gets on. Raises Refused for a complaint of a peer that is not in the round."""
+        begin = self.coordinator.begin
+        match notice:
+            case Done() if begin is not None:
+                self._act(self.coordinator.finished(peer.key, notice, self._neighbourhood.connected(), self._now()))
+            case Broken() if begin is not None and begin.round == notice.round:
+                self.broken(peer, notice)
+            case Unjoin():
+                self._act(self.coordinator.unjoin(peer.key, self._now()))
+            case Waiting() if begin is not None and begin.round == notice.round and peer.key in self.coordinator.live():
+                self._act(self.coordinator.wait(self._now()))  # its user has not allowed the round yet
+            case Elsewhere():
+                self.elsewhere(peer)
 
     def broken(self, peer: PeerID, broken: Broken) -> None:
         """A member can't go on with another. Out goes who broke a rule, who is lost to us too, and who speaks of
         itself. Where we still reach the other, it may be about to be lost to us too: that is waited for first."""
         if peer.key not in self.coordinator.live():
             raise Refused("only a member of the round can complain of another")
-        at_fault = broken.fault or broken.peer == peer.key or not self._node.is_connected(PeerID(broken.peer))
+        at_fault = broken.fault or broken.peer == peer.key or not self._channel.is_connected(broken.peer)
         if at_fault:
             self._act(self.coordinator.put_out(broken.peer, broken.reason, self._now()))
         elif broken.peer in self.coordinator.live() and broken.peer not in self._complaints.get(peer.key, {}):
@@ -163,18 +156,17 @@ class Lead:
         if self._stopped:
             return
         for action in actions:
-            peers = [PeerID(key) for key in action.to]
             if isinstance(action.message, Begin):
                 self.join_to_begin = None if self.last_join_at is None else self._now() - self.last_join_at
-                self._node.notify(peers, self._service, action.message, [self._gathered(action.message)])
+                self._channel.notify(action.to, action.message, [self._gathered(action.message)])
             elif isinstance(action.message, Survey):
-                for peer in peers:
-                    self._node.spawn(self._survey(peer, action.message))
+                for key in action.to:
+                    self._channel.spawn(self._survey(key, action.message))
             elif isinstance(action.message, Repair):
-                for peer in peers:
-                    self._node.spawn(self._repair(peer, action.message))
+                for key in action.to:
+                    self._channel.spawn(self._repair(key, action.message))
             else:
-                self._node.notify(peers, self._service, action.message)
+                self._channel.notify(action.to, action.message)
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -191,40 +183,39 @@ class Lead:
     def _gathered(self, begin: Begin) -> bytes:
         return msgspec.msgpack.encode({m.key: self.coordinator.gathered.get(m.key, b"") for m in begin.members})
 
-    async def _survey(self, peer: PeerID, survey: Survey) -> None:
+    async def _survey(self, key: bytes, survey: Survey) -> None:
         buffers = [self._gathered(survey.begin)] if survey.begin is not None else []
-        timeout = self._survey_timeout
         try:
-            reply = await self._node.call_for_buffers(peer, self._service, survey, timeout=timeout, buffers=buffers)
+            reply = await self._channel.ask(key, survey, self._survey_timeout, buffers)
         except (P2PError, TimeoutError) as error:
             if self.coordinator.ballot == survey.ballot:
-                self._act(self.coordinator.put_out(peer.key, f"no answer to a survey: {error}", self._now()))
+                self._act(self.coordinator.put_out(key, f"no answer to a survey: {error}", self._now()))
             return
         if self._stopped:
             return
         match reply.body:
             case Have(ballot=ballot) if ballot > survey.ballot:
-                reachable = self._node.is_connected(PeerID(ballot.coordinator))
+                reachable = self._channel.is_connected(ballot.coordinator)
                 self._act(self.coordinator.outbid(ballot, reachable, self._now()))
             case Have():
-                self._act(self.coordinator.surveyed(peer.key, survey.ballot, reply.body, self._now()))
+                self._act(self.coordinator.surveyed(key, survey.ballot, reply.body, self._now()))
             case Elsewhere():
                 self._act(self.coordinator.abort("a member is in the round of another coordinator"))
             case Hello(tip=tip) if tip.outranks(self.coordinator.tip):
                 # The round was committed without us, and its members have gone on since.
                 self._act(self.coordinator.abort("others are past this round"))
-                self._heard(peer, tip)
+                self._neighbourhood.told(PeerID(key), tip)
             case _:
-                self._act(self.coordinator.put_out(peer.key, "it is not at this state", self._now()))
+                self._act(self.coordinator.put_out(key, "it is not at this state", self._now()))
 
-    async def _repair(self, peer: PeerID, repair: Repair) -> None:
+    async def _repair(self, key: bytes, repair: Repair) -> None:
         try:
-            await self._node.call(peer, self._service, repair, Follows, timeout=self._survey_timeout)
+            await self._channel.call(key, repair, Follows, self._survey_timeout)
         except (P2PError, TimeoutError) as error:
             if self.coordinator.ballot != repair.ballot or self.coordinator.phase is not Phase.RUNNING:
                 return
-            self._unrepaired[peer] = self._unrepaired.get(peer, 0) + 1
-            if self._unrepaired[peer] > MAX_REFUSED_REPAIRS:
-                self._act(self.coordinator.put_out(peer.key, f"it does not follow repairs: {error}", self._now()))
+            self._unrepaired[key] = self._unrepaired.get(key, 0) + 1
+            if self._unrepaired[key] > MAX_REFUSED_REPAIRS:
+                self._act(self.coordinator.put_out(key, f"it does not follow repairs: {error}", self._now()))
             else:  # it may follow a higher ballot, or have a commit: a survey tells
                 self._act(self.coordinator.start_survey(self._now()))

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 from shoal.averaging.contribution import Attempt, Contribution, Outcome
+from shoal.averaging.coordination import Coordination
 from shoal.averaging.errors import AveragingError, Behind, Rejected
 from shoal.averaging.following import Following
 from shoal.averaging.member import Member
-from shoal.averaging.membership import Membership
 from shoal.averaging.messages import MAX_GATHER_BYTES, Elsewhere, Hello, Join, Joined, Unjoin
 from shoal.averaging.neighbourhood import Neighbourhood
-from shoal.averaging.participant import Participant
 from shoal.averaging.round import RoundDriver
 from shoal.p2p.errors import P2PError, Refused, Unavailable
 from shoal.p2p.identity import PeerID
-from shoal.p2p.node import Node, Service
 
 log = logging.getLogger(__name__)
 
@@ -26,33 +23,24 @@ class Matchmaking:
     """Brings one input after another into a round.
 
     Args:
-        node, service: over which the run's messages go.
-        participant: its promises.
-        membership, neighbourhood: who this peer is and knows, and who coordinates.
+        neighbourhood: this peer among the members of its run.
         driver: takes this peer through the round, once it has begun.
+        coordination: hears that the coordinator is lost, if it can't be reached.
         following: knows the tip.
         timeout: seconds that the coordinator may take to answer.
-        changed: set by whatever may let this peer go on.
-        lost: called with the key of a coordinator that can't be reached.
     """
 
     def __init__(
         self,
-        node: Node,
-        service: Service,
-        participant: Participant,
-        membership: Membership,
         neighbourhood: Neighbourhood,
         driver: RoundDriver,
+        coordination: Coordination,
         following: Following,
         timeout: float,
-        changed: asyncio.Event,
-        lost: Callable[[bytes], None],
     ) -> None:
-        self._node, self._service = node, service
-        self._participant, self._membership, self._neighbourhood = participant, membership, neighbourhood
-        self._round, self._following = driver, following
-        self._timeout, self._changed, self._lost = timeout, changed, lost
+        self._channel, self._participant = neighbourhood.channel, neighbourhood.participant
+        self._neighbourhood, self._round, self._coordination = neighbourhood, driver, coordination
+        self._following, self._timeout = following, timeout
 
     async def average(self, contribution: Contribution, timeout: float) -> Outcome:
         """See `Swarm.average`."""
@@ -62,20 +50,20 @@ class Matchmaking:
             raise ValueError(
                 f"gather is {len(contribution.gathered)} bytes long; at most {MAX_GATHER_BYTES} are allowed"
             )
-        node, participant = self._node, self._participant
+        node, participant = self._channel.node, self._participant
         now = asyncio.get_running_loop().time()
         attempt = self._round.attempt = Attempt(contribution, now, node.bytes_sent, node.bytes_received)
         try:
             async with asyncio.timeout(timeout):
                 while attempt.outcome is None:
-                    self._changed.clear()
+                    self._round.changed.clear()
                     self._neighbourhood.check_terms()
                     if attempt.error is not None:
                         raise attempt.error
                     if participant.begin is None:
                         await self._between_rounds(attempt)
                     if attempt.outcome is None and attempt.error is None:
-                        await self._changed.wait()
+                        await self._round.changed.wait()
                 return attempt.outcome
         except TimeoutError:
             where = "in a round" if participant.begin is not None else "waiting for one"
@@ -83,7 +71,7 @@ class Matchmaking:
             raise AveragingError(f"no result within {timeout:.3g} s ({where}; {peers} members are connected)") from None
         finally:
             if attempt.outcome is None and attempt.joined is not None and participant.begin is None:
-                node.notify([PeerID(attempt.joined[0])], self._service, Unjoin())
+                self._channel.notify([attempt.joined[0]], Unjoin())
             self._round.finish()
 
     async def _between_rounds(self, attempt: Attempt) -> None:
@@ -103,13 +91,14 @@ class Matchmaking:
         here = (coordinator.key, self._following.tip)
         if attempt.joined != here:
             attempt.joined = here
-            self._node.spawn(self._join(attempt, coordinator))
+            self._channel.spawn(self._join(attempt, coordinator))
 
     async def _join(self, attempt: Attempt, coordinator: Member) -> None:
-        given, tip, view = attempt.contribution, self._following.tip, self._membership.fingerprint()
+        given, tip, membership = attempt.contribution, self._following.tip, self._neighbourhood.membership
+        view = membership.fingerprint()
         join = Join(
             tip=tip,
-            sender=self._membership.me,
+            sender=membership.me,
             terms=self._neighbourhood.terms,
             weight=given.weight,
             machine=given.machine,
@@ -120,15 +109,13 @@ class Matchmaking:
         )
         buffers = [given.gathered] if given.gathered else []
         try:
-            answer = await self._node.call_for_buffers(
-                coordinator.peer, self._service, join, timeout=self._timeout, buffers=buffers
-            )
+            answer = await self._channel.ask(coordinator.key, join, self._timeout, buffers)
         except (P2PError, TimeoutError) as error:
             if isinstance(error, Refused) and not isinstance(error, Unavailable):
                 attempt.error = Rejected(f"the run refuses this peer: {error}")
             else:
-                log.debug("%r could not join %r: %s", self._node.peer_id, coordinator.peer, error)
-                self._lost(coordinator.key)
+                log.debug("%r could not join %r: %s", membership.me.peer, coordinator.peer, error)
+                self._coordination.lost(coordinator.key)
         else:
             if isinstance(answer.body, Joined):
                 return
@@ -136,7 +123,7 @@ class Matchmaking:
             if isinstance(answer.body, Hello) and answer.body.tip == tip:
                 # It knows others than this peer does: tell each other, before it begins a round without somebody.
                 await self._neighbourhood.meet_peer(coordinator.peer)
-                attempt.introduced = (coordinator.key, self._membership.fingerprint())
+                attempt.introduced = (coordinator.key, membership.fingerprint())
             else:
                 if isinstance(answer.body, Elsewhere):
                     await self._neighbourhood.meet(answer.body.coordinator)
@@ -144,14 +131,14 @@ class Matchmaking:
                     self._neighbourhood.told(coordinator.peer, answer.body.tip)
                 # The tips or views differ, and are about to be exchanged; asking at once again would only spin.
                 await asyncio.sleep(0.05)
-        self._changed.set()
+        self._round.changed.set()
 
     def rejoin(self) -> None:
         """What the JOIN said has changed: say it anew. Nothing to do once the round has begun."""
         attempt = self._round.attempt
         if attempt is not None and self._participant.begin is None:
             attempt.joined = None
-            self._changed.set()
+            self._round.changed.set()
 
     def waits_in_vain(self, peer: PeerID) -> None:
         """There will be no round of `peer` with this peer in it: if it has joined there, it joins again."""

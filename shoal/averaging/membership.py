@@ -79,6 +79,10 @@ class Membership:
         prefix = f"{self.run_id}\0{epoch}\0".encode()
         return sorted(able, key=lambda member: blake3(prefix + member.key).digest())
 
+    def others(self) -> list[bytes]:
+        """The keys of all members but this peer."""
+        return [key for key in self.members if key != self.me.key]
+
     def fingerprint(self) -> bytes:
         """A hash (16 bytes) of who the members are: equal for peers that know the same ones."""
         return blake3(b"".join(sorted(self.members))).digest(length=16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.averaging.book import RuleBroken
+from shoal.averaging.member import Member
 from shoal.averaging.messages import Begin, Commit, Repair, Survey
 from shoal.averaging.tip import Ballot, Tip
 
@@ -35,6 +36,25 @@ class Participant:
         """Whether it has answered a survey, and the coordinator has not said yet how to go on: no time to be done."""
         plan = self.repair if self.repair is not None else self.begin
         return plan is not None and plan.ballot != self.ballot
+
+    def is_with(self, key: bytes) -> bool:
+        """Whether that peer is a member of the round that this one is in."""
+        return self.begin is not None and any(member.key == key for member in self.begin.members)
+
+    def other_coordinator(self, key: bytes) -> Member | None:
+        """Who coordinates the round that this peer is in, if that is not the one of this key."""
+        if self.begin is None or self.ballot is None or self.ballot.coordinator == key:
+            return None
+        return next((member for member in self.begin.members if member.key == self.ballot.coordinator), None)
+
+    def has_committed(self, round_id: bytes) -> bool:
+        """Whether that round is the one that led to this peer's tip."""
+        return self.commit is not None and self.commit.round == round_id
+
+    def is_followed_by(self, key: bytes, tip: Tip) -> bool:
+        """Whether a member that is at that tip was in the round which ended it: it hears of the commit, too. (Counted
+        as behind it would be no candidate any more for us alone, and nothing that it says later need come here.)"""
+        return self.commit is not None and self.commit.tip == tip and key in self.commit.members
 
     def follow_begin(self, sender: bytes, begin: Begin, *, joined: bool, relayed: bool) -> None:
         """Enter a round; `relayed` by another member after its coordinator was lost. Raises RuleBroken if this BEGIN

@@ -10,7 +10,6 @@ from shoal.averaging.messages import Count, Elsewhere, Hello, Progress
 from shoal.averaging.neighbourhood import Neighbourhood
 from shoal.averaging.tip import Tip
 from shoal.p2p.errors import P2PError
-from shoal.p2p.node import Node, Service
 
 log = logging.getLogger(__name__)
 
@@ -19,16 +18,13 @@ class Reporting:
     """Tells the coordinator of a tip what this peer has, and tells another that takes its place the same.
 
     Args:
-        node, service: over which the run's messages go.
-        neighbourhood: knows who coordinates.
+        neighbourhood: this peer among the members of its run.
         following: knows the tip, and hears when its round is called.
         timeout: seconds that the coordinator may take to answer.
     """
 
-    def __init__(
-        self, node: Node, service: Service, neighbourhood: Neighbourhood, following: Following, timeout: float
-    ) -> None:
-        self._node, self._service, self._timeout = node, service, timeout
+    def __init__(self, neighbourhood: Neighbourhood, following: Following, timeout: float) -> None:
+        self._channel, self._timeout = neighbourhood.channel, timeout
         self._neighbourhood, self._following = neighbourhood, following
         self._last: Progress | None = None
         self._told: tuple[bytes, Tip] | None = None  # who was told last, and of which tip
@@ -51,7 +47,7 @@ class Reporting:
         """Members came or went: does somebody else count now?"""
         tip = self._following.tip
         if self._of(tip) is not None and self._told != (self._neighbourhood.coordinator().key, tip):
-            self._node.spawn(self._send_again())
+            self._channel.spawn(self._send_again())
 
     def _of(self, tip: Tip) -> Progress | None:
         """The last report, if it was of that tip."""
@@ -64,14 +60,14 @@ class Reporting:
         try:
             await self._send(report)
         except (P2PError, AveragingError, TimeoutError) as error:
-            log.debug("%r could not report: %s", self._node.peer_id, error)
+            log.debug("%r could not report: %s", self._channel.node.peer_id, error)
 
     async def _send(self, report: Progress) -> Count:
         coordinator = self._neighbourhood.coordinator()
         self._told = (coordinator.key, report.tip)
         self._asked.append(coordinator.key)
         try:
-            answer = await self._node.call_for_buffers(coordinator.peer, self._service, report, timeout=self._timeout)
+            answer = await self._channel.ask(coordinator.key, report, self._timeout)
         finally:
             self._asked.remove(coordinator.key)
         following = self._following

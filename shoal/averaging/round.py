@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from shoal.averaging.book import RuleBroken
 from shoal.averaging.contribution import Attempt, Outcome
+from shoal.averaging.early import EarlyChunks
 from shoal.averaging.errors import AveragingError
 from shoal.averaging.fetching import Fetching, serve
-from shoal.averaging.member import Member
-from shoal.averaging.membership import Membership
 from shoal.averaging.messages import (
     Abort,
     Begin,
@@ -32,55 +31,48 @@ from shoal.averaging.messages import (
     Survey,
     Waiting,
 )
-from shoal.averaging.participant import Participant
+from shoal.averaging.neighbourhood import Neighbourhood
 from shoal.averaging.silence import Silence
 from shoal.p2p.errors import P2PError, Refused
 from shoal.p2p.identity import PeerID
-from shoal.p2p.node import Answer, Node, Service
+from shoal.p2p.node import Answer
 
 if TYPE_CHECKING:
     from shoal.averaging.exchange import Exchange
 
 log = logging.getLogger(__name__)
 
-MAX_EARLY = 64  # chunks of one member by a plan (a BEGIN or a Repair) that has not come yet
-MAX_EARLY_BYTES = 1 << 28  # of all members together
-
 
 class RoundDriver:
     """Takes this peer through the rounds that it has joined.
 
     Args:
-        node: this peer.
-        service: over which the run's messages go.
-        participant: its promises.
-        membership: who this peer is, and whom it knows.
+        neighbourhood: this peer among the members of its run.
         chunk_timeout: seconds that an answer may take.
         sender_timeout, reducer_timeout: seconds of silence after which one that owes parts, or results, is complained
             of.
-        changed: called when `attempt` has got an outcome or an error.
+
+    Attributes:
+        attempt: the call for a round that is under way.
+        changed: set by whatever may let that call go on.
     """
 
     def __init__(
-        self,
-        node: Node,
-        service: Service,
-        participant: Participant,
-        membership: Membership,
-        chunk_timeout: float,
-        sender_timeout: float,
-        reducer_timeout: float,
-        changed: Callable[[], None],
+        self, neighbourhood: Neighbourhood, chunk_timeout: float, sender_timeout: float, reducer_timeout: float
     ) -> None:
-        self._node, self._service = node, service
-        self._participant, self._membership = participant, membership
-        self._chunk_timeout, self._changed = chunk_timeout, changed
-        self._fetching = Fetching(node, service, chunk_timeout)
-        self._silence = Silence(node, service, participant, sender_timeout, reducer_timeout)
+        channel, participant = self._channel, self._participant = neighbourhood.channel, neighbourhood.participant
+        self._membership, self._chunk_timeout = neighbourhood.membership, chunk_timeout
+        self._fetching = Fetching(channel, chunk_timeout)
+        self._silence = Silence(channel, participant, sender_timeout, reducer_timeout)
         self.attempt: Attempt | None = None
+        self.changed = asyncio.Event()
         self._last: Exchange | None = None  # of the last commit: serves those that missed it
-        self._early: list[tuple[PeerID, Part | Result, Sequence[memoryview]]] = []
-        self._repairs: set[asyncio.Task[None]] = set()  # of the round that this peer is in, while they fetch chunks
+        self._early = EarlyChunks()
+
+    @property
+    def _exchange(self) -> Exchange | None:
+        """Of the round that this peer is in."""
+        return self.attempt.exchange if self.attempt is not None and self._participant.begin is not None else None
 
     def on_begin(self, peer: PeerID, begin: Begin, buffers: Sequence[memoryview]) -> None:
         """The coordinator begins a round with this peer in it. Raises Refused if this peer must not follow."""
@@ -89,17 +81,10 @@ class RoundDriver:
         except RuleBroken as error:
             # The coordinator waits for this peer now: it must hear that it waits in vain, and for whom it would have
             # to.
-            other = self._other_coordinator(peer)
+            other = self._participant.other_coordinator(peer.key)
             broken = Broken(begin.round, self._participant.me, False, str(error)[:256])
-            self._node.notify([peer], self._service, Elsewhere(other) if other is not None else broken)
+            self._channel.notify([peer.key], Elsewhere(other) if other is not None else broken)
             raise Refused(str(error)) from error
-
-    def _other_coordinator(self, peer: PeerID) -> Member | None:
-        """Who coordinates the round that this peer is in, if that is not `peer`."""
-        begin, ballot = self._participant.begin, self._participant.ballot
-        if begin is None or ballot is None or ballot.coordinator == peer.key:
-            return None
-        return next((member for member in begin.members if member.key == ballot.coordinator), None)
 
     def enter(self, peer: PeerID, begin: Begin, buffers: Sequence[memoryview], *, relayed: bool) -> None:
         """Enter a round; `relayed` by another than its coordinator. Raises RuleBroken if this peer must not follow."""
@@ -111,22 +96,23 @@ class RoundDriver:
             if attempt.contribution.tip not in (None, begin.tip):
                 raise RuleBroken("BEGIN of a state that this peer's input was not made from")
             attempt.gathered = _gathered.decode(buffers[0]) if buffers else {}
-            attempt.exchange = attempt.contribution.open(begin, self._send, self._fault)
+            attempt.exchange = attempt.contribution.open(begin, self._channel.notify, self.complain)
         except (RuleBroken, msgspec.MsgspecError) as error:
             self._participant.leave()
             raise RuleBroken(str(error)) from error
         attempt.began = self._now()
         attempt.progressed = (0, attempt.began)
         self._last = None  # its memory is written again
-        self._node.spawn(self._flow(attempt, begin))
+        self._channel.spawn(self._flow(attempt, begin))
 
     async def _flow(self, attempt: Attempt, begin: Begin) -> None:
         """Connect to the reducers, then let the bytes flow."""
-        missing = [m for m in begin.members if m.addresses and not self._node.is_connected(m.peer)]
+        node = self._channel.node
+        missing = [m for m in begin.members if m.addresses and not node.is_connected(m.peer)]
         for member in missing:
-            self._node.learn(member.peer, member.multiaddrs())
+            self._channel.learn(member)
         results = await asyncio.gather(
-            *(self._node.connect(member.peer, self._chunk_timeout) for member in missing), return_exceptions=True
+            *(node.connect(member.peer, self._chunk_timeout) for member in missing), return_exceptions=True
         )
         for member, result in zip(missing, results, strict=True):
             if isinstance(result, P2PError):
@@ -143,20 +129,18 @@ class RoundDriver:
 
     def _follow_plan(self, round_id: bytes) -> None:
         """There is a new plan: the chunks that came before it may belong to it."""
-        early, self._early = self._early, []
-        for peer, message, buffers in early:
-            if message.round == round_id:
-                try:
-                    self.on_chunk(peer, message, buffers)
-                except Refused as error:
-                    log.warning("%r refused a chunk of %r: %s", self._node.peer_id, peer, error)
+        for peer, message, buffers in self._early.take(round_id):
+            try:
+                self.on_chunk(peer, message, buffers)
+            except Refused as error:
+                log.warning("%r refused a chunk of %r: %s", self._channel.node.peer_id, peer, error)
         self._check_done()
 
     def on_chunk(self, peer: PeerID, message: Part | Result, buffers: Sequence[memoryview]) -> None:
         """A chunk has come. Raises Refused, and complains of the sender, if it does not belong here."""
         attempt, begin = self.attempt, self._participant.begin
         if attempt is None or begin is None or begin.round != message.round:
-            if self._participant.commit is not None and self._participant.commit.round == message.round:
+            if self._participant.has_committed(message.round):
                 return  # late, from a member that was left out
             if attempt is None or begin is not None:
                 raise Refused("this peer is not in that round")
@@ -175,30 +159,23 @@ class RoundDriver:
             else:
                 attempt.exchange.result(peer.key, message, buffers)
         except RuleBroken as error:
-            self._fault(peer.key, str(error))
+            self.complain(peer.key, str(error))
             raise Refused(str(error)) from error
         self._check_done()
 
     def _keep_early(self, peer: PeerID, message: Part | Result, buffers: Sequence[memoryview]) -> None:
-        """The chunk has overtaken the plan by which it was sent, which came to the sender from another peer."""
-        begin = self._participant.begin
-        if peer.key not in self._membership.members and (begin is None or all(m.peer != peer for m in begin.members)):
+        if peer.key not in self._membership.members and not self._participant.is_with(peer.key):
             raise Refused("a chunk from a peer that is no member")
-        nbytes = sum(buffer.nbytes for _, _, held in [*self._early, (peer, message, buffers)] for buffer in held)
-        if sum(sender == peer for sender, _, _ in self._early) >= MAX_EARLY or nbytes > MAX_EARLY_BYTES:
-            raise Refused("too many chunks by a plan that this peer does not have")
-        self._early.append((peer, message, buffers))
+        self._early.keep(peer, message, buffers)
 
     def _check_done(self) -> None:
-        attempt, participant = self.attempt, self._participant
-        if attempt is None or attempt.exchange is None or participant.begin is None or participant.ballot is None:
+        exchange, participant = self._exchange, self._participant
+        if exchange is None or participant.awaits_repair or participant.done == participant.ballot:
             return
-        if participant.awaits_repair or participant.done == participant.ballot:
-            return
-        if attempt.exchange.book.complete:
+        if exchange.book.complete:
             ballot = participant.was_complete()
-            done = Done(participant.begin.round, ballot, attempt.exchange.book.root())
-            self._node.notify([PeerID(ballot.coordinator)], self._service, done)
+            done = Done(exchange.book.begin.round, ballot, exchange.book.root())
+            self._channel.notify([ballot.coordinator], done)
 
     def on_survey(self, peer: PeerID, survey: Survey, buffers: Sequence[memoryview]) -> Have | Elsewhere:
         """A coordinator puts members out and asks what the others hold. Raises Refused if it must not be followed."""
@@ -209,7 +186,7 @@ class RoundDriver:
             if self._participant.begin is None and survey.begin is not None and survey.begin.round == survey.round:
                 self.enter(peer, survey.begin, buffers, relayed=True)
             begin, ballot = self._participant.begin, self._participant.ballot
-            other = self._other_coordinator(peer)
+            other = self._participant.other_coordinator(peer.key)
             if begin is not None and begin.round != survey.round and other is not None:
                 return Elsewhere(other)  # its round can't commit without this peer, who is in another of the same tip
             if begin is not None and begin.round == survey.round and ballot is not None and ballot > survey.ballot:
@@ -217,46 +194,38 @@ class RoundDriver:
             self._participant.follow_survey(peer.key, survey)
         except RuleBroken as error:
             raise Refused(str(error)) from error
-        attempt = self.attempt
-        if attempt is None or attempt.exchange is None:
+        exchange = self._exchange
+        if exchange is None:
             raise Refused("this peer has left the round")
-        attempt.exchange.put_out(survey.out)
-        book = attempt.exchange.book
+        exchange.put_out(survey.out)
+        book = exchange.book
         digests = tuple(book.digests) if book.receives[self._participant.me] else ()
         out = tuple(book.out)
         return Have(survey.ballot, digests, self._participant.done, out, self._participant.repair, None)
 
     def on_repair(self, peer: PeerID, repair: Repair) -> Follows:
         """A coordinator says where chunks come from now. Raises Refused if it must not be followed."""
-        attempt = self.attempt
+        exchange = self._exchange
         try:
             self._participant.follow_repair(peer.key, repair)
-            if attempt is None or attempt.exchange is None:
+            if exchange is None:
                 raise RuleBroken("this peer has left the round")
-            sources = attempt.exchange.repair(repair)
+            sources = exchange.repair(repair)
         except RuleBroken as error:
             raise Refused(str(error)) from error
         if sources:
-            wanted = [(s.owner, s.chunk, s.digest) for s in sources]
-            task = self._node.spawn(self._fetch_for_repair(attempt, wanted))
-            self._repairs.add(task)
-            task.add_done_callback(self._repairs.discard)
+            self._fetching.begin(exchange, [(s.owner, s.chunk, s.digest) for s in sources], self._fetched)
         self._follow_plan(repair.round)
         return Follows(repair.ballot)
 
-    async def _fetch_for_repair(self, attempt: Attempt, wanted: list[tuple[bytes, int, bytes]]) -> None:
-        exchange = attempt.exchange
-        assert exchange is not None
-        failed = await self._fetching.fetch(exchange, wanted)
+    def _fetched(self, failed: dict[bytes, str]) -> None:
         for holder, reason in failed.items():
             self.complain(holder, reason, fault=False)
         self._check_done()
 
     def on_fetch(self, message: Fetch | Digests) -> Answer:
         """Somebody asks for what this peer holds of a round. Raises Refused if it does not."""
-        attempt = self.attempt
-        in_round = attempt is not None and self._participant.begin is not None
-        return serve(attempt.exchange if attempt is not None and in_round else self._last, message)
+        return serve(self._exchange or self._last, message)
 
     def on_abort(self, peer: PeerID, abort: Abort) -> None:
         """The coordinator ends the round, or this peer's part in it. Raises Refused if it is not the coordinator."""
@@ -280,13 +249,14 @@ class RoundDriver:
         has it any more."""
         self._last = None  # its memory is written again
         exchange = await self._fetching.fetch_committed(
-            commit, lambda begin: attempt.contribution.open(begin, self._send, lambda key, reason: None)
+            commit, lambda begin: attempt.contribution.open(begin, self._channel.notify, lambda key, reason: None)
         )
         attempt.began = self._now()
         self._last = exchange
         attempt.outcome = self._outcome(attempt, exchange.book.begin, commit, missed=True)
 
     def _outcome(self, attempt: Attempt, begin: Begin, commit: Commit, *, missed: bool) -> Outcome:
+        node = self._channel.node
         return Outcome(
             begin=begin,
             commit=commit,
@@ -295,8 +265,8 @@ class RoundDriver:
             matchmaking_seconds=attempt.began - attempt.started,
             allreduce_seconds=self._now() - attempt.began,
             join_to_begin_seconds=attempt.join_to_begin,
-            bytes_sent=self._node.bytes_sent - attempt.sent,
-            bytes_received=self._node.bytes_received - attempt.received,
+            bytes_sent=node.bytes_sent - attempt.sent,
+            bytes_received=node.bytes_received - attempt.received,
         )
 
     def finish(self) -> None:
@@ -307,41 +277,30 @@ class RoundDriver:
             self.leave()
         self.attempt = None
         self._early.clear()
-        self._stop_fetching()
+        self._fetching.stop()
 
     def leave(self) -> None:
         """Be in no round."""
         self._participant.leave()
-        self._stop_fetching()
+        self._fetching.stop()
         if self.attempt is not None:
             self.attempt.exchange = None
             self.attempt.joined = None
-
-    def _stop_fetching(self) -> None:
-        """The memory into which chunks are fetched is not this round's any more."""
-        for task in self._repairs:
-            task.cancel()
-        self._repairs.clear()
 
     def _fail(self, error: AveragingError) -> None:
         self.leave()
         if self.attempt is not None:
             self.attempt.error = error
-        self._changed()
+        self.changed.set()
 
-    def _fault(self, key: bytes, reason: str) -> None:
-        self.complain(key, reason, fault=True)
-
-    def complain(self, key: bytes, reason: str, *, fault: bool) -> None:
-        """Tell the coordinator that this peer can't go on with that member."""
+    def complain(self, key: bytes, reason: str, *, fault: bool = True) -> None:
+        """Tell the coordinator that this peer can't go on with that member; `fault` if it has broken a rule."""
         begin, ballot = self._participant.begin, self._participant.ballot
         if begin is not None and ballot is not None:
-            log.info("%r in round of epoch %d: %r: %s", self._node.peer_id, begin.tip.epoch, PeerID(key), reason)
+            me = self._channel.node.peer_id
+            log.info("%r in round of epoch %d: %r: %s", me, begin.tip.epoch, PeerID(key), reason)
             broken = Broken(begin.round, key, fault, reason[:256])
-            self._node.notify([PeerID(ballot.coordinator)], self._service, broken)
-
-    def _send(self, keys: Sequence[bytes], message: Part | Result, buffers: Sequence[memoryview]) -> None:
-        self._node.notify([PeerID(key) for key in keys], self._service, message, buffers)
+            self._channel.notify([ballot.coordinator], broken)
 
     def on_waiting(self, peer: PeerID, message: Waiting) -> None:
         """A member's user has not allowed the round yet. Raises Refused if that is no member of this peer's round."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+from shoal.averaging.channel import Channel
 from shoal.averaging.contribution import Attempt
 from shoal.averaging.messages import Waiting
 from shoal.averaging.participant import Participant
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
-from shoal.p2p.node import Node, Service
 
 EXCUSE_SECONDS = 3.0  # so long nobody is complained of after a member said that its user lets it wait
 
@@ -18,16 +18,16 @@ class Silence:
     """Sees whether the round that this peer is in gets on, and excuses its own silence.
 
     Args:
-        node, service: over which the run's messages go.
+        channel: over which the run's messages go.
         participant: knows the round.
         sender_timeout, reducer_timeout: seconds of silence after which one that owes parts, or results, is complained
             of.
     """
 
     def __init__(
-        self, node: Node, service: Service, participant: Participant, sender_timeout: float, reducer_timeout: float
+        self, channel: Channel, participant: Participant, sender_timeout: float, reducer_timeout: float
     ) -> None:
-        self._node, self._service, self._participant = node, service, participant
+        self._channel, self._participant = channel, participant
         self._sender_timeout, self._reducer_timeout = sender_timeout, reducer_timeout
 
     def ask_to_wait(self, attempt: Attempt) -> bool:
@@ -35,10 +35,8 @@ class Silence:
         begin = self._participant.begin
         if begin is None or not attempt.contribution.excused():
             return False
-        me = self._participant.me
-        others = {member.key: None for member in begin.members} | {begin.ballot.coordinator: None}
-        peers = [PeerID(key) for key in others if key != me and self._node.is_connected(PeerID(key))]
-        self._node.notify(peers, self._service, Waiting(begin.round))
+        others = {begin.ballot.coordinator, *(member.key for member in begin.members)} - {self._participant.me}
+        self._channel.notify(sorted(others), Waiting(begin.round))
         return True
 
     def on_waiting(self, attempt: Attempt | None, peer: PeerID, message: Waiting) -> None:
@@ -46,7 +44,7 @@ class Silence:
         begin = self._participant.begin
         if attempt is None or begin is None or begin.round != message.round:
             return  # the round has ended meanwhile, or its BEGIN is still on its way
-        if all(member.key != peer.key for member in begin.members):
+        if not self._participant.is_with(peer.key):
             raise Refused("only a member of a round can ask for patience in it")
         if attempt.contribution.tip is not None:
             raise Refused("in a round of a training run nobody's user is waited for")

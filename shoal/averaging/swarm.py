@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from shoal.averaging.channel import Channel
 from shoal.averaging.contribution import Contribution, Outcome
 from shoal.averaging.coordination import Coordination
 from shoal.averaging.directory import Directory
@@ -98,46 +99,23 @@ class Swarm:
         self.node, self.me, self.rules = node, me, rules
         participant = self.participant = Participant(me.key, Tip.genesis(run_id))
         membership = self.membership = Membership(run_id, me)
-        service = self.service = Service(f"averaging/{run_id}", Message)
-
-        def heard(peer: PeerID, tip: Tip) -> None:
-            self._following.heard(peer, tip)
-
+        self.service = Service(f"averaging/{run_id}", Message)
+        channel = self._channel = Channel(node, self.service)
         neighbourhood = self.neighbourhood = Neighbourhood(
-            node,
-            service,
+            channel,
+            participant,
             membership,
             directory,
             terms,
-            tip=lambda: self.tip,
             changed=self._review,
-            heard=heard,
-            follows=lambda peer, tip: self._following.is_followed_by(peer, tip),
+            heard=lambda peer, tip: self._following.heard(peer, tip),
         )
-        changed = self._changed = asyncio.Event()  # something that `average` may wait for
-        driver = self._round = RoundDriver(
-            node, service, participant, membership, chunk_timeout, sender_timeout, reducer_timeout, changed.set
-        )
-        coordination = self._coordination = Coordination(
-            node, service, participant, membership, neighbourhood, driver, rules, chunk_timeout, heard
-        )
-        following = self._following = Following(
-            node, service, participant, membership, neighbourhood, driver, coordination, changed.set, on_commit
-        )
-        self._reporting = Reporting(node, service, neighbourhood, following, request_timeout)
-        self._matchmaking = Matchmaking(
-            node,
-            service,
-            participant,
-            membership,
-            neighbourhood,
-            driver,
-            following,
-            request_timeout,
-            changed,
-            self._lost,
-        )
-        self._liveness = Liveness(node, service, chunk_timeout, self._waited_for, self._stood_still)
+        driver = self._round = RoundDriver(neighbourhood, chunk_timeout, sender_timeout, reducer_timeout)
+        coordination = self._coordination = Coordination(neighbourhood, driver, rules, chunk_timeout)
+        following = self._following = Following(neighbourhood, driver, coordination, on_commit)
+        self._reporting = Reporting(neighbourhood, following, request_timeout)
+        self._matchmaking = Matchmaking(neighbourhood, driver, coordination, following, request_timeout)
+        self._liveness = Liveness(channel, chunk_timeout, self._waited_for, self._stood_still)
         self._retired = False
         self._tasks: list[asyncio.Task[Any]] = []
         self._stop_listening: Callable[[], None] = lambda: None
@@ -166,7 +144,7 @@ class Swarm:
     async def start(self) -> None:
         """Serve, be listed, and meet the members that are there."""
         self._coordination.settle()
-        self._stop_listening = self.node.on_lost(lambda peer, reason: self._lost(peer.key))
+        self._stop_listening = self.node.on_lost(lambda peer, reason: self._coordination.lost(peer.key))
         self.node.serve(self.service, self._handle)
         await self.neighbourhood.start()
         self._tasks = [self.node.spawn(self._liveness.run())]
@@ -183,8 +161,7 @@ class Swarm:
 
     def retire(self) -> None:
         """Leave the run, but until `stop` still tell those who missed the last round what it was."""
-        others = [member.peer for member in self.neighbourhood.connected() if member.key != self.me.key]
-        self.node.notify(others, self.service, Leave())
+        self._channel.notify(self.membership.others(), Leave())
         self.neighbourhood.stop()
         self._retired = True
 
@@ -228,23 +205,11 @@ class Swarm:
         if self._retired and isinstance(message, Hello | Progress | Join | Call | Begin):
             raise Unavailable("this peer has left the run")
         match message:
-            case Part() | Result():
-                self._round.on_chunk(peer, message, buffers)
-                return None
-            case Done():
-                self._coordination.done(peer, message)
-                return None
             case Progress():
                 return self._coordination.on_progress(peer, message)
             case Join():
                 return self._coordination.on_join(peer, message, bytes(buffers[0]) if buffers else b"")
-            case Begin():
-                self._on_begin(peer, message, buffers)
-                return None
-            case Orphaned():
-                self._coordination.on_orphaned(peer, message, buffers)
-                return None
-            case Survey() if message.tip != self.tip and not self._following.has_committed(message.round):
+            case Survey() if message.tip != self.tip and not self.participant.has_committed(message.round):
                 return self.neighbourhood.hello()
             case Survey():
                 return self._round.on_survey(peer, message, buffers)
@@ -252,47 +217,49 @@ class Swarm:
                 return self._round.on_repair(peer, message)
             case Fetch() | Digests():
                 return self._round.on_fetch(message)
-            case Unjoin():
-                self._coordination.unjoin(peer)
-                return None
-            case Waiting():
-                self._round.on_waiting(peer, message)
-                self._coordination.waiting(peer, message)
-                return None
             case Hello():
                 return self.neighbourhood.on_hello(peer, message)
             case Ping():
                 return Pong()
-        self._on_notice(peer, message)
+        self._on_notice(peer, message, buffers)
         return None
 
     def _on_begin(self, peer: PeerID, begin: Begin, buffers: Sequence[memoryview]) -> None:
         if peer.key not in self.membership.members:
             # Should it be one that is wrongly believed to be lost, it must hear that it waits in vain.
             reason = "BEGIN from a peer that is no member"
-            self.node.notify([peer], self.service, Broken(begin.round, self.me.key, False, reason))
+            self._channel.notify([peer.key], Broken(begin.round, self.me.key, False, reason))
             raise Refused(reason)
         lead = self._coordination.lead
         if self._round.attempt is not None and lead is not None and peer == self.node.peer_id:
             self._round.attempt.join_to_begin = lead.join_to_begin
         self._round.on_begin(peer, begin, buffers)
 
-    def _on_notice(self, peer: PeerID, message: Any) -> None:
+    def _on_notice(self, peer: PeerID, message: Any, buffers: Sequence[memoryview]) -> None:
         match message:
+            case Part() | Result():
+                self._round.on_chunk(peer, message, buffers)
+            case Begin():
+                self._on_begin(peer, message, buffers)
+            case Orphaned():
+                self._coordination.on_orphaned(peer, message, buffers)
+            case Done() | Broken() | Unjoin():
+                self._coordination.on_notice(peer, message)
+            case Waiting():
+                self._round.on_waiting(peer, message)
+                self._coordination.on_notice(peer, message)
             case Call():
                 self._following.on_call(peer, message)
             case Commit():
                 self._following.on_commit(peer, message)
-            case Broken():
-                self._coordination.broken(peer, message)
             case Abort():
                 self._round.on_abort(peer, message)
                 self._matchmaking.waits_in_vain(peer)
             case Elsewhere():
-                self._coordination.elsewhere(peer)
+                self._coordination.on_notice(peer, message)
                 self.node.spawn(self._matchmaking.go_elsewhere(peer, message.coordinator))
             case Leave():
-                self._lost(peer.key)
+                self._coordination.lost(peer.key)
             case _:
                 raise Refused(f"{type(message).__name__} is an answer, and nothing was asked")
 
@@ -302,22 +269,7 @@ class Swarm:
         """Members came or went: does somebody else coordinate now?"""
         self._coordination.members_changed()
         self._reporting.members_changed()
-        self._changed.set()
-
-    def _lost(self, key: bytes) -> None:
-        """A member is gone."""
-        commit, begin = self.participant.commit, self.participant.begin
-        known = key in self.membership.members
-        self.neighbourhood.lose(key)
-        if commit is not None and known:
-            # It may have been the coordinator, and may have died before all had its COMMIT.
-            others = [PeerID(k) for k in commit.members if k not in (key, self.me.key)]
-            self.node.notify([p for p in others if self.node.is_connected(p)], self.service, commit)
-        coordinator = self._coordination.coordinator_of_round()
-        in_round = begin is not None and any(member.key == key for member in begin.members)
-        if in_round and coordinator not in (None, self.me.key):  # if we coordinate, the review has told `Lead`
-            self._round.complain(key, "the connection to it was lost", fault=False)
-        self._coordination.succeed()
+        self._round.changed.set()
 
     def _stood_still(self) -> None:
         """The others may have gone on without this peer: find them before a round is begun without them."""

@@ -5,29 +5,30 @@ from __future__ import annotations
 from typing import Any, cast
 
 from shoal.averaging.membership import Membership
+from shoal.averaging.messages import Commit
 from shoal.averaging.neighbourhood import Neighbourhood
-from tests.averaging.rounds import TERMS, TIP, key, member
+from shoal.averaging.participant import Participant
+from tests.averaging.rounds import TERMS, TIP, key, keys, member, members
 
 
 def test_who_was_in_the_last_round_follows() -> None:
     membership = Membership("run", member(1))
     membership.returned(member(2))
-    now = TIP.after(bytes(32), 1.0).after(bytes(32), 1.0)
     left = TIP.after(bytes(32), 1.0)
+    participant = Participant(key(1), left)
+    participant.advance(Commit(left, b"r" * 16, bytes(32), 1.0, keys(1, 2), members(1, 2)))
     neighbourhood = Neighbourhood(
         cast(Any, None),
-        cast(Any, None),
+        participant,
         membership,
         cast(Any, None),
         TERMS,
-        tip=lambda: now,
         changed=lambda: None,
         heard=lambda peer, tip: None,
-        follows=lambda peer, tip: tip == left,
     )
     neighbourhood.told(member(2).peer, left)
     assert {one.key for one in membership.candidates(2)} == {key(1), key(2)}
     neighbourhood.told(member(2).peer, TIP)
     assert {one.key for one in membership.candidates(2)} == {key(1)}
-    neighbourhood.told(member(2).peer, now)
+    neighbourhood.told(member(2).peer, participant.tip)
     assert {one.key for one in membership.candidates(2)} == {key(1), key(2)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -11,52 +11,55 @@ import pytest
 from shoal.averaging import lead as lead_module
 from shoal.averaging.coordinator import Coordinator, Phase
 from shoal.averaging.lead import Lead
+from shoal.averaging.member import Member
 from shoal.averaging.messages import Abort, Broken, Have, Survey
+from shoal.averaging.neighbourhood import Neighbourhood
 from shoal.p2p.errors import Refused
-from shoal.p2p.identity import PeerID
-from shoal.p2p.node import Node, Reply, Service
+from shoal.p2p.node import Reply
 from tests.averaging.rounds import RULES, TIP, have_of, join_of, key, keys, member, members
 
 
 class Peers:
-    """Stands for the node: all are connected; notices are kept, and questions answered when the test says so."""
+    """Stands for the channel and the neighbourhood: all are connected; notices are kept, and questions answered when
+    the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, *numbers: int) -> None:
+        self.channel, self.group = self, members(*numbers)
         self.sent: list[tuple[tuple[bytes, ...], Any]] = []
         self.answer: asyncio.Future[Have] = asyncio.get_running_loop().create_future()
 
-    def is_connected(self, peer: PeerID) -> bool:
+    def connected(self) -> list[Member]:
+        return list(self.group)
+
+    def is_connected(self, key: bytes) -> bool:
         return True
 
-    def notify(self, peers: Sequence[PeerID], service: Service, message: Any, buffers: Sequence[bytes] = ()) -> None:
-        self.sent.append((tuple(peer.key for peer in peers), message))
+    def notify(self, keys: Iterable[bytes], message: Any, buffers: Sequence[bytes] = ()) -> None:
+        self.sent.append((tuple(keys), message))
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         return asyncio.get_running_loop().create_task(coroutine)
 
-    async def call_for_buffers(self, peer: PeerID, service: Service, message: Any, **options: Any) -> Reply:
+    async def ask(self, key: bytes, message: Any, timeout: float, buffers: Sequence[bytes] = ()) -> Reply:
         if isinstance(message, Survey):
-            self.sent.append(((peer.key,), message))
+            self.sent.append(((key,), message))
         return Reply(await asyncio.shield(self.answer), [])
 
     def told(self, kind: type) -> list[bytes]:
         return [to for keys_, message in self.sent if isinstance(message, kind) for to in keys_]
 
 
+def lead_of(peers: Peers) -> Lead:
+    """Peer 1's, of all of them."""
+    return Lead(Coordinator(key(1), TIP, RULES), cast(Neighbourhood, peers), survey_timeout=5.0)
+
+
 def leading(*numbers: int) -> tuple[Lead, Peers]:
     """Peer 1 leads; all of these have joined, and the round has begun."""
-    peers = Peers()
-    group = members(*numbers)
-    lead = Lead(
-        Coordinator(key(1), TIP, RULES),
-        cast(Node, peers),
-        Service("averaging", Survey),
-        lambda: list(group),
-        lambda peer, tip: None,
-        survey_timeout=5.0,
-    )
+    peers = Peers(*numbers)
+    lead = lead_of(peers)
     lead.members_changed()
-    for each in group:
+    for each in peers.group:
         lead.join(each.peer, join_of(each), b"")
     assert lead.coordinator.phase is Phase.RUNNING
     return lead, peers
@@ -70,14 +73,7 @@ def complaint(lead: Lead, of: bytes) -> Broken:
 @pytest.mark.parametrize("garbage", [b"\xc1", b"\xa1\xff", b"\x91" * 60_000, b"\x01\x02"])
 def test_garbage_that_a_member_would_have_others_read_is_refused(garbage: bytes) -> None:
     async def scenario() -> None:
-        lead = Lead(
-            Coordinator(key(1), TIP, RULES),
-            cast(Node, Peers()),
-            Service("averaging", Survey),
-            lambda: list(members(1, 2)),
-            lambda peer, tip: None,
-            survey_timeout=5.0,
-        )
+        lead = lead_of(Peers(1, 2))
         with pytest.raises(Refused, match="not plain data"):
             lead.join(member(2).peer, join_of(member(2)), garbage)
         assert not lead.coordinator.joins

@@ -1,0 +1,40 @@
+"""Chunks that came before their plan are kept for it, but not without bounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.averaging import early
+from shoal.averaging.early import EarlyChunks
+from shoal.averaging.messages import Part
+from shoal.averaging.tip import Ballot
+from shoal.p2p.errors import Refused
+from tests.averaging.rounds import key, member
+
+THIS, OTHER = b"r" * 16, b"s" * 16
+
+
+def part(round_id: bytes, chunk: int) -> Part:
+    return Part(round_id, chunk, Ballot(1, key(1)), 1.0)
+
+
+def test_only_the_chunks_of_the_round_come_back_and_only_once() -> None:
+    kept = EarlyChunks()
+    for number, round_id in ((2, THIS), (3, OTHER), (1, THIS)):
+        kept.keep(member(number).peer, part(round_id, number), [])
+    assert [(peer, message.chunk) for peer, message, _ in kept.take(THIS)] == [(member(2).peer, 2), (member(1).peer, 1)]
+    assert not kept.take(OTHER)
+
+
+def test_one_member_can_bring_so_many_and_all_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "MAX_EARLY", 2)
+    monkeypatch.setattr(early, "MAX_EARLY_BYTES", 10)
+    kept = EarlyChunks()
+    for chunk in range(2):
+        kept.keep(member(1).peer, part(THIS, chunk), [memoryview(bytes(4))])
+    with pytest.raises(Refused, match="too many"):
+        kept.keep(member(1).peer, part(THIS, 2), [])
+    with pytest.raises(Refused, match="too many"):
+        kept.keep(member(2).peer, part(THIS, 2), [memoryview(bytes(3))])
+    kept.keep(member(2).peer, part(THIS, 2), [memoryview(bytes(2))])
+    assert len(kept.take(THIS)) == 3
