@@ -27,6 +27,7 @@ from shoal.p2p.reactor import Reactor
 log = logging.getLogger(__name__)
 
 SHORTEST_WAIT = 0.02  # seconds until a peer that was told to wait asks again, at least
+TOGETHER = 0.005  # seconds for which reports that can't matter yet are kept, to be told together
 STEPS_OF_WAITING = 3  # of its own that a peer waits in one epoch's end at most, or `matchmaking_time`
 
 
@@ -106,7 +107,11 @@ class RunProgress:
         self._samples = 0.0
         self._step = StepTime()
         self._since: float | None = None  # when the step that is under way began; not known before the first report
-        self._pending: Future[Count | None] | None = None
+        self._pending: Future[Count | None] | Future[None] | None = None
+        self._due: Progress | None = None  # to be told a moment later, by
+        self._is_due = (
+            False  # what was submitted: written before `_due` is read there, and read after it is written here
+        )
         # The rest belongs to the reactor's thread.
         self._count: tuple[Count, float, Progress] | None = None  # with when it came, and what it answers
         self._latest: Progress | None = None
@@ -170,10 +175,7 @@ class RunProgress:
     def start_epoch(self, tip: Tip) -> None:
         """A new epoch begins, with no samples, from the state `tip`; the coordinator hears that a step is begun."""
         self._tip, self._samples = tip, 0.0
-        self._count = None
-        if self._pending is not None:
-            self._pending.cancel()
-            self._pending = None
+        self._count = self._pending = self._due = None
         if self._step.samples:
             self._pending = self._reactor.submit(self._report(self._progress(another=True)))
 
@@ -198,8 +200,8 @@ class RunProgress:
         self._reactor.loop.call_soon_threadsafe(self._look_later)
 
     def stop(self) -> None:
-        """Ask no more."""
-        self._running = False
+        """Ask no more, and tell no more."""
+        self._running, self._due = False, None
         self._reactor.loop.call_soon_threadsafe(self._look_later)
 
     def is_alive(self) -> bool:
@@ -209,9 +211,11 @@ class RunProgress:
     # -- in the trainer's thread
 
     def _tell(self, now: float, another: bool, at_once: bool) -> None:
-        previous, self._pending = self._pending, None
-        if previous is not None and previous.done():
-            _take(previous)
+        self._due = None  # what is told now has it in it
+        pending = self._pending
+        if pending is not None and pending.done():
+            self._pending = None
+            _take(pending)
         report = self._progress(another)
         if at_once:
             self._pending = self._reactor.submit(self._report(report))
@@ -220,7 +224,10 @@ class RunProgress:
         elif self._may_be_reached(now, 0.0):
             _take(self._reactor.submit(self._report(report)))
         else:
-            self._pending = self._reactor.submit(self._report(report))
+            self._due = report
+            if not self._is_due:
+                self._is_due = True
+                self._pending = self._reactor.submit(self._report_later())
 
     def _progress(self, another: bool) -> Progress:
         """What there is to report; `another` step follows, as far as is known."""
@@ -266,6 +273,14 @@ class RunProgress:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(SHORTEST_WAIT, min(count.wait, report.seconds))):
                     await self._swarm.news()
+
+    async def _report_later(self) -> None:
+        """Report what can't matter yet: of short steps several at once, and while the trainer is in its next pass and
+        needs no GIL rather than when its step ends."""
+        await asyncio.sleep(TOGETHER)
+        self._is_due = False
+        if self._due is not None:
+            await self._report(self._due)
 
     async def _report(self, report: Progress) -> Count | None:
         """Have the coordinator know this; its answer, or None if the epoch is over. Raises as `Swarm.report`."""

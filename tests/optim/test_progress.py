@@ -230,6 +230,32 @@ def test_far_from_the_target_nothing_is_asked(swarm: FakeSwarm, tracker: RunProg
     assert swarm.asked == []
 
 
+def test_what_cannot_matter_yet_is_told_together(swarm: FakeSwarm, tracker: RunProgress) -> None:
+    tracker.report_local_progress(0.0)
+    for samples in range(1, 41):  # steps of no time
+        tracker.report_local_progress(float(samples))
+    wait_until(lambda: bool(swarm.reports) and swarm.reports[-1] == 40.0)
+    assert len(swarm.reports) < 20
+    assert tracker.global_progress.samples_accumulated == 40
+
+
+def test_what_was_kept_is_not_told_after_what_came_later(swarm: FakeSwarm, tracker: RunProgress) -> None:
+    tracker.report_local_progress(0.0)
+    tracker.report_local_progress(8.0)  # kept
+    swarm.others = 90.0
+    tracker.report_local_progress(101.0)  # told at once: the target is reached
+    time.sleep(0.1)
+    assert (swarm.reports, swarm.asked) == ([0.0], [101.0])
+
+
+def test_one_that_has_left_tells_nothing(swarm: FakeSwarm, tracker: RunProgress) -> None:
+    tracker.report_local_progress(0.0)
+    tracker.report_local_progress(8.0)
+    tracker.stop()
+    time.sleep(0.1)
+    assert swarm.reports == [0.0]
+
+
 def test_one_that_may_not_wait_does_not(swarm: FakeSwarm) -> None:
     reactor = Reactor.acquire()
     try:
