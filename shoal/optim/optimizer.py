@@ -18,11 +18,12 @@ from shoal.optim.accumulation import Accumulation
 from shoal.optim.assembly import make_gradients, make_run, rules_of, terms_of
 from shoal.optim.assistant import Assistant
 from shoal.optim.epochs import Epochs
-from shoal.optim.grad_averager import GradientAveragerFactory
+from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.handover import Handover
 from shoal.optim.machine import Machine
-from shoal.optim.progress import RunProgress
+from shoal.optim.own_gradients import AveragerGradients
+from shoal.optim.progress import LocalProgress, RunProgress
 from shoal.optim.refresh import refresh_of
 from shoal.optim.replica import Replica
 from shoal.optim.reports import Event
@@ -230,6 +231,19 @@ class Optimizer(torch.optim.Optimizer):
         background, the optimizer's own copy may be one further."""
         return self._epochs.applied.epoch
 
+    @property
+    def local_progress(self) -> LocalProgress:
+        """This peer's part of the epoch."""
+        return self.tracker.local_progress
+
+    def is_synchronized_with_peers(self) -> bool:
+        """Whether this peer is at the newest epoch that it has heard of, or the one before."""
+        return self.local_epoch >= self.tracker.global_epoch - 1
+
+    def is_alive(self) -> bool:
+        """Whether it takes part in the run: `shutdown` was not called, neither here nor on the DHT."""
+        return not self._closed and self.dht.is_alive()
+
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
@@ -318,6 +332,27 @@ class Optimizer(torch.optim.Optimizer):
         if self._ready:
             raise ValueError("the parameters of a run are fixed: give all groups when making the optimizer")
         super().add_param_group(param_group)
+
+    # -- names of the reference, whose optimizer has two averagers with a round each, and makes appointments for them
+
+    scheduled_grads = scheduled_state = None
+
+    @property
+    def opt(self) -> torch.optim.Optimizer:
+        """The wrapped optimizer."""
+        return self.optimizer
+
+    @property
+    def state_averager(self) -> Optimizer:
+        """What averages the state, has the epoch and serves newcomers: this optimizer."""
+        return self
+
+    @property
+    def grad_averager(self) -> Optimizer | GradientAverager | None:
+        """What averages gradients: what `grad_averager_factory` made, this optimizer, or with local updates nothing."""
+        if isinstance(self._gradients, AveragerGradients):
+            return self._gradients.averager
+        return None if self.use_local_updates else self
 
     # -- the rest
 

@@ -288,6 +288,37 @@ def test_reports_and_progress(alone: Alone) -> None:
     assert "epoch=1" in repr(optimizer)
 
 
+def test_names_of_the_reference(alone: Alone) -> None:
+    model = make_model()
+    optimizer = alone(model, target_batch_size=64, optimizer=sgd)
+    assert optimizer.opt is optimizer.optimizer
+    assert optimizer.state_averager is optimizer.grad_averager is optimizer
+    assert optimizer.scheduled_grads is optimizer.scheduled_state is None
+    optimizer.step(batch_size=48)
+    assert optimizer.local_progress == optimizer.tracker.local_progress
+    assert optimizer.local_progress.samples_accumulated == 48
+    assert optimizer.is_synchronized_with_peers()
+    tip = optimizer._run.tip
+    for epochs, in_step in ((1, True), (2, False)):
+        tip = tip.after(bytes(32), 64.0)
+        optimizer._run.swarm.behind = tip
+        assert optimizer.tracker.global_epoch == epochs
+        assert optimizer.is_synchronized_with_peers() == in_step
+    assert optimizer.is_alive()
+    optimizer.shutdown()
+    assert not optimizer.is_alive()
+
+
+def test_what_averages_gradients(alone: Alone) -> None:
+    optimizer = alone(make_model(), run_id="local", target_batch_size=64, optimizer=sgd, use_local_updates=True)
+    assert optimizer.grad_averager is None
+    own = alone(make_model(), target_batch_size=64, optimizer=sgd, grad_averager_factory=shoal.GradientAverager)
+    assert isinstance(own.grad_averager, shoal.GradientAverager)
+    assert own.grad_averager.is_alive()
+    own.shutdown()
+    assert not own.grad_averager.is_alive()
+
+
 def test_shutdown(dht: shoal.DHT) -> None:
     model = make_model()
     optimizer = shoal.Optimizer(
