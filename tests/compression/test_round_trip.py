@@ -68,6 +68,23 @@ def test_float16_stays_within_its_bound(values: list[float], dtype: torch.dtype)
             assert math.copysign(1, got) == math.copysign(1, value)
 
 
+@given(
+    st.integers(1, 5000),
+    st.lists(st.tuples(st.integers(0, 4999), numbers), max_size=2),
+    st.sampled_from(FLOATS),
+)
+def test_float16_clamps_wherever_a_value_overflows(
+    numel: int, odd: list[tuple[int, float]], dtype: torch.dtype
+) -> None:
+    chunk = torch.linspace(-HALF_MAX, HALF_MAX, numel, dtype=torch.float64)
+    for place, value in odd:
+        chunk[place % numel] = value
+    chunk = chunk.to(dtype)
+    expected = chunk.float().clamp(-HALF_MAX, HALF_MAX).half().float()
+    decoded = round_trip(Float16Compression(), chunk).float()
+    torch.testing.assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @given(st.lists(st.floats(width=16, allow_infinity=False), max_size=40), st.sampled_from(FLOATS[:3]))
 def test_float16_keeps_values_that_are_float16(values: list[float], dtype: torch.dtype) -> None:
     chunk = torch.tensor(values, dtype=dtype)
