@@ -11,10 +11,9 @@ from torch import Tensor
 from shoal.compression.blocks import BlockCodec
 
 _SAMPLES: Final = 256  # of which the mean is taken; times 2**14, the largest in scales, is exact in float32
-_EXPONENT: Final = 0xFF << 23  # of the bits of a float32; 1 << 23 is a factor of two
-_SMALLEST_EXPONENT: Final = 15 << 23
-_SCALE: Final = 13 << 23  # the scale is 2**13 below the largest absolute value, and the distances at most 2**15 scales
-_RECIPROCAL: Final = (254 << 23) + _SCALE
+_EXPONENT: Final = 0xFF << 23  # of the bits of a float32; without the others it is a power of two, or infinity
+_SCALE: Final = 2.0**-13  # of the largest absolute value, so that distances are at most 2**15 scales
+_SMALLEST_SCALE: Final = 2.0**-125
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +36,11 @@ class ScaledFloat16Compression(BlockCodec):
     code: ClassVar[torch.dtype] = torch.float16
 
     def _compress_blocks(self, values: Tensor, statistics: Tensor, codes: Tensor) -> None:
-        largest = torch.maximum(-values.amin(1, keepdim=True), values.amax(1, keepdim=True))
-        not_finite = largest * 0  # 0, or NaN
-        exponent = largest.view(torch.int32).bitwise_and_(_EXPONENT).clamp_(min=_SMALLEST_EXPONENT)
-        scale, inverse = (exponent - _SCALE).view(torch.float32), (_RECIPROCAL - exponent).view(torch.float32)
+        scale = torch.maximum(values.amin(1, keepdim=True).neg_(), values.amax(1, keepdim=True))
+        scale.mul_(_SCALE).clamp_(min=_SMALLEST_SCALE).view(torch.int32).bitwise_and_(_EXPONENT)
+        inverse = scale.reciprocal()  # exact; 0 if the scale is infinite, since a value is infinite or NaN
         mean = _mean(_sample(values) * inverse).mul_(scale)
-        statistics[:, :1] = mean + not_finite
-        statistics[:, 1:] = scale
+        torch.cat((mean, scale), 1, out=statistics)
         codes.copy_(torch.sub(values, mean).mul_(inverse))
 
     def _extract_blocks(self, values: Tensor, statistics: Tensor, codes: Tensor) -> None:
