@@ -110,13 +110,20 @@ MB of float32 a second, medians, one thread, normal values. *Decode* is decoding
 reducer does. Shoal encodes chunks of 2**18 elements, as in a round; hivemind is given all elements at once. hivemind's
 `BlockwiseQuantization` is that of bitsandbytes, which starts threads of its own to encode.
 
-The floor, µs for 1 MiB, the least of 600 calls on the machine of the results of 2026-11-21: a kernel that reads and
-writes 1 MiB (clamp, subtract, multiply) takes 20 to 24, one more in place 8, extremes of rows 13 each, a sum 11,
-converting to float16 15. torch has no kernel that does two of these at once. So `Float16Compression` takes 37 (clamp,
-convert) of its 41, and hivemind 77. `ScaledFloat16Compression` takes 139: 29 for the extremes, 31 to subtract and
-scale, 15 to convert, 19 for the mean of a sample, 11 for the scales, the rest for what is small; hivemind takes 161,
-with one mean and deviation for all elements. Half of that are 80, and the extremes, subtracting, scaling and converting
-alone are 75: twice as fast as hivemind at encoding is out of reach here for a codec with blocks."""
+Where encoding to 16 bits spends its time, µs for 1 MiB, the least of 800 calls on 2026-11-21 beside other work on the
+machine. A kernel that reads 1 MiB and writes it elsewhere (clamp, subtract) takes 21 to 25, one in place 13, extremes
+of rows 14 each, converting to float16 15. `Float16Compression` takes 34 (42 when it always clamped), hivemind 79: it
+converts, adds the result up in 12, and clamps only if the sum is not finite. That also happens without an overflow,
+where the mean of so large a chunk is beyond ±0.25, and then it takes 75. `ScaledFloat16Compression` takes 124 to 137
+(139 to 149 before), hivemind, with one mean and deviation for all elements, 154 to 173. Alone: extremes 28, subtracting
+and scaling 33, converting 15, the mean of a sample 15, scales 9, what does not depend on the number of elements 14.
+
+torch has a kernel that does more at once: `native_group_norm` takes mean and deviation of all blocks and normalises
+them in 56. A trial with it took 92 where hivemind took 164 to 172: 1.8 times as fast. It is not used. It misses the
+promise too (normalising and converting alone are 75); its sums depend on the width of the vector instructions (other
+bytes with `ATEN_CPU_CAPABILITY=default` than with `avx2`), so that unlike machines with the same state would offer
+manifests with unlike digests; and blocks that are constant, or whose squares leave float32's range, would need the
+present way beside it."""
 ERROR_NOTE = f"""\
 {CHUNK} elements. *Heavy*: Student's t with 3 degrees of freedom. *Sparse*: one in 20 is not zero. *Shifted*: mean 1,
 deviation 0.01. The bounds of the promises leave 1% and 10% for chance: the two sides round elsewhere."""
