@@ -138,16 +138,15 @@ class RoundDriver:
 
     def on_chunk(self, peer: PeerID, message: Part | Result, buffers: Sequence[memoryview]) -> None:
         """A chunk has come. Raises Refused, and complains of the sender, if it does not belong here."""
-        attempt, begin = self.attempt, self._participant.begin
-        if attempt is None or begin is None or begin.round != message.round:
+        exchange = self._exchange
+        if exchange is None or exchange.book.begin.round != message.round:
             if self._participant.has_committed(message.round):
                 return  # late, from a member that was left out
-            if attempt is None or begin is not None:
+            if self.attempt is None or exchange is not None:
                 raise Refused("this peer is not in that round")
             self._keep_early(peer, message, buffers)
             return
-        assert attempt.exchange is not None
-        book = attempt.exchange.book
+        book = exchange.book
         if peer.key in book.out:
             return
         if message.plan > book.plan and peer.key in book.weights:
@@ -155,9 +154,9 @@ class RoundDriver:
             return
         try:
             if isinstance(message, Part):
-                attempt.exchange.part(peer.key, message, buffers)
+                exchange.part(peer.key, message, buffers)
             else:
-                attempt.exchange.result(peer.key, message, buffers)
+                exchange.result(peer.key, message, buffers)
         except RuleBroken as error:
             self.complain(peer.key, str(error))
             raise Refused(str(error)) from error
@@ -174,8 +173,7 @@ class RoundDriver:
             return
         if exchange.book.complete:
             ballot = participant.was_complete()
-            done = Done(exchange.book.begin.round, ballot, exchange.book.root())
-            self._channel.notify([ballot.coordinator], done)
+            self._channel.notify([ballot.coordinator], Done(exchange.book.begin.round, ballot, exchange.book.root()))
 
     def on_survey(self, peer: PeerID, survey: Survey, buffers: Sequence[memoryview]) -> Have | Elsewhere:
         """A coordinator puts members out and asks what the others hold. Raises Refused if it must not be followed."""
@@ -200,8 +198,7 @@ class RoundDriver:
         exchange.put_out(survey.out)
         book = exchange.book
         digests = tuple(book.digests) if book.receives[self._participant.me] else ()
-        out = tuple(book.out)
-        return Have(survey.ballot, digests, self._participant.done, out, self._participant.repair, None)
+        return Have(survey.ballot, digests, self._participant.done, tuple(book.out), self._participant.repair, None)
 
     def on_repair(self, peer: PeerID, repair: Repair) -> Follows:
         """A coordinator says where chunks come from now. Raises Refused if it must not be followed."""
@@ -237,12 +234,11 @@ class RoundDriver:
 
     def on_commit(self, commit: Commit) -> None:
         """The round of this peer's tip is committed, with this peer or without it."""
-        attempt, begin = self.attempt, self._participant.begin
-        if attempt is not None and begin is not None and begin.round == commit.round:
-            exchange = attempt.exchange
-            if exchange is not None and exchange.book.complete and exchange.book.root() in (commit.root, b""):
-                attempt.outcome = self._outcome(attempt, begin, commit, missed=False)
-                self._last = exchange
+        attempt, exchange = self.attempt, self._exchange
+        if attempt is None or exchange is None or exchange.book.begin.round != commit.round:
+            return
+        if exchange.book.complete and exchange.book.root() in (commit.root, b""):
+            self._has_result(attempt, exchange, commit, missed=False)
 
     async def fetch_committed(self, attempt: Attempt, commit: Commit) -> None:
         """Get the average of a round that went on without this peer, from those who were in it. Raises Behind if nobody
@@ -252,13 +248,12 @@ class RoundDriver:
             commit, lambda begin: attempt.contribution.open(begin, self._channel.notify, lambda key, reason: None)
         )
         attempt.began = self._now()
-        self._last = exchange
-        attempt.outcome = self._outcome(attempt, exchange.book.begin, commit, missed=True)
+        self._has_result(attempt, exchange, commit, missed=True)
 
-    def _outcome(self, attempt: Attempt, begin: Begin, commit: Commit, *, missed: bool) -> Outcome:
-        node = self._channel.node
-        return Outcome(
-            begin=begin,
+    def _has_result(self, attempt: Attempt, exchange: Exchange, commit: Commit, *, missed: bool) -> None:
+        node, self._last = self._channel.node, exchange
+        attempt.outcome = Outcome(
+            begin=exchange.book.begin,
             commit=commit,
             gathered=attempt.gathered,
             missed=missed,
@@ -297,10 +292,9 @@ class RoundDriver:
         """Tell the coordinator that this peer can't go on with that member; `fault` if it has broken a rule."""
         begin, ballot = self._participant.begin, self._participant.ballot
         if begin is not None and ballot is not None:
-            me = self._channel.node.peer_id
+            me = self._membership.me.peer
             log.info("%r in round of epoch %d: %r: %s", me, begin.tip.epoch, PeerID(key), reason)
-            broken = Broken(begin.round, key, fault, reason[:256])
-            self._channel.notify([ballot.coordinator], broken)
+            self._channel.notify([ballot.coordinator], Broken(begin.round, key, fault, reason[:256]))
 
     def on_waiting(self, peer: PeerID, message: Waiting) -> None:
         """A member's user has not allowed the round yet. Raises Refused if that is no member of this peer's round."""
