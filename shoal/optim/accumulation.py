@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -104,6 +106,23 @@ class Accumulation:
         """Be waited for no more, while this peer goes over to another state."""
         if self._own is not None:
             self._own.leave()
+
+    def averager_state(self) -> dict[str, Any]:
+        """What the averager carries from one epoch to the next."""
+        return {} if self._own is None else self._own.averager.state_dict()
+
+    def load_averager_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from that; from {} as if it had averaged nothing. Raises ValueError if it is another averager's."""
+        try:
+            if self._own is not None:
+                self._own.averager.load_state_dict(state)
+            elif state:
+                raise ValueError("this optimizer has none")
+        except ValueError as error:
+            raise ValueError(
+                f"the state dict was saved with another grad_averager_factory: {error}; to go on without what that "
+                'averager kept, remove state_dict["shoal"]["grad_averager"]'
+            ) from error
 
     def stop(self) -> None:
         """Leave for good; who waits for an average gets none."""

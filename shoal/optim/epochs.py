@@ -172,12 +172,15 @@ class Epochs:
     def state_dict(self) -> dict[str, Any]:
         """See `Optimizer`."""
         self.take_result(wait=True)
-        return self._replica.state_dict()
+        state = self._replica.state_dict()
+        state["shoal"]["grad_averager"] = self._accumulation.averager_state()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Optimizer`."""
         self.take_result(wait=True)
         self._accumulation.leave()
+        self._accumulation.load_averager_state(state_dict.get("shoal", {}).get("grad_averager", {}))
         self._replica.load_state_dict(state_dict, self._settings.target_batch_size)
         self._run.follow(self._replica.tip)
         self._go_on_from(self._replica.tip)

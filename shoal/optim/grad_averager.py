@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -266,6 +266,19 @@ class GradientAverager(DecentralizedAverager):
             finally:
                 for parameter, gradient in zip(self.parameters, before, strict=True):
                     parameter.grad = gradient
+
+    # -- saved and loaded
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is carried from one step to the next, plain data and tensors: here nothing. What was accumulated since
+        the last step is not in it. `shoal.Optimizer` saves it with its own state."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned; from {} as if no step had been made. Raises ValueError, and changes
+        nothing, if it is another averager's."""
+        if state_dict:
+            raise ValueError(f"{type(self).__name__} carries nothing on, and was given {', '.join(state_dict)}")
 
 
 GradientAveragerFactory = Callable[..., GradientAverager]

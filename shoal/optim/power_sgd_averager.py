@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,8 +99,7 @@ class PowerSGDGradientAverager(GradientAverager):
         plain = [torch.empty_like(gradients[index], device="meta") for index in self._plain]
         self._left = Vector(Layout.of(lefts).on("cpu"), self._compression)
         self._right = Vector(Layout.of([*rights, *plain]).on("cpu"), self._compression)
-        self._errors: Tensors = [torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in self._shapes]
-        self._qs = self._random(bytes(16))  # the same at all peers
+        self._begin_anew()
         self._rules = dataclasses.replace(self._rules, sizes=self._left.sizes)
         if start:
             self.run_in_background()
@@ -109,6 +108,32 @@ class PowerSGDGradientAverager(GradientAverager):
         """See `DecentralizedAverager`."""
         own = {"averager_rank": str(self.rank), "min_compression_ratio": f"{self.min_compression_ratio:g}"}
         return super().agreed_options() | own
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is carried from one step to the next: "q", the same at all members of the last step, and "errors", this
+        peer's own; a float32 matrix on the CPU for each compressed gradient. A step that is under way is waited for."""
+        with self.lock_averaged_tensors:
+            return {"q": list(self._qs), "errors": list(self._errors)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a copy of what `state_dict` returned; from {} as if no step had been made. Peers that go on from
+        different steps have different Qs: they agree on others, as with a newcomer.
+
+        Raises ValueError, and changes nothing, if it is another averager's: of other gradients, or of another rank.
+        """
+        with self.lock_averaged_tensors:
+            if not state_dict:
+                self._begin_anew()
+                return
+            mine, given = _kinds({"q": self._qs, "errors": self._errors}), _kinds(state_dict)
+            if given != mine:
+                raise ValueError(f"this averager carries on {mine}, and was given {given}")
+            self._qs = [tensor.to("cpu", copy=True) for tensor in state_dict["q"]]
+            self._errors = [tensor.to("cpu", copy=True) for tensor in state_dict["errors"]]
+
+    def _begin_anew(self) -> None:
+        self._errors: Tensors = [torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in self._shapes]
+        self._qs = self._random(bytes(16))  # the same at all peers
 
     def _random(self, seed: bytes) -> Tensors:
         generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)
@@ -234,6 +259,14 @@ def _orthonormal(matrices: Tensors) -> Tensors:
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
+
+
+def _kinds(tensors: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Shapes and dtypes, as they are compared and shown."""
+    return {
+        name: [f"{tuple(t.shape)} {t.dtype}" if isinstance(t, torch.Tensor) else type(t).__name__ for t in values]
+        for name, values in tensors.items()
+    }
 
 
 def _digest(tensors: Tensors) -> bytes:

@@ -103,7 +103,15 @@ def test_a_state_dict_of_another_model_is_refused(alone: Alone) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [{}, {"offload_optimizer": True}, {"delay_grad_averaging": True}, {"use_local_updates": True}], ids=str
+    "option",
+    [
+        {},
+        {"offload_optimizer": True},
+        {"delay_grad_averaging": True},
+        {"use_local_updates": True},
+        {"own_averager": "PowerSGDGradientAverager"},
+    ],
+    ids=str,
 )
 def test_a_run_stopped_and_started_again(pool: Pool, tmp_path: Path, option: dict[str, Any]) -> None:
     """In other processes, from files: it goes on where it was, bit for bit. (Peers keep who they are, too: gradients
