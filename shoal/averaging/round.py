@@ -241,14 +241,16 @@ class RoundDriver:
             self._has_result(attempt, exchange, commit, missed=False)
 
     async def fetch_committed(self, attempt: Attempt, commit: Commit) -> None:
-        """Get the average of a round that went on without this peer, from those who were in it. Raises Behind if nobody
-        has it any more."""
-        self._last = None  # its memory is written again
-        exchange = await self._fetching.fetch_committed(
-            commit, lambda begin: attempt.contribution.open(begin, self._channel.notify, lambda key, reason: None)
-        )
+        """Get the average of a round that went on without this peer, from those who were in it; or that this peer has,
+        but did not use. Raises Behind if nobody has it any more."""
+        exchange, self._last = self._last, None  # its memory is written again, but for what it is asked for
+        missed = exchange is None or exchange.book.begin.round != commit.round
+        if exchange is None or missed:
+            exchange = await self._fetching.fetch_committed(
+                commit, lambda begin: attempt.contribution.open(begin, self._channel.notify, lambda key, reason: None)
+            )
         attempt.began = self._now()
-        self._has_result(attempt, exchange, commit, missed=True)
+        self._has_result(attempt, exchange, commit, missed=missed)
 
     def _has_result(self, attempt: Attempt, exchange: Exchange, commit: Commit, *, missed: bool) -> None:
         node, self._last = self._channel.node, exchange

@@ -73,6 +73,10 @@ class Epochs:
         if self._handover.is_behind:
             self._synchronise()
         elif batch_size:
+            if self._settings.in_background and not self._background.busy:
+                # The round was called while this step was under way: its samples are more than the epoch needs, and
+                # its gradient is that of parameters which the next one begins with, too.
+                self._end_if_due()
             self._accumulation.add(batch_size, grad_scaler)
         self._count()
 
@@ -93,8 +97,14 @@ class Epochs:
                 self.take_result(wait=True)  # this peer has its part of that epoch: one epoch late is the most
                 if background.failed:
                     return  # the next step tries again
+        self._end_if_due(accumulation.samples)
+
+    def _end_if_due(self, samples: float | None = None) -> None:
+        """End the epoch if its round is due, after `samples` were reported if there are more than before."""
+        background = self._background
         try:
-            self._tracker.report_local_progress(accumulation.samples)
+            if samples is not None:
+                self._tracker.report_local_progress(samples)
             if self._tracker.ready_to_update_epoch:
                 if background.busy:
                     self.take_result(wait=True)  # one epoch late is the most

@@ -177,6 +177,7 @@ class Optimizer(torch.optim.Optimizer):
         self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
         self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
         self.use_local_updates, self.reuse_grad_buffers = use_local_updates, reuse_grad_buffers
+        self._step_supports_amp_scaling = reuse_grad_buffers  # so torch's own scaler comes to `step`, which refuses it
         self.on_event: Callable[[Event], None] | None = None
         self._ready = self._closed = False
         groups: Any = wrapped.param_groups if self._host is None else self._host.param_groups(wrapped)

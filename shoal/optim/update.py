@@ -219,7 +219,8 @@ class Background:
     Attributes:
         tip: of the state after it, as soon as that is known; None before.
         samples: that this peer brought to it.
-        failed: whether the last one found no average, and is to be begun again with what it had.
+        failed: whether the last one found no average, or made no step with it, and is to be begun again with what it
+            had.
     """
 
     def __init__(self, end: EpochEnd, *, steps: bool) -> None:
@@ -259,14 +260,15 @@ class Background:
         return averaged
 
     def take(self) -> Averaged | None:
-        """Wait for the result; None if it `failed`. Raises what the thread raised."""
+        """Wait for the result; None if it found no average. Raises what the thread raised: it has `failed` then, unless
+        others are past this epoch (Behind)."""
         assert self._future is not None
-        future, self._future = self._future, None
-        try:
-            averaged = future.result()
-        finally:
-            self.tip = None
-        self.failed = averaged is None
+        future, self._future, self.tip = self._future, None, None
+        error = future.exception()
+        averaged = None if error is not None else future.result()
+        self.failed = averaged is None and not isinstance(error, Behind)
+        if error is not None:
+            raise error
         return averaged
 
     def stop(self, timeout: float) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shoal
-from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model, train_alone
+from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, fused, make_model, train_alone
 from tests.optim.processes import Pool, by_epoch, events, training, wait_until
 
 Alone = Callable[..., shoal.Optimizer]
@@ -138,6 +138,50 @@ def test_errors_of_the_background_surface_in_the_next_step(alone: Alone) -> None
         time.sleep(0.01)
     with pytest.raises(ArithmeticError, match="the step broke"):
         optimizer.step(batch_size=0)
+
+
+def end_epoch(optimizer: shoal.Optimizer, batch_size: int) -> None:
+    """Make a step with so many samples, and then wait until the first epoch is over."""
+    deadline = time.monotonic() + 30
+    optimizer.step(batch_size=batch_size)
+    while optimizer.local_epoch == 0:
+        optimizer.step(batch_size=0)
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("option", ["delay_grad_averaging", "delay_optimizer_step", None])
+def test_a_step_that_failed_is_made_with_the_same_average(alone: Alone, option: str | None) -> None:
+    """Nobody else has it who could be asked, and what was accumulated since is for the next epoch."""
+    model, plain = make_model(), make_model()
+
+    class BreaksOnce(torch.optim.SGD):
+        broken = False
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if not self.broken:
+                self.broken = True
+                raise ArithmeticError("the step broke")
+            super().step()
+
+    optimizer = alone(
+        model,
+        target_batch_size=64,
+        optimizer=lambda params: BreaksOnce(params, lr=0.1),
+        **({} if option is None else {option: True}),
+    )
+    backward(model, *fixed_batch(0))
+    with pytest.raises(ArithmeticError, match="the step broke"):
+        end_epoch(optimizer, 64)
+    assert optimizer.local_epoch == 0
+    if option is not None:
+        backward(model, *fixed_batch(1))
+        optimizer.step(batch_size=48)
+    end_epoch(optimizer, 0)
+    backward(plain, *fixed_batch(0))
+    fused(torch.optim.SGD(plain.parameters(), lr=0.1)).step()
+    assert torch.equal(flat(model), flat(plain))
+    assert optimizer.tracker.local_progress.samples_accumulated == (0 if option is None else 48)
+    assert optimizer.local_epoch == optimizer.tracker.global_epoch == 1
 
 
 def test_a_checkpoint_waits_for_what_is_under_way(alone: Alone) -> None:

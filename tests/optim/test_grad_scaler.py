@@ -151,6 +151,16 @@ def test_step_with_grad_scaler(alone: Alone) -> None:
     torch.testing.assert_close(flat(model), flat(plain), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop:FutureWarning")
+def test_torchs_own_would_unscale_what_is_held_again_and_is_refused(alone: Alone) -> None:
+    model = make_model()
+    optimizer = alone(model, target_batch_size=128, optimizer=OPTIMIZERS["sgd"], reuse_grad_buffers=True)
+    theirs = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    scaled_backward(model, theirs, *fixed_batch(0))
+    with pytest.raises(ValueError, match="give a shoal"):
+        theirs.step(optimizer, batch_size=64)
+
+
 def test_other_optimizers_are_left_to_torch() -> None:
     models = [make_model(), make_model()]
     locals_ = [OPTIMIZERS["adamw"](model.parameters()) for model in models]
