@@ -99,7 +99,7 @@ class PowerSGDGradientAverager(GradientAverager):
         plain = [torch.empty_like(gradients[index], device="meta") for index in self._plain]
         self._left = Vector(Layout.of(lefts).on("cpu"), self._compression)
         self._right = Vector(Layout.of([*rights, *plain]).on("cpu"), self._compression)
-        self._begin_anew()
+        self._qs, self._errors = self._first()
         self._rules = dataclasses.replace(self._rules, sizes=self._left.sizes)
         if start:
             self.run_in_background()
@@ -123,7 +123,7 @@ class PowerSGDGradientAverager(GradientAverager):
         """
         with self.lock_averaged_tensors:
             if not state_dict:
-                self._begin_anew()
+                self._qs, self._errors = self._first()
                 return
             mine, given = _kinds({"q": self._qs, "errors": self._errors}), _kinds(state_dict)
             if given != mine:
@@ -131,9 +131,11 @@ class PowerSGDGradientAverager(GradientAverager):
             self._qs = [tensor.to("cpu", copy=True) for tensor in state_dict["q"]]
             self._errors = [tensor.to("cpu", copy=True) for tensor in state_dict["errors"]]
 
-    def _begin_anew(self) -> None:
-        self._errors: Tensors = [torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in self._shapes]
-        self._qs = self._random(bytes(16))  # the same at all peers
+    def _first(self) -> tuple[Tensors, Tensors]:
+        """The Qs and errors of the first step; the Qs are the same at all peers."""
+        return self._random(bytes(16)), [
+            torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in self._shapes
+        ]
 
     def _random(self, seed: bytes) -> Tensors:
         generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -100,6 +101,22 @@ def test_a_state_dict_of_another_model_is_refused(alone: Alone) -> None:
     with pytest.raises(ValueError, match="parameter group"):
         optimizer.load_state_dict(other.state_dict())
     assert optimizer.local_epoch == 0
+
+
+def test_what_another_averager_of_gradients_kept_is_refused(alone: Alone) -> None:
+    factory = functools.partial(shoal.PowerSGDGradientAverager, averager_rank=2)
+    model = make_model()
+    optimizer = alone(model, target_batch_size=64, optimizer=OPTIMIZERS["adamw"], grad_averager_factory=factory)
+    train(model, optimizer, range(2))
+    saved = optimizer.state_dict()
+    for other in (None, shoal.GradientAverager, functools.partial(factory, averager_rank=1)):
+        second = alone(make_model(), target_batch_size=64, optimizer=OPTIMIZERS["adamw"], grad_averager_factory=other)
+        with pytest.raises(ValueError, match=r"another grad_averager_factory: .*\[\"shoal\"\]\[\"grad_averager\"\]"):
+            second.load_state_dict(saved)
+        assert second.local_epoch == 0
+    without = {**saved, "shoal": {name: value for name, value in saved["shoal"].items() if name != "grad_averager"}}
+    second.load_state_dict(without)
+    assert second.local_epoch == 2
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,48 @@ def test_it_trains_as_well_as_whole_gradients() -> None:
     assert thin < untrained / 20
 
 
+def test_what_was_saved_goes_on() -> None:
+    def results(rank: int, saved: list[dict[str, Any]]) -> list[tuple[list[torch.Tensor], dict[str, Any]]]:
+        with started(makers(2, rank=rank), target_group_size=2) as averagers:
+            for averager, state in zip(averagers, saved, strict=True):
+                averager.load_state_dict(state)
+            for number, averager in enumerate(averagers):
+                give(averager, number)
+            finish([averager.step(wait=False) for averager in averagers], 2)
+            return [(result_of(averager), averager.state_dict()) for averager in averagers]
+
+    first = results(2, [{}, {}])
+    saved = [state for _, state in first]
+    assert [tuple(q.shape) for q in saved[0]["q"]] == [(30, 2), (10, 2)]
+    assert not torch.equal(saved[0]["errors"][0], saved[1]["errors"][0])
+    second = results(2, saved)
+    assert not torch.equal(first[0][0][0], second[0][0][0]), "what was given was not gone on from"
+    assert all(torch.equal(a, b) for a, b in zip(second[0][0], second[1][0], strict=True))
+    again = results(2, saved)
+    assert all(torch.equal(a, b) for a, b in zip(second[0][0], again[0][0], strict=True)), "what was given was changed"
+    mixed = results(2, [saved[0], {}])  # as after a restart of one peer, without its file
+    assert all(torch.equal(a, b) for a, b in zip(mixed[0][0], mixed[1][0], strict=True))
+
+
+def test_what_another_averager_saved_is_refused() -> None:
+    with shoal.DHT(start=True) as dht:
+        options: dict[str, Any] = {"dht": dht, "prefix": "test", "start": False}
+        averager = PowerSGDGradientAverager(parameters(), 2, **options)
+        before = averager.state_dict()
+        given = PowerSGDGradientAverager(parameters(), 1, **options).state_dict()
+        doubles = {name: [tensor.double() for tensor in tensors] for name, tensors in before.items()}
+        for wrong in (given, doubles, {"q": before["q"]}, {"q": before["q"], "errors": [1, 2]}):
+            with pytest.raises(ValueError, match=r"this averager carries on .*, and was given"):
+                averager.load_state_dict(wrong)
+        after = averager.state_dict()
+        assert all(a is b for name in before for a, b in zip(before[name], after[name], strict=True))
+        plain = GradientAverager(parameters(), **options)
+        assert plain.state_dict() == {}
+        plain.load_state_dict({})
+        with pytest.raises(ValueError, match="carries nothing on, and was given q, errors"):
+            plain.load_state_dict(before)
+
+
 def test_arguments() -> None:
     assert [matrix_shape(shape) for shape in [(3,), (4, 5), (6, 8, 10), (2, 2, 2, 2), (64, 3, 3, 3)]] == [
         (3, 1), (4, 5), (48, 10), (4, 4), (64, 27),
