@@ -12,7 +12,6 @@ from shoal.averaging.messages import Terms
 from shoal.averaging.options import term_of
 from shoal.averaging.rules import Rules
 from shoal.dht.dht import DHT
-from shoal.flat import Layout
 from shoal.optim.grad_averager import GradientAveragerFactory
 from shoal.optim.gradients import GradientBuffers, Gradients
 from shoal.optim.own_gradients import AveragerGradients
@@ -29,6 +28,7 @@ def make_gradients(
     `AveragerGradients`, whose `factory` may be given."""
     if settings.use_local_updates:
         return None
+    given = settings.averager_opts
     if factory is not None:
         return AveragerGradients(
             dht.peer_id.key,
@@ -44,7 +44,8 @@ def make_gradients(
             client_mode=settings.client_mode,
             reuse_grad_buffers=settings.reuse_grad_buffers,
             compression=settings.grad_compression,
-            bandwidth=settings.averager_opts.get("bandwidth"),
+            bandwidth=given.get("bandwidth"),
+            **{name: given[name] for name in ("request_timeout", "sender_timeout", "reducer_timeout") if name in given},
         )
     assert settings.grad_compression is not None
     return GradientBuffers(
@@ -57,15 +58,19 @@ def make_gradients(
 
 def make_run(settings: Settings, dht: DHT, terms: Terms, rules: Rules) -> Run:
     """This peer's part in the run, not started."""
+    given = settings.averager_opts
     return Run(
         dht,
         settings.run_id,
         terms,
         rules,
         role=settings.role,
-        bandwidth=settings.averager_opts.get("bandwidth"),
+        bandwidth=given.get("bandwidth"),
         chunk_timeout=settings.next_chunk_timeout,
-        request_timeout=settings.averager_opts.get("request_timeout"),
+        sender_timeout=given.get("sender_timeout"),
+        reducer_timeout=given.get("reducer_timeout"),
+        request_timeout=given.get("request_timeout"),
+        shares_state=given.get("allow_state_sharing", True),
     )
 
 
@@ -81,16 +86,21 @@ def terms_of(
     """All that must be equal in a run."""
     schemas = [replica.shared.layout.schema_hash]
     agreed = settings.agreed() | {
-        "tracker_opts": term_of(str(refresh)),
+        "tracker_opts": term_of(refresh.term),
         "optimizer": type(optimizer).__name__,
         "scheduler": type(scheduler).__name__,
-        "extra_tensors": Layout.of(extra_tensors).schema_hash.hex(),
+        "extra_tensors": term_of(_shapes(extra_tensors)),
     }
     if isinstance(gradients, GradientBuffers):
         schemas.append(gradients.layout.schema_hash)
     elif isinstance(gradients, AveragerGradients):
         agreed["grad_averager_factory"] = term_of(gradients.terms)
     return Terms(agreed, blake3(b"".join(schemas)).digest())
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    """Dtypes and shapes, as whoever gave others may read them."""
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors) or "none"
 
 
 def rules_of(settings: Settings, replica: Replica, gradients: Gradients | None) -> Rules:

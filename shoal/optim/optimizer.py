@@ -98,8 +98,12 @@ class Optimizer(torch.optim.Optimizer):
         extra_tensors: shared with newcomers beside the parameters and the optimizer's state; those of floating point
             are averaged too.
         averager_opts: `bandwidth` (of this peer, in any unit that all share), `request_timeout` (seconds that a
-            coordinator may take to answer; 10), `min_matchmaking_time` and `next_chunk_timeout` (in place of the
-            arguments).
+            coordinator may take to answer; 10), `sender_timeout` and `reducer_timeout` (seconds of silence after which
+            this peer has one left out that owes it parts, or averages; `next_chunk_timeout`, and twice that),
+            `allow_state_sharing` (whether newcomers get this peer's state; by default nodes'), and in place of
+            arguments `min_matchmaking_time`, `next_chunk_timeout` and `min_group_size` (`min_peers`). Taken, and
+            without a use: `target_group_size` (the peers of a run average all together, at most 1024),
+            `part_size_bytes`, `min_vector_size`, `declare_state_period`, `daemon`. None stands for the default.
         tracker_opts: of `ProgressTracker`.
         performance_ema_alpha: weight of the newest measurement in the moving average of samples per second.
         shutdown_timeout: seconds that `shutdown` waits.
@@ -109,8 +113,9 @@ class Optimizer(torch.optim.Optimizer):
             then goes on accumulating.
 
     All peers of a run need equal options, but for batch_size_per_step, client_mode, auxiliary, reuse_grad_buffers,
-    offload_optimizer, verbose, and `bandwidth` in averager_opts: a peer that differs is told so by an AveragingError
-    with the option's name, here or in its first `step`.
+    offload_optimizer, verbose, `status_loglevel` in tracker_opts, and in averager_opts `bandwidth`, `sender_timeout`,
+    `reducer_timeout` and `allow_state_sharing`: a peer that differs is told so by an AveragingError with the option's
+    name, here or in its first `step`.
 
     Attributes:
         on_event: called in the trainer's thread with an `EpochReport` or `DownloadReport`, if it is not None.

@@ -40,7 +40,9 @@ class Run:
         role: what this peer does in rounds; a client declares no addresses, even if the DHT has some.
         bandwidth: of `Member`.
         chunk_timeout: seconds of silence after which a member that holds up a round is left out; None for the default.
+        sender_timeout, reducer_timeout: of `Swarm`; None for the default.
         request_timeout: seconds that the coordinator may take to answer; None for the default.
+        shares_state: whether newcomers get this peer's state.
     """
 
     def __init__(
@@ -53,7 +55,10 @@ class Run:
         role: Role,
         bandwidth: float | None = None,
         chunk_timeout: float | None,
+        sender_timeout: float | None = None,
+        reducer_timeout: float | None = None,
         request_timeout: float | None = None,
+        shares_state: bool = True,
     ) -> None:
         visible = () if role is Role.CLIENT else dht.get_visible_maddrs()
         addresses = tuple(str(address) for address in visible)[:MAX_ADDRESSES]
@@ -68,9 +73,11 @@ class Run:
             terms,
             rules,
             chunk_timeout=chunk_timeout,
+            sender_timeout=sender_timeout,
+            reducer_timeout=reducer_timeout,
             request_timeout=JOIN_TIMEOUT if request_timeout is None else request_timeout,
         )
-        self._state_service = f"state/{run_id}"
+        self._state_service, self._shares_state = f"state/{run_id}", shares_state
         self._random = random.Random(me.key)
         self._state_changed = asyncio.Event()
         self._under_way: set[Future[Any]] = set()
@@ -90,7 +97,9 @@ class Run:
             except BaseException:  # cancelled, too: who did not start must not stay listed
                 self.swarm.stop()
                 raise
-            return StateDonor(self.dht.node, self._state_service, take_snapshot, lambda: self.swarm.tip)
+            return StateDonor(
+                self.dht.node, self._state_service, take_snapshot, lambda: self.swarm.tip, allow=self._shares_state
+            )
 
         self._donor = self._wait(start())
 

@@ -16,7 +16,17 @@ from shoal.compression import Compression, NoCompression
 MAX_SECONDS = 86400
 
 COMPRESSIONS = ("grad_compression", "state_averaging_compression", "load_state_compression")
-AVERAGER_OPTIONS = ("bandwidth", "min_matchmaking_time", "next_chunk_timeout", "request_timeout")
+# Options of an averager that stand for an argument.
+IN_PLACE_OF = {
+    "min_matchmaking_time": "matchmaking_time",
+    "next_chunk_timeout": "next_chunk_timeout",
+    "min_group_size": "min_peers",
+}
+AVERAGER_TIMES = ("min_matchmaking_time", "next_chunk_timeout", "request_timeout", "sender_timeout", "reducer_timeout")
+AVERAGER_OPTIONS = (*AVERAGER_TIMES, "bandwidth", "min_group_size", "allow_state_sharing")
+# Options of the reference's averagers that have nothing to do here: the peers of a run average all together, in chunks
+# of a size that suits the model and divided by bandwidth; whoever has the state is known; no process is started.
+WITHOUT_USE = ("target_group_size", "part_size_bytes", "min_vector_size", "declare_state_period", "daemon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +67,7 @@ class Settings:
     @classmethod
     def of(cls, arguments: Mapping[str, Any], **others: Any) -> Settings:
         """Those of the arguments that are settings, with `others` in their place."""
+        check_names(arguments["average_opt_statistics"])
         return cls(**{f.name: arguments[f.name] for f in fields(cls) if f.name not in others}, **others)
 
     def __post_init__(self) -> None:
@@ -70,18 +81,18 @@ class Settings:
             fill(self, "delay_optimizer_step", self.delay_grad_averaging)
         if self.offload_optimizer is None:
             fill(self, "offload_optimizer", bool(self.delay_optimizer_step))
+        fill(self, "averager_opts", _averager_options(self.averager_opts))
         self._check_each()
         self._check_together()
-        for name in ("min_matchmaking_time", "next_chunk_timeout"):
+        for name, argument in IN_PLACE_OF.items():
             if name in self.averager_opts:
-                fill(self, name.removeprefix("min_"), self.averager_opts[name])
+                fill(self, argument, self.averager_opts[name])
 
     def _check_each(self) -> None:
         _check_run_id(self.run_id)
         check_samples({"target_batch_size": self.target_batch_size}, least=1)
         if self.batch_size_per_step is not None:
             check_samples({"batch_size_per_step": self.batch_size_per_step}, least=0)
-        _check_averager_options(self.averager_opts)
         times = ("matchmaking_time", "averaging_timeout", "allreduce_timeout", "load_state_timeout", "shutdown_timeout")
         check_times({name: getattr(self, name) for name in times})
         if self.next_chunk_timeout is not None:
@@ -131,6 +142,9 @@ class Settings:
                         f"use_local_updates=True makes every step at once with local gradients, which leaves no use "
                         f"for {name}: leave one of the two out"
                     )
+        if self.averager_opts.get("allow_state_sharing") and self.role is not Role.NODE:
+            why = "client_mode=True can't be asked for its state" if self.client_mode else "auxiliary=True has no state"
+            raise ValueError(f"averager_opts['allow_state_sharing']=True, but a peer with {why}: leave one of them out")
         if self.auxiliary:
             if self.client_mode:
                 raise ValueError("auxiliary=True lends bandwidth, client_mode=True has none to lend: choose one")
@@ -171,8 +185,9 @@ class Settings:
 
     def agreed(self) -> dict[str, str]:
         """Every option here that must be equal in a run, by its name. What a peer may choose for itself is not in it:
-        batch_size_per_step, client_mode, auxiliary, reuse_grad_buffers, offload_optimizer and its bandwidth. Those of
-        averager_opts that stand for an argument are told as that."""
+        batch_size_per_step, client_mode, auxiliary, reuse_grad_buffers, offload_optimizer, and of averager_opts
+        bandwidth, sender_timeout, reducer_timeout and allow_state_sharing. Those of averager_opts that stand for an
+        argument are told as that."""
         specs = {}
         for name in COMPRESSIONS:
             compression = getattr(self, name)
@@ -207,17 +222,31 @@ def _check_run_id(run_id: object) -> None:
         raise ValueError(f"run_id={run_id!r}: give a text of 1 to 100 characters")
 
 
-def _check_averager_options(given: Mapping[str, Any]) -> None:
-    unknown = sorted(set(given) - set(AVERAGER_OPTIONS))
+def _averager_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that have a use and are not None, which stands for the default. Raises ValueError that names those that an
+    Optimizer's averaging does not have, and values that make no sense."""
+    unknown = sorted(set(given) - set(AVERAGER_OPTIONS) - set(WITHOUT_USE))
     if unknown:
         raise ValueError(
             f"averager_opts has {', '.join(map(repr, unknown))}, which is no option of an Optimizer's averaging; those "
-            f"are {', '.join(AVERAGER_OPTIONS)}"
+            f"are {', '.join((*AVERAGER_OPTIONS, *WITHOUT_USE))}; an argument of the optimizer itself is given there"
         )
-    check_times({f"averager_opts[{name!r}]": value for name, value in given.items() if name != "bandwidth"})
-    bandwidth = given.get("bandwidth", 1.0)
+    used = {name: value for name, value in given.items() if name in AVERAGER_OPTIONS and value is not None}
+    check_times({f"averager_opts[{name!r}]": used[name] for name in AVERAGER_TIMES if name in used})
+    bandwidth, least = used.get("bandwidth", 1.0), used.get("min_group_size", 1)
     if isinstance(bandwidth, bool) or not isinstance(bandwidth, int | float) or not 0 <= bandwidth <= 1e18:
         raise ValueError(f"averager_opts['bandwidth']={bandwidth!r}: give a number that is not negative")
+    if isinstance(least, bool) or not isinstance(least, int) or least < 1:
+        raise ValueError(f"averager_opts['min_group_size']={least!r}: give a whole number, at least 1")
+    if not isinstance(shares := used.get("allow_state_sharing", True), bool):
+        raise ValueError(f"averager_opts['allow_state_sharing']={shares!r}: give True or False")
+    return used
+
+
+def check_names(statistics: object) -> None:
+    """Raise ValueError if one name was given for several."""
+    if isinstance(statistics, str):
+        raise ValueError(f"average_opt_statistics={statistics!r} is one text: give a list of names, [{statistics!r}]")
 
 
 def check_samples(arguments: Mapping[str, object], least: int) -> None:

@@ -143,13 +143,17 @@ def test_options_of_the_averaging_are_forwarded(dht: shoal.DHT) -> None:
             "request_timeout": 2.5,
             "min_matchmaking_time": 0.5,
             "next_chunk_timeout": 1.25,
+            "sender_timeout": 1.75,
+            "reducer_timeout": 2.25,
         },
         tracker_opts={"min_refresh_period": 0.25},
     )
     swarm = optimizer._run.swarm
+    silence = swarm._round._silence
     assert swarm.me.bandwidth == 7.0
     assert swarm._reporting._timeout == swarm._matchmaking._timeout == 2.5
     assert swarm.rules.matchmaking_time == 0.5
     assert optimizer._settings.next_chunk_timeout == 1.25
+    assert (silence._sender_timeout, silence._reducer_timeout) == (1.75, 2.25)
     assert optimizer.tracker._refresh.min_refresh_period == 0.25
     optimizer.shutdown()

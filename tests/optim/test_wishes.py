@@ -40,7 +40,10 @@ def test_the_averaged_gradient_is_clipped(pool: Pool, option: dict[str, Any]) ->
     torch.testing.assert_close(torch.tensor(answers[0]["parameters"]), flat(plain), rtol=1e-4, atol=1e-5)
 
 
-def test_no_epoch_ends_before_enough_peers_are_there(dht: shoal.DHT, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("least", [{"min_peers": 2}, {"averager_opts": {"min_group_size": 2}}], ids=str)
+def test_no_epoch_ends_before_enough_peers_are_there(
+    dht: shoal.DHT, caplog: pytest.LogCaptureFixture, least: dict[str, Any]
+) -> None:
     def make(place: shoal.DHT) -> tuple[Any, shoal.Optimizer]:
         model = make_model()
         return model, shoal.Optimizer(
@@ -49,9 +52,9 @@ def test_no_epoch_ends_before_enough_peers_are_there(dht: shoal.DHT, caplog: pyt
             target_batch_size=32,
             params=model.parameters(),
             optimizer=OPTIMIZERS["sgd"],
-            min_peers=2,
             matchmaking_time=1.0,
             averaging_timeout=30.0,
+            **least,
         )
 
     model, first = make(dht)
