@@ -246,15 +246,16 @@ class RunProgress:
 
     def _estimate(self, now: float) -> tuple[float, float, int]:
         """The samples of all peers at `now` (of `time.monotonic`), counted ones and what the others will have made
-        since; their rate; and how many peers they are."""
-        counted, tip = self._count, self._swarm.tip
+        since; their rate; and how many peers they are. This peer is one if it trains, also before it is counted in a
+        new epoch."""
+        counted, tip, me = self._count, self._swarm.tip, 1 if self._samples or self._step.samples else 0
         mine, speed = (self._samples, self.performance_ema.samples_per_second) if tip == self._tip else (0.0, 0.0)
         if counted is None or counted[0].tip != tip:
-            return mine, speed, 1 if mine else 0
+            return mine, speed, me
         count, counted_at, answered = counted
         others = max(0.0, count.rate - answered.rate)
         made_since = others * max(0.0, now - counted_at)
-        return count.samples - answered.samples + mine + made_since, others + speed, count.peers
+        return count.samples - answered.samples + mine + made_since, others + speed, max(count.peers, me)
 
     # -- on the reactor
 

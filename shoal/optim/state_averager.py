@@ -20,6 +20,7 @@ from shoal.dht.dht import DHT
 from shoal.optim import options
 from shoal.optim.guarded_state import GuardedState
 from shoal.optim.local_state import LocalState
+from shoal.optim.settings import check_names
 from shoal.optim.state_update import StateUpdate
 from shoal.p2p.errors import Refused
 
@@ -86,6 +87,7 @@ class TrainingStateAverager(DecentralizedAverager):
         status_loglevel: int = logging.DEBUG,
         **kwargs: Any,
     ) -> None:
+        check_names(average_opt_statistics)
         if custom_gradients and not offload_optimizer:
             raise ValueError("custom_gradients=True is for an optimizer with parameters of its own: offload_optimizer")
         if reuse_tensors is None:

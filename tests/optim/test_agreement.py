@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,10 +51,14 @@ FREE: dict[str, Any] = {
     "verbose": True,
 }
 
-SPELLINGS: list[dict[str, Any]] = [  # a peer's own bandwidth, and other words for what the others have
+SPELLINGS: list[dict[str, Any]] = [  # keys that are a peer's own, and other words for what the others have
     {"averager_opts": {"bandwidth": 2.0}},
+    {"averager_opts": {"sender_timeout": 2.0, "reducer_timeout": 3.0, "allow_state_sharing": False}},
+    {"averager_opts": {"target_group_size": 2, "part_size_bytes": 1 << 19, "min_vector_size": 1}},
+    {"averager_opts": {"bandwidth": None, "min_group_size": 1, "declare_state_period": 30, "daemon": False}},
     {"averager_opts": {"min_matchmaking_time": 15.0, "request_timeout": 10}},
-    {"tracker_opts": {"min_refresh_period": 0.5, "daemon": False}},
+    {"tracker_opts": {"min_refresh_period": 0.5, "max_refresh_period": 10, "daemon": False}},
+    {"tracker_opts": {"status_loglevel": logging.INFO}},
 ]
 
 
@@ -83,6 +89,26 @@ def test_every_option_is_one_or_the_other() -> None:
 def test_who_differs_is_told_in_what(running: list[shoal.DHT], name: str) -> None:
     with pytest.raises(shoal.AveragingError, match=f"{name} is .* here, and .* there"):
         make(running[0], **{name: DIFFERING[name]}).step(batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"averager_opts": {"min_group_size": 2}}, "min_peers is 2 here, and 1 there"),
+        (
+            {"tracker_opts": {"max_refresh_period": 30, "status_loglevel": logging.INFO}},
+            "tracker_opts is max_refresh_period 30 here, and as by default there",
+        ),
+        (
+            {"extra_tensors": [torch.zeros(3), torch.zeros((2, 4), dtype=torch.int64)]},
+            "extra_tensors is float32[3], int64[2, 4] here, and none there",
+        ),
+    ],
+    ids=str,
+)
+def test_what_differs_can_be_read(running: list[shoal.DHT], given: dict[str, Any], text: str) -> None:
+    with pytest.raises(shoal.AveragingError, match=re.escape(text)):
+        make(running[0], **given).step(batch_size=1)
 
 
 @pytest.mark.parametrize("given", [{name: value} for name, value in FREE.items()] + SPELLINGS, ids=str)

@@ -63,7 +63,15 @@ def make(dht: shoal.DHT, **arguments: Any) -> shoal.Optimizer:
         ("max_grad_norm", 0.0),
         ("max_grad_norm", float("inf")),
         ("average_opt_statistics", [5]),
-        ("averager_opts", {"min_vector_size": 1}),
+        ("average_opt_statistics", "momentum_buffer"),
+        ("averager_opts", {"averaging_alpha": 0.5}),
+        ("initial_group_bits", {"initial_group_bits": "01"}),
+        ("averager_opts", {"allreduce_timeout": 5.0}),
+        ("averager_opts", {"min_group_size": 0}),
+        ("averager_opts", {"min_group_size": True}),
+        ("averager_opts", {"sender_timeout": 0}),
+        ("averager_opts", {"reducer_timeout": "soon"}),
+        ("averager_opts", {"allow_state_sharing": 1}),
         ("averager_opts", {"bandwidth": -1}),
         ("averager_opts", {"request_timeout": 0}),
         ("tracker_opts", {"refresh": 1}),
@@ -77,8 +85,9 @@ def make(dht: shoal.DHT, **arguments: Any) -> shoal.Optimizer:
 )
 def test_what_makes_no_sense_is_refused_by_name(started: shoal.DHT, name: str, value: Any) -> None:
     before = threading.enumerate()
+    argument = name if not isinstance(value, dict) or name == "tracker_opts" else "averager_opts"
     with pytest.raises(ValueError, match=name):
-        make(started, **{name: value})
+        make(started, **{argument: value})
     assert threading.enumerate() == before
 
 
@@ -115,6 +124,8 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"use_local_updates": True, "grad_averager_factory": object}, ["use_local_updates", "grad_averager_factory"]),
     ({"auxiliary": True, "client_mode": True}, ["auxiliary", "client_mode"]),
     ({"auxiliary": True, "batch_size_per_step": 4}, ["auxiliary", "batch_size_per_step"]),
+    ({"auxiliary": True, "averager_opts": {"allow_state_sharing": True}}, ["allow_state_sharing", "auxiliary"]),
+    ({"client_mode": True, "averager_opts": {"allow_state_sharing": True}}, ["allow_state_sharing", "client_mode"]),
 ]
 
 

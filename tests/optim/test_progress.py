@@ -129,6 +129,18 @@ def test_nothing_is_estimated_without_a_rate(tracker: RunProgress) -> None:
     assert tracker.estimated_next_update_time == float("inf")
 
 
+def test_who_trains_is_one_of_the_peers_before_it_is_counted(swarm: FakeSwarm, tracker: RunProgress) -> None:
+    assert tracker.global_progress.num_peers == 0, "it has not trained yet"
+    for samples in (10.0, 20.0):
+        tracker.report_local_progress(samples)
+    swarm.tip = GENESIS.after(bytes(32), 100.0)
+    swarm.open.clear()
+    assert tracker.global_progress.num_peers == 1
+    tracker.start_epoch(swarm.tip)
+    assert tracker.global_progress.num_peers == 1
+    swarm.open.set()
+
+
 def test_epochs(swarm: FakeSwarm, tracker: RunProgress) -> None:
     tracker.report_local_progress(60.0)
     assert tracker.local_progress.samples_accumulated == 60
