@@ -8,7 +8,7 @@ import itertools
 import logging
 import random
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, Literal, overload
 
 import torch
@@ -38,6 +38,7 @@ State = tuple[Any, list[torch.Tensor]]
 
 DEFAULT_TIMEOUT = 60.0  # of a step, in seconds beyond the time at which it is scheduled
 REQUEST_TIMEOUT = 10.0
+NOT_STARTED = "this averager was not started, or was shut down"
 
 
 class DecentralizedAverager(Stepping):
@@ -88,6 +89,7 @@ class DecentralizedAverager(Stepping):
     Attributes:
         last_round: a `RoundReport` of the last step that succeeded, or None.
         state_sharing_priority: `load_state_from_peers` of others prefers peers with more. 0 at first.
+        tensor_infos: as given.
 
     Raises ValueError if a tensor is not of floating point, shares memory with another, or if the options contradict.
     """
@@ -152,7 +154,7 @@ class DecentralizedAverager(Stepping):
         self.client_mode, self.bandwidth = client_mode, bandwidth
         self.min_matchmaking_time, self.shutdown_timeout = min_matchmaking_time, shutdown_timeout
         self.request_timeout = REQUEST_TIMEOUT if request_timeout is None else request_timeout
-        self.state_sharing_priority = 0.0
+        self.state_sharing_priority, self.tensor_infos = 0.0, tensor_infos
         self._shares_state = not client_mode and not auxiliary if allow_state_sharing is None else allow_state_sharing
         self._state_compression = state_compression if state_compression is not None else NoCompression()
         self._timeouts = {
@@ -160,6 +162,7 @@ class DecentralizedAverager(Stepping):
             "sender_timeout": sender_timeout,
             "reducer_timeout": reducer_timeout,
         }
+        self._starting: Future[None] | None = None  # from start to shutdown
         self._donor: StateDonor | None = None
         self._snapshots = itertools.count()
         if start:
@@ -167,15 +170,36 @@ class DecentralizedAverager(Stepping):
 
     # -- life
 
-    def run_in_background(self) -> None:
-        """Be reachable: be listed in the DHT, and meet the members that are there."""
-        if self._swarm is None:
-            self.dht.reactor.run(self._start())
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        """Be reachable: be listed in the DHT, and meet the members that are there.
+
+        Args:
+            await_ready: wait until that is done; else before the first step.
+            timeout: of that wait, see `wait_until_ready`.
+        """
+        if self._starting is None:
+            self._starting = self.dht.reactor.submit(self._start())
+        if await_ready:
+            self.wait_until_ready(timeout)
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until this averager is reachable, at most `timeout` seconds. Raises RuntimeError if it was not started,
+        or was shut down; TimeoutError, which ends the waiting only; and what has ended the start."""
+        if (starting := self._starting) is None:
+            raise RuntimeError(NOT_STARTED)
+        try:
+            starting.result(timeout)
+        except CancelledError:
+            raise RuntimeError(NOT_STARTED) from None
+        except BaseException:  # whatever ended the start, which may be tried again
+            if starting.done() and self._starting is starting:
+                self._starting = None
+            raise
 
     async def _start(self) -> None:
         compute_serially()
         swarm = self._make_swarm(self.prefix, DHTDirectory(self.dht.dht_node, self.prefix), self._rules)
-        self._donor = StateDonor(
+        donor = self._donor = StateDonor(
             self.dht.node,
             f"state/{self.prefix}",
             self._take_snapshot,
@@ -184,7 +208,12 @@ class DecentralizedAverager(Stepping):
             allow=self._shares_state,
             priority=lambda: self.state_sharing_priority,
         )
-        await swarm.start()
+        try:
+            await swarm.start()
+        except BaseException:  # cancelled by shutdown(), too: who did not start must not stay listed
+            swarm.stop()
+            donor.close()
+            raise
         self._swarm = swarm
 
     def _make_swarm(self, run_id: str, directory: Directory, rules: Rules) -> Swarm:
@@ -204,15 +233,22 @@ class DecentralizedAverager(Stepping):
 
     def is_alive(self) -> bool:
         """Whether this averager is reachable."""
-        return self._swarm is not None
+        return self._starting is not None and self._swarm is not None
 
     def shutdown(self) -> None:
         """Leave the run; a step that is under way fails. The DHT stays. Calling it again does nothing."""
-        swarm, self._swarm = self._swarm, None
-        if swarm is None or not self.dht.is_alive():
+        starting, self._starting = self._starting, None
+        if starting is None:
+            return
+        starting.cancel()  # no effect on one that is done
+        if not self.dht.is_alive():
+            self._swarm = None
             return
 
         async def stop() -> None:
+            swarm, self._swarm = self._swarm, None
+            if swarm is None:
+                return  # it was starting, and has been told to end that
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -259,15 +295,6 @@ class DecentralizedAverager(Stepping):
         self._shares_state = value
         if self._donor is not None:
             self._donor.allow = value
-
-    def get_group_bits(self) -> str:
-        """With whom the next step averages: see `initial_group_bits`."""
-        return self._bits
-
-    def set_group_bits(self, group_bits: str) -> None:
-        """Average with others from the next step on. Raises ValueError for anything but "0"s and "1"s."""
-        check_bits(group_bits)
-        self._bits = group_bits
 
     # -- averaging
 
@@ -343,8 +370,7 @@ class DecentralizedAverager(Stepping):
         Raises AveragingError if there is no result in time or the averager is shut down, ValueError for arguments that
             make no sense.
         """
-        if self._swarm is None:
-            raise RuntimeError("this averager was not started, or was shut down")
+        self.wait_until_ready()
         if wait and require_trigger:
             raise ValueError("require_trigger=True needs wait=False: who waits can't call allow_allreduce()")
         if weight is None:
@@ -370,10 +396,11 @@ class DecentralizedAverager(Stepping):
     # -- state
 
     def get_current_state(self) -> tuple[Any, ...]:
-        """What `load_state_from_peers` gives to others: (plain data, tensors), and, if a `state_compression` chooses by
-        names or roles, a `CompressionInfo` for each tensor. Meant to be overridden."""
+        """What `load_state_from_peers` gives to others: (plain data, tensors, a `CompressionInfo` for each tensor, by
+        which a `state_compression` may choose, or None). Meant to be overridden; the third may be left out then."""
         with self.get_tensors() as tensors:
-            return {}, [tensor.detach().clone() for tensor in tensors]
+            copies = [tensor.detach().clone() for tensor in tensors]
+        return {"group_key": self.get_group_bits()}, copies, self.tensor_infos
 
     @overload
     def load_state_from_peers(self, wait: Literal[True] = True, timeout: float | None = None) -> State | None: ...
@@ -405,7 +432,7 @@ class DecentralizedAverager(Stepping):
     async def _download(self, timeout: float) -> Downloaded:
         swarm = self._swarm
         if swarm is None:
-            raise AveragingError("this averager was not started, or was shut down")
+            raise AveragingError(NOT_STARTED)
         donors = [m.peer for m in swarm.neighbourhood.connected() if m.role is Role.NODE and m.peer != self.peer_id]
         rng = random.Random(self.peer_id.key)
         return await download_state(self.dht.node, f"state/{self.prefix}", donors, timeout=timeout, rng=rng)

@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
@@ -20,6 +20,7 @@ from shoal.averaging.directory import DHTDirectory, Directory
 from shoal.averaging.errors import AveragingError, Behind, Rejected
 from shoal.averaging.gathered import told
 from shoal.averaging.hold import Hold
+from shoal.averaging.options import check_bits
 from shoal.averaging.report import RoundReport
 from shoal.averaging.rules import Rules
 from shoal.averaging.runs import Runs, next_bits
@@ -92,6 +93,25 @@ class Stepping(ABC):
     def peer_id(self) -> PeerID:
         """This peer, as it is named in the result of `step`."""
         return self.dht.peer_id
+
+    @overload
+    def get_group_bits(self, wait: Literal[True] = True) -> str: ...
+    @overload
+    def get_group_bits(self, wait: Literal[False]) -> Future[str]: ...
+    def get_group_bits(self, wait: bool = True) -> str | Future[str]:
+        """With whom the next step averages: see `initial_group_bits`. If not `wait`, a future of it."""
+        return self._bits if wait else _done(self._bits)
+
+    @overload
+    def set_group_bits(self, group_bits: str, wait: Literal[True] = True) -> None: ...
+    @overload
+    def set_group_bits(self, group_bits: str, wait: Literal[False]) -> Future[None]: ...
+    def set_group_bits(self, group_bits: str, wait: bool = True) -> Future[None] | None:
+        """Average with others from the next step on. If not `wait`, returns a future, which is done already. Raises
+        ValueError for anything but "0"s and "1"s."""
+        check_bits(group_bits)
+        self._bits = group_bits
+        return None if wait else _done(None)
 
     @abstractmethod
     def _make_swarm(self, run_id: str, directory: Directory, rules: Rules) -> Swarm:
@@ -256,6 +276,12 @@ class Stepping(ABC):
     def _call_soon(self, callback: Callable[[StepControl], None], control: StepControl) -> None:
         if self.dht.is_alive():
             self.dht.reactor.loop.call_soon_threadsafe(callback, control)
+
+
+def _done(result: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
 
 
 def _is_told(task: asyncio.Task[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.exchange import Exchange
 from shoal.averaging.member import Role
 from shoal.averaging.messages import Begin, Part, Result
+from shoal.averaging.swarm import Swarm
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, RoleAdaptiveCompression, TensorRole
 from tests.averaging.test_averager import averagers
 
@@ -188,6 +190,72 @@ def test_what_an_averager_says_of_itself() -> None:
         assert {peer.total_size for peer in peers} == {7}
         assert len({peer.schema_hash for peer in peers}) == 1
         assert all(peer.is_alive() and peer.request_timeout == 1.0 for peer in peers)
+
+
+def test_the_state_has_names_and_roles_beside_it() -> None:
+    infos = [CompressionInfo("weight", (3,), torch.float32, TensorRole.PARAMETER)]
+    with averagers([[torch.ones(3)] for _ in range(2)], tensor_infos=[infos, None]) as (named, unnamed):
+        unnamed.set_group_bits("01")
+        for peer, expected in ((named, infos), (unnamed, None)):
+            data, tensors, told = peer.get_current_state()
+            assert data == {"group_key": peer.get_group_bits()}
+            assert torch.equal(tensors[0], torch.ones(3))
+            assert told == peer.tensor_infos == expected
+        unnamed.set_group_bits("")
+
+
+def test_group_bits_with_and_without_waiting() -> None:
+    with averagers([[torch.zeros(3)]]) as (peer,):
+        assert peer.set_group_bits("01", wait=True) is None
+        assert (peer.get_group_bits(), peer.get_group_bits(wait=True)) == ("01", "01")
+        peer.set_group_bits("10", wait=False).result(0)
+        assert peer.get_group_bits(wait=False).result(0) == "10"
+        with pytest.raises(ValueError, match="group bits '2'"):
+            peer.set_group_bits("2", wait=False)
+
+
+def test_an_averager_starts_while_its_user_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, original = asyncio.Event(), Swarm.start
+
+    async def slowly(self: Swarm) -> None:
+        await begun.wait()
+        await original(self)
+
+    monkeypatch.setattr(Swarm, "start", slowly)
+    with shoal.DHT(start=True) as dht:
+        peer = DecentralizedAverager([torch.zeros(3)], dht, prefix="test", start=False)
+        with pytest.raises(RuntimeError, match="not started"):
+            peer.wait_until_ready()
+        with pytest.raises(TimeoutError):
+            peer.run_in_background(timeout=0.05)
+        assert not peer.is_alive()
+        peer.shutdown()  # ends the start, too
+        with pytest.raises(RuntimeError, match="not started, or was shut down"):
+            peer.step()
+        peer.run_in_background(await_ready=False)
+        with pytest.raises(TimeoutError):
+            peer.wait_until_ready(timeout=0.05)
+        dht.reactor.loop.call_soon_threadsafe(begun.set)
+        peer.wait_until_ready(timeout=10.0)
+        assert peer.is_alive()
+        peer.shutdown()
+        assert not peer.is_alive()
+
+
+def test_a_start_that_failed_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(self: Swarm) -> None:
+        raise OSError("no network")
+
+    with shoal.DHT(start=True) as dht:
+        peer = DecentralizedAverager([torch.zeros(3)], dht, prefix="test", start=False)
+        with monkeypatch.context() as patched:
+            patched.setattr(Swarm, "start", fails)
+            with pytest.raises(OSError, match="no network"):
+                peer.run_in_background()
+        assert not peer.is_alive()
+        peer.run_in_background()
+        assert peer.is_alive()
+        peer.shutdown()
 
 
 def test_every_argument_of_the_reference_is_there() -> None:
