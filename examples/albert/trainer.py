@@ -47,6 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--matchmaking-time", type=float, default=15.0, help="see shoal.Optimizer; also the next")
     parser.add_argument("--averaging-timeout", type=float, default=60.0)
     parser.add_argument("--checkpoint", type=Path, help="kept up to date while training; gone on from if it is there")
+    parser.add_argument("--identity", type=Path, help="keeps this peer's id and address over restarts; not for others")
     parser.add_argument("--export", type=Path, help="write the model there in the end, as safetensors")
     return parser.parse_args()
 
@@ -69,6 +70,7 @@ def main() -> None:
         arguments.initial_peers,
         start=True,
         host_maddrs=arguments.host_maddrs,
+        identity_path=arguments.identity,
         record_validators=rules(arguments.run_id),
     ) as dht:
         print("others join with --initial-peers", *dht.get_visible_maddrs(), flush=True)

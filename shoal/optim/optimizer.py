@@ -316,15 +316,21 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict, with the epoch (`["state"]["local_epoch"]`), the run's lineage and the
-        scheduler beside it, all plain data and tensors. What is under way in the background is waited for and applied
-        first, so that the model's parameters belong to it."""
+        scheduler beside it, and what an averager of `grad_averager_factory` carries from epoch to epoch; all plain data
+        and tensors. What is under way in the background is waited for and applied first, so that the model's parameters
+        belong to it. Gradients of an epoch that has not ended are not in it.
+
+        A run of several peers goes on from it bit for bit in the modes without delays, if each peer has the identity
+        that it had (`DHT(identity_path=…)`), since gradients are summed in the order of the peers' keys; without, to
+        rounding."""
         return self._epochs.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict of this class, or of the wrapped optimizer's (then at the present epoch). Load the
         model's parameters first. The dict is copied.
 
-        Raises ValueError, as the wrapped optimizer does, if it is of other parameter groups.
+        Raises ValueError, as the wrapped optimizer does, if it is of other parameter groups, or if another averager's
+        state is in it; without any, the averager begins as in a new run.
         """
         self._epochs.load_state_dict(state_dict)
         if self._host is None:
