@@ -73,11 +73,13 @@ class Epochs:
         if self._handover.is_behind:
             self._synchronise()
         elif batch_size:
+            computed_at = self.applied
             if self._settings.in_background and not self._background.busy:
-                # The round was called while this step was under way: its samples are more than the epoch needs, and
-                # its gradient is that of parameters which the next one begins with, too.
+                # If the round was called while this step was under way, the epoch does not need its samples, and the
+                # next one begins with the same parameters.
                 self._end_if_due()
-            self._accumulation.add(batch_size, grad_scaler)
+            if self.applied == computed_at:  # not if another state was downloaded instead
+                self._accumulation.add(batch_size, grad_scaler)
         self._count()
 
     # -- the end of an epoch
