@@ -74,7 +74,7 @@ class Epochs:
             self._synchronise()
         elif batch_size:
             computed_at = self.applied
-            if self._settings.in_background and not self._background.busy:
+            if self._settings.in_background and self._accumulation.samples and not self._background.busy:
                 # If the round was called while this step was under way, the epoch does not need its samples, and the
                 # next one begins with the same parameters.
                 self._end_if_due()

@@ -249,7 +249,9 @@ def test_a_kill_and_a_newcomer(pool: Pool, kind: str, option: dict[str, Any]) ->
         states = [peer.hear() for peer in living]
         histories = [events(peer) for peer in living]
     by_epoch(histories)
-    assert all(state == states[0] for state in states)
+    # One that trains on during a round may have begun the end of another epoch when it was told to stop.
+    assert all(a == b for a in states for b in states if a["epoch"] == b["epoch"])
+    assert {state["epoch"] for state in states} <= {last, last + 1}
     for history in histories[:2]:
         assert all(event["kind"] == "epoch" for event in history), "a survivor had to download"
         assert max(length for _, length in gaps(history)) < 10.0, "somebody was waited for who did not train"
