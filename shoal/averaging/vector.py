@@ -44,7 +44,8 @@ class Vector:
 
 
 def plan_of(compression: Compression, layout: Layout, infos: Sequence[CompressionInfo] | None) -> CodecPlan:
-    """The codecs of a layout whose tensors have these names and roles, or none."""
+    """The codecs of a layout whose tensors have these names, roles and kinds, or none."""
     if infos is None:
         return compression.plan(layout)
-    return compression.plan(layout, [info.role for info in infos], [info.key for info in infos])
+    roles, keys, kinds = zip(*((info.role, info.key, info.kind) for info in infos), strict=True) if infos else ((),) * 3
+    return compression.plan(layout, roles, keys, kinds=kinds)

@@ -13,7 +13,9 @@ What this room promises, to ``averaging`` and ``optim``:
 * importing it is cheap. It imports torch and nothing else of Shoal.
 
 A `Codec` is for chunks. What options take is a `Compression`: a codec, or an adaptive one, which has no chunks but
-a `plan`: the codecs of all elements of a layout, and so of any chunk of it (see ``shoal.compression.plan``).
+a `plan`: the codecs of all elements of a layout, and so of any chunk of it (see ``shoal.compression.plan``). In a plan,
+values of different kinds share no block, and statistics of optimizers that are positive stay so (``kind``,
+``statistic``): whatever compression is chosen, it can't make a step explode.
 """
 
 from __future__ import annotations

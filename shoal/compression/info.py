@@ -29,19 +29,21 @@ class CompressionInfo:
         shape: its shape.
         dtype: of its elements.
         role: what it is to the training.
+        kind: of its values, among those of its role: the name of a statistic, for example.
     """
 
     key: str | int
     shape: tuple[int, ...]
     dtype: torch.dtype
     role: TensorRole = TensorRole.UNSPECIFIED
+    kind: str = ""
 
     @staticmethod
     def from_tensor(
-        tensor: torch.Tensor, key: str | int = 0, role: TensorRole = TensorRole.UNSPECIFIED
+        tensor: torch.Tensor, key: str | int = 0, role: TensorRole = TensorRole.UNSPECIFIED, kind: str = ""
     ) -> CompressionInfo:
         """What there is to know of a tensor."""
-        return CompressionInfo(key, tuple(tensor.shape), tensor.dtype, role)
+        return CompressionInfo(key, tuple(tensor.shape), tensor.dtype, role, kind)
 
     @property
     def numel(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Final
 
 from shoal.compression.adaptive import PerTensorCompression, RoleAdaptiveCompression, SizeAdaptiveCompression
@@ -10,9 +11,11 @@ from shoal.compression.blockwise8bit import BlockwiseQuantization
 from shoal.compression.codec import Codec
 from shoal.compression.compression import Compression
 from shoal.compression.float16 import Float16Compression
+from shoal.compression.kind import KindCodec
 from shoal.compression.none import NoCompression
 from shoal.compression.quantile8bit import Quantile8BitQuantization
 from shoal.compression.scaled_float16 import ScaledFloat16Compression
+from shoal.compression.statistic import StatisticCodec
 from shoal.compression.uniform8bit import Uniform8BitQuantization
 
 MAX_SPEC: Final = 1 << 20
@@ -33,17 +36,23 @@ _CODECS: Final[dict[str, Codec]] = {
     )
 }
 
+_NAME: Final = re.compile(r"(?P<statistic>statistic\.)?(?P<codec>\w+)(\.(?P<kind>[1-9][0-9]{0,3}))?", re.ASCII)
+
 
 def codec_by_name(name: str) -> Codec:
-    """The codec of that wire name, for names that arrive from the network.
+    """The codec of that wire name, for names that arrive from the network: those of lossy codecs may have "statistic."
+    before them (`StatisticCodec`), and after that a point and the number of a kind behind them (`KindCodec`).
 
     Raises:
         ValueError: for an unknown name; lists the known ones.
     """
-    codec = _CODECS.get(name)
-    if codec is None:
+    parts = _NAME.fullmatch(name)
+    codec = _CODECS.get(parts["codec"]) if parts else None
+    if parts is None or codec is None or (name != codec.name and not codec.lossy):
         raise ValueError(f"unknown codec {name!r:.40}; known: {', '.join(_CODECS)}")
-    return codec
+    if parts["statistic"]:
+        codec = StatisticCodec(codec)
+    return KindCodec(codec, int(parts["kind"])) if parts["kind"] else codec
 
 
 def compression_by_spec(spec: str) -> Compression:

@@ -28,6 +28,8 @@ from shoal.compression import (
     codec_by_name,
     compression_by_spec,
 )
+from shoal.compression.kind import KindCodec
+from shoal.compression.statistic import StatisticCodec
 from shoal.flat import Layout
 
 BY_SIZE = SizeAdaptiveCompression(threshold=1000, less=Float16Compression(), greater_equal=Uniform8BitQuantization())
@@ -154,13 +156,16 @@ def test_plan_covers_buffers_and_joins_neighbours() -> None:
 def test_plan_follows_roles_and_keys() -> None:
     layout = Layout.of([torch.zeros(5000), torch.zeros(5000)])
     by_role = BY_ROLE.plan(layout, [TensorRole.OPTIMIZER, TensorRole.GRADIENT])
-    assert [span.codec for span in by_role.spans] == [BlockwiseQuantization(), Uniform8BitQuantization()]
+    assert [span.codec for span in by_role.spans] == [
+        StatisticCodec(BlockwiseQuantization()),
+        KindCodec(Uniform8BitQuantization(), 1),
+    ]
     by_key = BY_KEY.plan(layout, keys=["a", 3])
     assert [span.codec for span in by_key.spans] == [Float16Compression(), NoCompression()]
     assert len(Float16Compression().plan(layout).spans) == 1
     with pytest.raises(ValueError, match="no compression is given for tensor 0"):
         BY_KEY.plan(layout)
-    with pytest.raises(ValueError, match="2 tensors, but there are 1 roles and 2 keys"):
+    with pytest.raises(ValueError, match="2 tensors, but there are 1 roles, 2 keys and 2 kinds"):
         BY_ROLE.plan(layout, [TensorRole.GRADIENT])
 
 

@@ -19,10 +19,13 @@ from shoal.compression import (
     ScaledFloat16Compression,
     Uniform8BitQuantization,
 )
+from shoal.compression.kind import KindCodec
+from shoal.compression.statistic import StatisticCodec
 
 CODECS: list[Codec] = [
     NoCompression(), Float16Compression(), ScaledFloat16Compression(), Uniform8BitQuantization(),
-    Quantile8BitQuantization(), BlockwiseQuantization(),
+    Quantile8BitQuantization(), BlockwiseQuantization(), StatisticCodec(Uniform8BitQuantization()),
+    StatisticCodec(Quantile8BitQuantization()), KindCodec(StatisticCodec(BlockwiseQuantization()), 2),
 ]  # fmt: skip
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 DTYPES = [*FLOATS, torch.int64, torch.uint8, torch.bool, torch.complex64]

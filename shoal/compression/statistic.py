@@ -1,0 +1,76 @@
+"""Statistics of optimizers, where what counts is how much too large or too small a value is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shoal.compression.codec import Codec
+from shoal.compression.floats import FloatCodec
+from shoal.compression.memory import elements_of, payload_of
+
+_OCTAVE: Final = 1 << 23  # between the bits of a float32 and those of its double
+_RANGE: Final = 2.0**-64
+_HEADER: Final = 4
+_SIGNED: Final = -1  # instead of an octave
+_LARGEST: Final = 0x7F7FFFFF  # the bits of the largest finite float32
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticCodec(FloatCodec):
+    """Sends a chunk that has no negative value and is finite by its logarithms, encoded by another codec; every other
+    chunk as that codec does. 4 bytes more than that.
+
+    Optimizers divide by the roots of such statistics: one that comes back as 0 makes an explosion of a step, and one
+    that is a little too large only a smaller step. With logarithms it is the quotient that has the codec's error. The
+    logarithm here is the number that the bits of a float32 are, over 2**23: to base 2, but linear between the powers of
+    2; exact, monotone, and the same on every machine, as is the way back. What is encoded is its distance from the mean
+    octave of the chunk.
+
+    What was positive comes back positive. What is less than 2**-64 of the largest value, or than the smallest positive
+    one (zeros, then), is sent as the larger of these two; a chunk of zeros as the codec does. Apart from that, where
+    the codec has an error of e for a distance, e up to 1, the quotient of what comes back and what was sent is at most
+    1 + e and at least 1 / (1 + e). In octaves, with d the largest distance in the chunk or block and r the range of the
+    distances there, both at most 64, e is 2**-11 d for `Float16Compression`, 2**-11 r for `ScaledFloat16Compression`,
+    r / 508 for `Uniform8BitQuantization` and 0.0074 d for `BlockwiseQuantization`, each plus 2**-16; for
+    `Quantile8BitQuantization` it is the width of the bin.
+
+    Args:
+        codec: which encodes the logarithms.
+    """
+
+    codec: Codec
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # of the codec that it holds
+        """``statistic.`` and that of the codec."""
+        return f"statistic.{self.codec.name}"
+
+    def _compressed_nbytes(self, numel: int) -> int:
+        return _HEADER + self.codec.encoded_nbytes(numel, torch.float32)
+
+    def _compress(self, values: Tensor, payload: Tensor) -> None:
+        header, codes = payload[:_HEADER].view(torch.int32), payload_of(payload[_HEADER:])
+        low, high = values.amin().item(), values.amax().item()
+        if not (low >= 0.0 < high < torch.inf):
+            header.fill_(_SIGNED)
+            codes[:] = self.codec.encode(values)
+            return
+        if low == 0.0:
+            low = values.masked_fill(values == 0, torch.inf).amin().item()
+        bits = values.clamp(min=max(low, high * _RANGE)).view(torch.int32)
+        octave = round((bits >> 23).sum().item() / len(bits))
+        header.fill_(octave)
+        codes[:] = self.codec.encode((bits - octave * _OCTAVE).float().div_(_OCTAVE))
+
+    def _extract(self, payload: memoryview, numel: int) -> Tensor:
+        octave = elements_of(payload[:_HEADER], torch.int32).item()
+        decoded = self.codec.decode(payload[_HEADER:], torch.float32, numel).float()
+        if octave == _SIGNED:
+            return decoded
+        # Nobody can send what would not fit into 64 bits, or come out as 0.
+        steps = decoded.nan_to_num(0.0).clamp_(-256, 256).mul_(_OCTAVE).long()
+        return steps.add_(octave * _OCTAVE).clamp_(1, _LARGEST).int().view(torch.float32)
