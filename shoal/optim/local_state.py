@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.optim import options
+from shoal.optim.shared import kept_positive
 from shoal.optim.state import TrainingState
 
 
@@ -97,11 +98,11 @@ class LocalState:
     def _infos(self, names: Sequence[str | int]) -> list[CompressionInfo]:
         if len(names) != len(self._own):
             raise ValueError(f"parameter_names has {len(names)} names, and there are {len(self._own)} parameters")
-        keys: list[tuple[str | int, TensorRole]] = [(name, TensorRole.PARAMETER) for name in names]
+        given: list[tuple[str | int, TensorRole, str]] = [(name, TensorRole.PARAMETER, "") for name in names]
         for statistic in self._statistics:
-            keys += [(f"{name}.{statistic}", TensorRole.OPTIMIZER) for name in names]
-        keys += [(number, TensorRole.UNSPECIFIED) for number in range(len(self.shared.extra_tensors))]
-        return [CompressionInfo.from_tensor(t, key, role) for t, (key, role) in zip(self.averaged, keys, strict=True)]
+            given += [(f"{name}.{statistic}", TensorRole.OPTIMIZER, statistic) for name in names]
+        given += [(number, TensorRole.UNSPECIFIED, "") for number in range(len(self.shared.extra_tensors))]
+        return [CompressionInfo.from_tensor(tensor, *of) for tensor, of in zip(self.averaged, given, strict=True)]
 
     # -- between the model and an optimizer on the host
 
@@ -136,14 +137,19 @@ class LocalState:
 
     @torch.no_grad()
     def put(self, before: Sequence[torch.Tensor] | None) -> None:
-        """Set the tensors to their averages; with `before`, what `averaged` was, add what has changed since."""
+        """Set the tensors to their averages; with `before`, what `averaged` was, add what has changed since: no
+        statistic becomes negative by that."""
         if self.reuse:
             return
-        for tensor, average, old in zip(self.local, self.averaged, before or self.averaged, strict=True):
+        given = zip(self.local, self.averaged, before or self.averaged, self.infos, strict=True)
+        for tensor, average, old, info in given:
             if before is None:
                 tensor.copy_(average)
-            else:
-                tensor.add_((average - old).to(tensor))
+                continue
+            moved = tensor + (average - old).to(tensor)
+            if info.role is TensorRole.OPTIMIZER:
+                moved = kept_positive(moved, average.to(tensor), tensor)
+            tensor.copy_(moved)
 
     def update_scheduler(self, epoch: int) -> None:
         """Step the scheduler until it is at that epoch."""

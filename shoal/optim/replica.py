@@ -74,8 +74,9 @@ class Replica:
         parameters = self._state.parameters
         roles = [TensorRole.PARAMETER] * len(parameters)
         roles += [TensorRole.OPTIMIZER] * len(parameters) * len(self._statistics)
+        kinds = [name for name in ("", *self._statistics) for _ in parameters]
         layout = Layout.of(parameters * (1 + len(self._statistics))).on("cpu")
-        self.shared = SharedTensors(layout, compression, roles)
+        self.shared = SharedTensors(layout, compression, roles, kinds)
         layout = Layout.of(self._extras).on("cpu")
         self.buffers = SharedTensors(layout, compression, [TensorRole.UNSPECIFIED] * len(self._extras))
         self.tip = tip

@@ -20,11 +20,18 @@ class SharedTensors:
         layout: of the tensors, on the CPU.
         compression: how they travel.
         roles: of each tensor.
+        kinds: of each tensor, among those of its role; None: all are of one.
     """
 
-    def __init__(self, layout: Layout, compression: Compression, roles: Sequence[TensorRole]) -> None:
-        self.layout = layout
-        self.codecs = compression.plan(layout, roles)
+    def __init__(
+        self,
+        layout: Layout,
+        compression: Compression,
+        roles: Sequence[TensorRole],
+        kinds: Sequence[str] | None = None,
+    ) -> None:
+        self.layout, self._roles = layout, tuple(roles)
+        self.codecs = compression.plan(layout, roles, kinds=kinds)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -60,14 +67,17 @@ class SharedTensors:
         """Set the tensors to their average.
 
         Args:
-            keep_changes: add what has changed in them since they were taken, where that is finite.
+            keep_changes: add what has changed in them since they were taken, where that is finite. No statistic
+                becomes negative by that.
         """
-        for tensor, average, mine in zip(tensors, self._average.views(), self._mine.views(), strict=True):
+        views = zip(tensors, self._average.views(), self._mine.views(), self._roles, strict=True)
+        for tensor, average, mine, role in views:
             if tensor is None:
                 continue
             if keep_changes:
-                change = tensor.detach().to("cpu", copy=True).sub_(mine)
-                tensor.copy_(average + change.nan_to_num_(0.0, 0.0, 0.0))
+                now = tensor.detach().to("cpu", copy=True)
+                moved = average + (now - mine).nan_to_num_(0.0, 0.0, 0.0)
+                tensor.copy_(kept_positive(moved, average, now) if role is TensorRole.OPTIMIZER else moved)
             else:
                 tensor.copy_(average)
 
@@ -77,3 +87,12 @@ class SharedTensors:
         for flat in self.averaged:
             hasher.update(bytes_of(flat))
         return hasher.digest()
+
+
+def kept_positive(moved: torch.Tensor, average: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    """`moved`, an average of a statistic plus what has changed in it since: nowhere less than both the average and what
+    the statistic is now, if neither has a negative value. (What has decayed here may be more than the average is. An
+    optimizer that divides by the root makes NaN of a negative second moment.)"""
+    if not ((average >= 0).all() and (now >= 0).all()):
+        return moved
+    return torch.maximum(moved, torch.minimum(average, now))

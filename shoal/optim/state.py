@@ -119,7 +119,8 @@ class TrainingState:
 
         Raises ValueError if the optimizer holds something that is not plain data, or if the compression has no codec
         for a tensor."""
-        statistics = self._statistics()
+        # Those of one name after the other: few runs of a codec, however many parameters there are.
+        statistics = sorted(self._statistics(), key=lambda one: one.name)
         tensors = [*self.parameters]
         tensors += [self.optimizer.state[self.parameters[s.parameter]][s.name] for s in statistics]
         tensors += self.extra_tensors
@@ -145,9 +146,10 @@ class TrainingState:
         layout = msgspec.msgpack.encode(memory.layout.to_wire())
         roles = [TensorRole.PARAMETER] * len(self.parameters) + [TensorRole.OPTIMIZER] * len(statistics)
         roles += [TensorRole.UNSPECIFIED] * len(self.extra_tensors)
+        kinds = [""] * len(self.parameters) + [one.name for one in statistics] + [""] * len(self.extra_tensors)
         first = len(self.parameters)
         exact = {first + number for number, one in enumerate(statistics) if one.name not in averaged}
-        codecs = compression.plan(memory.layout, roles, exact=exact)
+        codecs = compression.plan(memory.layout, roles, exact=exact, kinds=kinds)
         return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(scalars), codecs)
 
     def load(self, state: Downloaded) -> None:
