@@ -15,7 +15,7 @@ from shoal.compression.memory import elements_of, payload_of
 _OCTAVE: Final = 1 << 23  # between the bits of a float32 and those of its double
 _RANGE: Final = 2.0**-64
 _HEADER: Final = 4
-_SIGNED: Final = -1  # instead of an octave
+_SIGNED: Final = -1  # instead of the largest value
 _LARGEST: Final = 0x7F7FFFFF  # the bits of the largest finite float32
 
 
@@ -27,15 +27,16 @@ class StatisticCodec(FloatCodec):
     Optimizers divide by the roots of such statistics: one that comes back as 0 makes an explosion of a step, and one
     that is a little too large only a smaller step. With logarithms it is the quotient that has the codec's error. The
     logarithm here is the number that the bits of a float32 are, over 2**23: to base 2, but linear between the powers of
-    2; exact, monotone, and the same on every machine, as is the way back. What is encoded is its distance from the mean
-    octave of the chunk.
+    2; exact, monotone, and the same on every machine, as is the way back. What is encoded is how many octaves a value
+    is below the largest of the chunk. (As that moves from round to round, so do the values that codes stand for. Else a
+    statistic that decays by less than half a code between two rounds would stay where it is.)
 
     What was positive comes back positive. What is less than 2**-64 of the largest value, or than the smallest positive
     one (zeros, then), is sent as the larger of these two; a chunk of zeros as the codec does. Apart from that, where
     the codec has an error of e for a distance, e up to 1, the quotient of what comes back and what was sent is at most
-    1 + e and at least 1 / (1 + e). In octaves, with d the largest distance in the chunk or block and r the range of the
-    distances there, both at most 64, e is 2**-11 d for `Float16Compression`, 2**-11 r for `ScaledFloat16Compression`,
-    r / 508 for `Uniform8BitQuantization` and 0.0074 d for `BlockwiseQuantization`, each plus 2**-16; for
+    1 + e and at least 1 / (1 + e). With d the distance, at most 64 octaves, and in the chunk or block D the largest one
+    and r their range, e is 2**-11 d for `Float16Compression`, 2**-11 r for `ScaledFloat16Compression`, r / 508 for
+    `Uniform8BitQuantization` and 0.0074 D (or less, see there) for `BlockwiseQuantization`, each plus 2**-16; for
     `Quantile8BitQuantization` it is the width of the bin.
 
     Args:
@@ -62,15 +63,15 @@ class StatisticCodec(FloatCodec):
         if low == 0.0:
             low = values.masked_fill(values == 0, torch.inf).amin().item()
         bits = values.clamp(min=max(low, high * _RANGE)).view(torch.int32)
-        octave = round((bits >> 23).sum().item() / len(bits))
-        header.fill_(octave)
-        codes[:] = self.codec.encode((bits - octave * _OCTAVE).float().div_(_OCTAVE))
+        largest = bits.amax()
+        header.copy_(largest)
+        codes[:] = self.codec.encode((largest - bits).float().div_(_OCTAVE))
 
     def _extract(self, payload: memoryview, numel: int) -> Tensor:
-        octave = elements_of(payload[:_HEADER], torch.int32).item()
+        largest = int(elements_of(payload[:_HEADER], torch.int32).item())
         decoded = self.codec.decode(payload[_HEADER:], torch.float32, numel).float()
-        if octave == _SIGNED:
+        if largest == _SIGNED:
             return decoded
         # Nobody can send what would not fit into 64 bits, or come out as 0.
-        steps = decoded.nan_to_num(0.0).clamp_(-256, 256).mul_(_OCTAVE).long()
-        return steps.add_(octave * _OCTAVE).clamp_(1, _LARGEST).int().view(torch.float32)
+        below = decoded.nan_to_num(0.0).clamp_(-256, 256).mul_(_OCTAVE).long()
+        return below.neg_().add_(largest).clamp_(1, _LARGEST).int().view(torch.float32)

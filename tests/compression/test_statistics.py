@@ -66,6 +66,21 @@ def test_no_zero_comes_back_where_something_is_positive(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=by_name)
+def test_what_decays_by_less_than_a_code_between_rounds_is_not_held_up(codec: Codec) -> None:
+    """Adam's second moments, sent after each step, while gradients are a 10th of what they were."""
+    generator = torch.Generator().manual_seed(2)
+    gradients = torch.exp2(torch.randn(2048, generator=generator) * 3 - 12) / 10
+    exact, sent = 100 * gradients**2, 100 * gradients**2
+    for _ in range(2000):
+        squares = (gradients * torch.randn(len(gradients), generator=generator)) ** 2
+        exact = torch.lerp(exact, squares, 0.001)
+        sent = through(StatisticCodec(codec), torch.lerp(sent, squares, 0.001))
+    quotients = (sent / exact).sqrt()
+    assert exact.mean() < 0.2 * (100 * gradients**2).mean()
+    assert 0.75 < quotients.min() < quotients.max() < 1.33
+
+
+@pytest.mark.parametrize("codec", LOSSY, ids=by_name)
 @pytest.mark.parametrize("value", [-1e-3, float("nan"), float("inf")])
 def test_other_chunks_go_as_the_codec_does(codec: Codec, value: float) -> None:
     values = second_moments()
