@@ -13,7 +13,7 @@ from shoal.compression.floats import FloatCodec
 from shoal.compression.memory import elements_of, payload_of
 
 _OCTAVE: Final = 1 << 23  # between the bits of a float32 and those of its double
-_RANGE: Final = 2.0**-64
+_OCTAVES: Final = 64
 _HEADER: Final = 4
 _SIGNED: Final = -1  # instead of the largest value
 _LARGEST: Final = 0x7F7FFFFF  # the bits of the largest finite float32
@@ -55,23 +55,24 @@ class StatisticCodec(FloatCodec):
 
     def _compress(self, values: Tensor, payload: Tensor) -> None:
         header, codes = payload[:_HEADER].view(torch.int32), payload_of(payload[_HEADER:])
-        low, high = values.amin().item(), values.amax().item()
+        greatest = values.amax()
+        low, high = values.amin().item(), greatest.item()
         if not (low >= 0.0 < high < torch.inf):
             header.fill_(_SIGNED)
             codes[:] = self.codec.encode(values)
             return
         if low == 0.0:
             low = values.masked_fill(values == 0, torch.inf).amin().item()
-        bits = values.clamp(min=max(low, high * _RANGE)).view(torch.int32)
-        largest = bits.amax()
+        bits = values.clamp(min=max(low, high * 2.0**-_OCTAVES)).view(torch.int32)
+        largest = greatest.view(torch.int32)
         header.copy_(largest)
-        codes[:] = self.codec.encode((largest - bits).float().div_(_OCTAVE))
+        codes[:] = self.codec.encode((largest - bits).float().mul_(1 / _OCTAVE))
 
     def _extract(self, payload: memoryview, numel: int) -> Tensor:
         largest = int(elements_of(payload[:_HEADER], torch.int32).item())
         decoded = self.codec.decode(payload[_HEADER:], torch.float32, numel).float()
         if largest == _SIGNED:
             return decoded
-        # Nobody can send what would not fit into 64 bits, or come out as 0.
-        below = decoded.nan_to_num(0.0).clamp_(-256, 256).mul_(_OCTAVE).long()
-        return below.neg_().add_(largest).clamp_(1, _LARGEST).int().view(torch.float32)
+        # Nobody can send what is not a positive number when it is decoded.
+        below = decoded.clamp(0.0, _OCTAVES + 1.0).nan_to_num_(0.0).mul_(_OCTAVE).int()
+        return below.neg_().add_(min(max(largest, 1), _LARGEST)).clamp_(min=1).view(torch.float32)
