@@ -196,7 +196,7 @@ def compare(timings: Sequence[Timing], computes: Sequence[float], found: dict[st
     """What is promised."""
     figures = []
     long, short = max(computes), min(computes)
-    ours = [timing for timing in timings if timing.side == "shoal"]
+    ours = [timing for timing in timings if timing.side == "shoal" and not timing.failure]
     theirs = {(t.model, t.peers, t.compute, t.mode): t for t in timings if t.side == "hivemind" and not t.failure}
     for timing in ours:
         where = f"{timing.model}, {timing.peers} peers, {timing.compute:g} s epochs, {timing.mode}"

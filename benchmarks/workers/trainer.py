@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import sysconfig
 import time
@@ -159,6 +160,7 @@ class Trainer:
         if self._optimizer is not None:
             self._optimizer.shutdown()
             self._optimizer = None
+            gc.collect()  # optimizers refer to themselves: the next run shall not find the memory of the last one taken
 
     def close(self) -> None:
         """Leave everything."""

@@ -27,7 +27,8 @@ from shoal.p2p.reactor import Reactor
 log = logging.getLogger(__name__)
 
 SHORTEST_WAIT = 0.02  # seconds until a peer that was told to wait asks again, at least
-TOGETHER = 0.005  # seconds for which reports that can't matter yet are kept, to be told together
+TOGETHER = 0.005  # seconds for which reports that can't matter yet are kept, to be told together;
+SOON = 4 * TOGETHER  # not if the target will be reached within these: the others have to know then
 STEPS_OF_WAITING = 3  # of its own that a peer waits in one epoch's end at most, or `matchmaking_time`
 
 
@@ -223,6 +224,8 @@ class RunProgress:
             _take(self._reactor.submit(self._ask(report)))
         elif self._may_be_reached(now, 0.0):
             _take(self._reactor.submit(self._report(report)))
+        elif self._is_near(now):
+            self._pending = self._reactor.submit(self._report(report))
         else:
             self._due = report
             if not self._is_due:
@@ -243,6 +246,11 @@ class RunProgress:
         others = max(0.0, rate - self.performance_ema.samples_per_second)
         soon = others * seconds + counted[0].under_way if seconds else 0.0
         return samples + soon >= self.target_batch_size
+
+    def _is_near(self, now: float) -> bool:
+        """Whether the target will be reached soon."""
+        samples, rate, _ = self._estimate(now)
+        return samples + rate * SOON >= self.target_batch_size
 
     def _estimate(self, now: float) -> tuple[float, float, int]:
         """The samples of all peers at `now` (of `time.monotonic`), counted ones and what the others will have made
