@@ -288,8 +288,9 @@ class RunProgress:
         needs no GIL rather than when its step ends."""
         await asyncio.sleep(TOGETHER)
         self._is_due = False
-        if self._due is not None:
-            await self._report(self._due)
+        due = self._due  # read once: the trainer's thread may set it to None meanwhile
+        if due is not None:
+            await self._report(due)
 
     async def _report(self, report: Progress) -> Count | None:
         """Have the coordinator know this; its answer, or None if the epoch is over. Raises as `Swarm.report`."""
