@@ -20,12 +20,16 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TYPED := shoal tests $(wildcard examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo albert test lint bench bench-optimizer bench-contiguous clean
+.PHONY: help demo albert test test-all test-capabilities sweep soak lint bench bench-optimizer bench-contiguous clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train a small GPT with several peers on this machine; kills one, takes in another (ARGS=...)"
-	@echo "make test    run the tests (PYTEST_ARGS=...)"
+	@echo "make test    run the tests; about 6 minutes on 2 cores (PYTEST_ARGS=...)"
+	@echo "make test-all            run the long ones too, and the numeric ones as on older processors"
+	@echo "make test-capabilities   run the numeric tests as on older processors (PYTEST_ARGS=...)"
+	@echo "make sweep   run the simulated swarms with 60 times as many seeds (SEEDS=60 PYTEST_ARGS=...)"
+	@echo "make soak    train with real processes that are killed, 5 times (TIMES=5)"
 	@echo "make lint    style, types and the arrows between rooms"
 	@echo "make albert  pretrain ALBERT with two peers and a monitor on this machine (ARGS=...)"
 	@echo "make bench   time averaging against hivemind, which gets an environment of its own (ARGS=...)"
@@ -36,9 +40,48 @@ help:
 demo: $(VENV)/.installed
 	$(VENV)/bin/shoal demo $(ARGS)
 
-# One test at a time, so that those with several processes and a deadline have the machine for themselves.
+# First the tests that may share the machine, two files at a time; then one at a time those marked `alone`. Where
+# PYTEST_ARGS names tests, those, long ones too.
+PYTEST := $(VENV)/bin/python -m pytest
+TWO_FILES := --numprocesses 2 --dist loadfile
 test: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+ifeq (,$(findstring tests/,$(PYTEST_ARGS)))
+	$(PYTEST) $(TWO_FILES) -m "not alone and not long" $(PYTEST_ARGS)
+	$(PYTEST) -m "alone and not long" $(PYTEST_ARGS)
+else
+	$(PYTEST) $(PYTEST_ARGS)
+endif
+
+# All tests but the soaks, and the numeric ones as on older processors.
+test-all: $(VENV)/.installed-dev
+	$(PYTEST) $(TWO_FILES) -m "not alone" $(PYTEST_ARGS)
+	$(PYTEST) -m alone $(PYTEST_ARGS)
+	$(MAKE) test-capabilities
+
+# The tests whose numbers depend on the processor, with the kernels that others have: those of torch, MKL and oneDNN for
+# AVX2 without AVX-512, and for SSE4 without either. Two files at a time; the ranks of a file are started once.
+NUMERIC := tests/flat tests/functional tests/sharding tests/compression tests/remote \
+	$(addprefix tests/optim/test_,$(addsuffix .py,checkpoint equivalence grad_scaler gradients power_sgd_averager state step))
+NUMERIC_TESTS := $(PYTEST) $(TWO_FILES) $(NUMERIC) $(PYTEST_ARGS)
+
+test-capabilities: $(VENV)/.installed-dev
+	ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 $(NUMERIC_TESTS)
+	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 $(NUMERIC_TESTS)
+
+# What chance decides in the simulator, many times over: for whoever has changed a protocol. A seed that fails is in the
+# name of its test.
+SEEDS := 60
+sweep: $(VENV)/.installed-dev
+	SHOAL_SOAK=$(SEEDS) $(PYTEST) --numprocesses auto tests/simulation $(PYTEST_ARGS)
+
+# Real processes that are killed: in the demo, and at each phase of a round.
+TIMES := 5
+SOAK_TESTS := tests/averaging/test_kill.py tests/averaging/test_restart.py tests/averaging/test_compressed_kill.py \
+	$(addprefix tests/optim/test_,$(addsuffix .py,averagers_killed failures restarted_node))
+soak: $(VENV)/.installed-dev
+	for time in $$(seq $(TIMES)); do \
+		$(VENV)/bin/shoal demo && $(PYTEST) $(SOAK_TESTS) $(PYTEST_ARGS) || exit 1; \
+	done
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

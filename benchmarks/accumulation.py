@@ -91,6 +91,8 @@ class Side:
             return
         epoch = self._optimizer.local_epoch
         while self._optimizer.local_epoch == epoch:
+            inputs, targets = draw(1, self._generator)
+            nn.functional.cross_entropy(self._model(inputs), targets).backward()  # type: ignore[no-untyped-call]
             self._optimizer.step(batch_size=1)
 
     def close(self) -> None:
@@ -129,10 +131,10 @@ def ratio(found: dict[str, list[Accumulated]], name: str) -> float:
 
 NOTE = f"""\
 Milliseconds per step: {BATCH} samples, {STEPS} steps an epoch, whose end is not timed. Medians over the epochs; *of
-plain* is the median of the ratios within a round. All sides are in one process, so what Shoal tells the C allocator (to
-keep freed gradients) holds for all. Both ways an element of the sum is read and written once in a step, and one of the
-new gradient read: plain PyTorch does it right after that was written, while it may still be in a cache. The rest of
-Shoal's step is the report to the swarm, a fixed time."""
+plain* is the median of the ratios within a round. All sides are in one process, so what `p2p` tells the C allocator (to
+keep freed message buffers) holds for all. Both ways an element of the sum is read and written once in a step, and one
+of the new gradient read: plain PyTorch does it right after that was written, while it may still be in a cache. The rest
+of Shoal's step is the report to the swarm, a fixed time."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The models of `benchmarks.contiguous`, as the shapes of their parameters in the order of `module.parameters()`."""
+"""The models of `benchmarks.contiguous_operations`: the shapes of their parameters, in the order of a module's."""
 
 from __future__ import annotations
 

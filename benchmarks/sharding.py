@@ -1,7 +1,7 @@
 """Sharded optimizer state on 2 ranks, gloo on loopback: DDP, torch's ZeRO, FSDP2 and Shoal.
 
     python -m benchmarks.sharding                   (all of it; about half an hour)
-    python -m benchmarks.sharding --models small    (two minutes)
+    python -m benchmarks.sharding --models small    (two minutes; also tiny, layers)
 
 Each side runs in processes and a network namespace of its own (``unshare --net``, which needs root), so that memory and
 the bytes of the interface are its own. "best" is `parameters_as_bucket_view`, a fused Adam, and DDP with
@@ -24,10 +24,10 @@ from typing import Any
 
 from benchmarks.report import Figure, describe, environment, figure_table, number, publish, table
 
-SIDES = ("ddp", "ddp, best", "torch zero", "torch zero, best", "fsdp2", "shoal")
-MODELS = ("small", "linears", "gpt2", "embedding")
-IN_TURN = ("small", "embedding")
-CLOSEST = ("ddp, best", "torch zero, best", "shoal")
+SIDES = ("ddp", "ddp, best", "torch zero", "torch zero, best", "fsdp2", "shoal, ddp", "shoal")
+MODELS = ("tiny", "layers", "small", "linears", "gpt2", "embedding")
+IN_TURN = ("tiny", "layers", "small", "embedding")
+CLOSEST = ("ddp, best", "torch zero, best", "shoal, ddp", "shoal")
 STEPS_PER_ROUND = 3
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -107,6 +107,9 @@ class Side:
             "cpu": statistics.median(one["cpu"] for answers in self.rounds for one in answers),
             "wire": statistics.median(one["wire"] for answers in self.rounds for one in answers),
             "join": _added(join),
+            "join ms": statistics.median((within[0] - without[0]) * 1e3 for without, within in pairs)
+            if pairs
+            else None,
             "join cpu": _added(join_cpu),
             "join of pairs": join,
             "imbalance": worst["state"] * len(last) / total if total else 1.0,
@@ -131,17 +134,27 @@ def report(kept: dict[str, Any]) -> str:
     """All models, in markdown."""
     parts = ["# Sharded optimizer state: 2 ranks, gloo on loopback"]
     head = ["side", "step ms", "CPU ms", "sent, models", "state MB", "largest share x ranks", "peak MB"]
-    head += ["Join adds", "of CPU", "consolidate s", "load s"]
+    head += ["Join adds", "of CPU", "ms", "consolidate s", "load s"]
     for model, one in kept.items():
         rows = []
         for side, it in one["sides"].items():
             if "error" in it:
-                rows.append([f"{side}: {it['error']}", *[""] * 10])
+                rows.append([f"{side}: {it['error']}", *[""] * 11])
                 continue
             join = ["{:+.1%} ± {:.1%}".format(*it[key]) if it[key] else "" for key in ("join", "join cpu")]
             sizes = [number(it["state"] / 1e6, 0), number(it["imbalance"], 3), number(it["peak"] / 1e6, 0)]
             times = [number(it["step"] * 1e3, 0), number(it["cpu"] * 1e3, 0), number(it["wire"] / it["model"])]
-            rows.append([side, *times, *sizes, *join, number(it.get("consolidate")), number(it.get("load"))])
+            rows.append(
+                [
+                    side,
+                    *times,
+                    *sizes,
+                    *join,
+                    number(it.get("join ms")),
+                    number(it.get("consolidate")),
+                    number(it.get("load")),
+                ]
+            )
         parts += [
             f"## {model}",
             describe(one["environment"]) + ", in turn: " + ("all sides" if model in IN_TURN else "; ".join(CLOSEST)),
@@ -182,6 +195,11 @@ def figures(outcomes: dict[str, Outcome]) -> list[Figure]:
         theirs = outcomes.get(side, {"error": ""})
         if "error" not in theirs:
             found.append(Figure(f"{key}, Shoal / {side}", ours[key] / theirs[key], bound))
+    beside = outcomes.get("shoal, ddp", {"error": ""})
+    torchs = outcomes.get("torch zero, best", {"error": ""})
+    if "error" not in beside and "error" not in torchs:
+        found.append(Figure("ms that Join adds beside DDP, Shoal", beside["join ms"], ""))
+        found.append(Figure("ms that Join adds beside DDP, torch", torchs["join ms"], ""))
     found.append(Figure("largest share of state x ranks, Shoal", ours["imbalance"], "<= 1.01"))
     found.append(Figure("a step in Join / without, Shoal", 1 + ours["join"][0], "<= 1.01"))
     found.append(Figure("CPU of a step in Join / without, Shoal", 1 + ours["join cpu"][0], "<= 1.01"))

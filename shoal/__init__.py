@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shoal.functional.qhm_optimizer import QHM as QHM
     from shoal.functional.registry import functional_optim_map as functional_optim_map
     from shoal.functional.registry import register_functional_optimizer as register_functional_optimizer
+    from shoal.optim.epoch_scheduler import EpochScheduler as EpochScheduler
     from shoal.optim.grad_averager import GradientAverager as GradientAverager
     from shoal.optim.grad_scaler import GradScaler as GradScaler
     from shoal.optim.optimizer import Optimizer as Optimizer
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from shoal.optim.progress_tracker import ProgressTracker as ProgressTracker
     from shoal.optim.reports import DownloadReport as DownloadReport
     from shoal.optim.reports import EpochReport as EpochReport
+    from shoal.optim.reports import ReachabilityReport as ReachabilityReport
     from shoal.optim.state_averager import TrainingStateAverager as TrainingStateAverager
     from shoal.p2p.identity import PeerID as PeerID
     from shoal.p2p.multiaddr import Multiaddr as Multiaddr
@@ -50,6 +52,7 @@ _HOMES = {
     "DistributedOptimizer": "shoal.remote.optimizer",
     "DownloadReport": "shoal.optim.reports",
     "EpochReport": "shoal.optim.reports",
+    "EpochScheduler": "shoal.optim.epoch_scheduler",
     "GradScaler": "shoal.optim.grad_scaler",
     "GradientAverager": "shoal.optim.grad_averager",
     "Join": "shoal.sharding.join",
@@ -58,6 +61,7 @@ _HOMES = {
     "Multiaddr": "shoal.p2p.multiaddr",
     "Optimizer": "shoal.optim.optimizer",
     "PeerID": "shoal.p2p.identity",
+    "ReachabilityReport": "shoal.optim.reports",
     "PowerSGDGradientAverager": "shoal.optim.power_sgd_averager",
     "ProgressTracker": "shoal.optim.progress_tracker",
     "QHM": "shoal.functional.qhm_optimizer",

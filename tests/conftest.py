@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
+import torch._dynamo  # noqa: F401 (the first step of an optimizer would, in whichever test that is)
 
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("shoal", deadline=None)
@@ -95,6 +97,13 @@ def nothing_left_behind() -> Iterator[None]:
         os.kill(pid, signal.SIGKILL)
     assert not processes, f"tests left processes running (now killed): {processes}"
     assert not ports, f"tests left ports open: {sorted(ports)}"
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look through it whenever it is asked who refers to a
+    tensor, as ContiguousParams do when they are made."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

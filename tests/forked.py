@@ -9,6 +9,7 @@ may not matter, and those of commands, start Python themselves.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import runpy
@@ -96,6 +97,7 @@ def _run(
     ends: tuple[Connection, Connection] | None,
 ) -> None:
     """In the new process."""
+    gc.freeze()  # what the server has imported: see conftest.py
     os.chdir(ROOT)
     os.environ.update(environment)
     if log is not None:

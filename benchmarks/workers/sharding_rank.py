@@ -11,8 +11,8 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -28,6 +29,7 @@ from benchmarks import shapes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WARM_UPS = 2
+JOINED = ("torch zero, best", "shoal", "shoal, ddp")
 JOIN_STEPS = 4
 JOIN_PAIRS, JOIN_SECONDS = 40, 40
 
@@ -50,6 +52,10 @@ def model_of(name: str) -> tuple[nn.Module, Tensor]:
         return nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(20))), torch.randn(20, 2000)
     if name == "small":  # Adam's state is 160 MB
         return nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(5))), torch.randn(20, 2000)
+    if name == "tiny":  # 264 k parameters: what a step costs beside its kernels
+        return nn.Sequential(*(nn.Linear(128, 128) for _ in range(16))), torch.randn(16, 128)
+    if name == "layers":  # many small parameters: what each of them costs
+        return nn.Sequential(*(nn.Linear(32, 32) for _ in range(100))), torch.randn(16, 32)
     if name == "gpt2":
         return Shapes(shapes.gpt2()), torch.ones(1)
     if name == "embedding":
@@ -71,6 +77,11 @@ def make(side: str, model: nn.Module) -> tuple[nn.Module, Any]:
     if side == "torch zero, best":
         wrapped = DDP(model, gradient_as_bucket_view=True)
         return wrapped, TorchZero(
+            wrapped.parameters(), torch.optim.Adam, parameters_as_bucket_view=True, lr=1e-4, fused=True
+        )
+    if side == "shoal, ddp":
+        wrapped = DDP(model, gradient_as_bucket_view=True)
+        return wrapped, shoal.ZeroRedundancyOptimizer(
             wrapped.parameters(), torch.optim.Adam, parameters_as_bucket_view=True, lr=1e-4, fused=True
         )
     if side == "fsdp2":
@@ -183,11 +194,11 @@ def the_rest(side: str, model: nn.Module, network: nn.Module, optimizer: Any, st
         "peak": peak(),
         "model": sum(param.numel() * param.itemsize for param in model.parameters()),
     }
-    if side in ("torch zero, best", "shoal"):
-        join: Any = shoal.Join if side == "shoal" else TorchJoin
+    if side in JOINED:
+        join: Any = TorchJoin if side == "torch zero, best" else shoal.Join
         joinables = [optimizer] if side == "shoal" else [network, optimizer]
         # In turn, many steps in one context: what is paid at its end is not paid per step.
-        result["pairs"] = _pairs(lambda: _in(nullcontext(), step), lambda: _in(join(joinables), step))
+        result["pairs"] = _pairs(lambda: _in(_without(joinables), step), lambda: _in(join(joinables), step))
     if side.startswith(("torch zero", "shoal")):
         result["consolidate"] = timed(optimizer.consolidate_state_dict, 1)[0]
         result["consolidate peak"] = peak()
@@ -215,6 +226,14 @@ def _pairs(without: Callable[[], Cost], within: Callable[[], Cost]) -> list[tupl
         else:
             pairs.append((without(), within()))
     return pairs
+
+
+@contextmanager
+def _without(joinables: list[Any]) -> Iterator[None]:
+    """No `Join`, and nothing left of torch's, which goes on sending heartbeats after its block."""
+    for joinable in joinables:
+        joinable._join_config = _JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
+    yield
 
 
 def _in(context: AbstractContextManager[Any], step: Callable[[], None]) -> Cost:

@@ -21,7 +21,15 @@ from shoal.averaging.exchange import compute_serially
 from shoal.averaging.gathered import encode_gathered
 from shoal.averaging.member import Member, Role
 from shoal.averaging.messages import Terms
-from shoal.averaging.options import check_bits, check_group, check_role, check_tensors, check_weight_of_role, term_of
+from shoal.averaging.options import (
+    check_bits,
+    check_group,
+    check_role,
+    check_tensors,
+    check_weight_of_role,
+    described,
+    term_of,
+)
 from shoal.averaging.rules import Rules
 from shoal.averaging.shared_state import snapshot_of, state_of
 from shoal.averaging.stepping import Stepping
@@ -68,9 +76,10 @@ class DecentralizedAverager(Stepping):
         averaging_alpha: tensors become alpha * average + (1 - alpha) * what they were. With another number than 1 they
             are not the same bits on all members.
         part_size_bytes: of what is sent and reduced at a time, as float32 before compression; from 16 KiB to 4 MiB.
-        allreduce_timeout: seconds from the beginning of a round to its result; 60 when None. Does not count while a
-            member waits for its trigger.
-        next_chunk_timeout: seconds of silence after which a member that holds up a round is left out; 5 when None.
+        allreduce_timeout: seconds without any progress after which a round is given up; 60 when None. Does not count
+            while a member waits for its trigger.
+        next_chunk_timeout: seconds without a sign of life after which a member that holds up a round is left out; 15
+            when None.
         sender_timeout: the same of members that owe parts; `next_chunk_timeout` when None.
         reducer_timeout: the same of members that owe averages; twice `sender_timeout` when None.
         compression: how chunks travel; must be equal on all peers.
@@ -222,7 +231,11 @@ class DecentralizedAverager(Stepping):
         me = Member(node.peer_id.key, addresses, self.mode, self.bandwidth)
         terms = Terms(self.agreed_options(), self.schema_hash)
         times: Any = self._timeouts
-        return Swarm(node, directory, run_id, me, terms, rules, request_timeout=self.request_timeout, **times)
+        names = [info.key if isinstance(info.key, str) else "" for info in self.tensor_infos or ()]
+        tensors = described("averaged_tensors", self._tensors, names)
+        return Swarm(
+            node, directory, run_id, me, terms, rules, request_timeout=self.request_timeout, tensors=[tensors], **times
+        )
 
     def agreed_options(self) -> dict[str, str]:
         """The options that must be equal on all peers, as they compare them."""
@@ -284,14 +297,11 @@ class DecentralizedAverager(Stepping):
 
     @property
     def allow_state_sharing(self) -> bool:
-        """Whether this averager answers `load_state_from_peers` of others; may be changed at any time. Raises
-        ValueError for a client, which others do not ask."""
+        """Whether this averager answers `load_state_from_peers` of others; may be changed at any time."""
         return self._shares_state
 
     @allow_state_sharing.setter
     def allow_state_sharing(self, value: bool) -> None:
-        if value and self.client_mode:
-            raise ValueError("allow_state_sharing=True: an averager in client mode can't be asked for its state")
         self._shares_state = value
         if self._donor is not None:
             self._donor.allow = value
@@ -433,7 +443,8 @@ class DecentralizedAverager(Stepping):
         swarm = self._swarm
         if swarm is None:
             raise AveragingError(NOT_STARTED)
-        donors = [m.peer for m in swarm.neighbourhood.connected() if m.role is Role.NODE and m.peer != self.peer_id]
+        members = swarm.neighbourhood.connected()
+        donors = [m.peer for m in members if m.role is not Role.AUXILIARY and m.peer != self.peer_id]
         rng = random.Random(self.peer_id.key)
         return await download_state(self.dht.node, f"state/{self.prefix}", donors, timeout=timeout, rng=rng)
 

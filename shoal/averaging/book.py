@@ -198,6 +198,19 @@ class Book:
         return root_of(self.digests) if self.receives[self.me] else b""
 
 
+def check_begin(begin: Begin) -> None:
+    """Raises RuleBroken, with the reason, for a BEGIN that contradicts itself: nothing opens one unchecked."""
+    if not begin.members:
+        raise RuleBroken("BEGIN without members")
+    if not len(begin.members) == len(begin.weights) == len(begin.machines) == len(begin.states):
+        raise RuleBroken("BEGIN with lists of unequal length")
+    keys = [member.key for member in begin.members]
+    if keys != sorted(set(keys)):
+        raise RuleBroken("BEGIN with members out of order")
+    if len(begin.starts) != len(keys) + 1 or begin.starts[0] != 0 or list(begin.starts) != sorted(begin.starts):
+        raise RuleBroken("BEGIN with a plan that does not divide the chunks")
+
+
 def root_of(digests: Iterable[bytes]) -> bytes:
     """The digest of a whole vector: the blake3 hash of its chunk digests, in order."""
     return blake3(b"".join(digests)).digest()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from shoal.averaging.bytes_exchange import BytesExchange
 from shoal.averaging.errors import AveragingError
 from shoal.averaging.messages import Begin, Commit, Part, Result
 from shoal.averaging.tip import Tip
 from shoal.p2p.identity import PeerID
-
-if TYPE_CHECKING:
-    from shoal.averaging.exchange import Exchange
 
 SendTo = Callable[[Sequence[bytes], Part | Result, Sequence[memoryview]], None]
 Fault = Callable[[bytes, str], None]
@@ -33,10 +31,11 @@ class Contribution:
         tip: the state that the input was made from: a round of any other tip raises `Behind`. None: of any tip.
         machine: names all on which the bits of a local step depend.
         state: digest of the local state, or b"".
+        options: with which this peer would make the step that follows, or b"".
     """
 
     weight: float
-    open: Callable[[Begin, SendTo, Fault], Exchange]
+    open: Callable[[Begin, SendTo, Fault], BytesExchange]
     patience: float = 15.0
     prepare: Callable[[], Awaitable[None]] | None = None
     gathered: bytes = b""
@@ -44,6 +43,7 @@ class Contribution:
     tip: Tip | None = None
     machine: str = ""
     state: bytes = b""
+    options: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,10 @@ class Attempt:
     introduced: tuple[bytes, bytes] | None = None  # to whom all members that are known were told, and their fingerprint
     began: float = 0.0
     join_to_begin: float | None = None
-    exchange: Exchange | None = None
+    exchange: BytesExchange | None = None
     gathered: dict[bytes, bytes] = field(default_factory=dict)
     outcome: Outcome | None = None
     error: AveragingError | None = None
-    progressed: tuple[int, float] = (0, 0.0)  # the exchange's counter, and since when it stands there
+    patience: asyncio.Timeout | None = None  # ends the call when the round has stood still for so long
+    timeout: float = 0.0  # that patience, in seconds
     asked_to_wait: float = float("-inf")  # when a member last said that its user has not allowed the round yet

@@ -68,6 +68,8 @@ class StepControl(Future[Gathered]):
         self._scheduled_time, self._weight = float(scheduled_time), check_weight(weight)
         self._trigger: Future[None] = Future()
         self._trigger.set_running_or_notify_cancel()  # so that who is cancelled while it waits cancels nothing
+        self._over: Future[None] = Future()  # likewise
+        self._over.set_running_or_notify_cancel()
         self._task: Future[Gathered] | None = None
         self._claimed: bool | None = None
         self._rescheduled: Callable[[], None] = lambda: None
@@ -120,8 +122,10 @@ class StepControl(Future[Gathered]):
         """Take no part, if that can still be; returns whether. The other members go on without this one, and its
         tensors stay as they are."""
         cancelled = super().cancel()
-        if cancelled and self._task is not None:
-            self._task.cancel()
+        if cancelled:
+            self._is_over()
+            if self._task is not None:
+                self._task.cancel()
         return cancelled
 
     # -- for the averager
@@ -137,15 +141,24 @@ class StepControl(Future[Gathered]):
         """Until the all-reduce is allowed, or the step is over."""
         await asyncio.wrap_future(self._trigger)
 
+    async def wait_for_cancel(self) -> None:
+        """Until the step is cancelled, or over otherwise."""
+        await asyncio.wrap_future(self._over)
+
     def claim(self) -> bool:
         """From now on it can't be cancelled: its result is about to be written. False if it was."""
         if self._claimed is None:
             self._claimed = self.set_running_or_notify_cancel()
         return self._claimed
 
+    def _is_over(self) -> None:
+        with contextlib.suppress(InvalidStateError):
+            self._over.set_result(None)
+
     def _finish(self, task: Future[Gathered]) -> None:
         self.stage = AveragingStage.FINISHED
         self.allow_allreduce()  # nobody is to wait for that any more
+        self._is_over()
         if task.cancelled():
             super().cancel()
         if self.claim():

@@ -10,12 +10,14 @@ import msgspec
 
 from shoal.averaging.book import RuleBroken
 from shoal.averaging.coordinator import Coordinator, Phase
+from shoal.averaging.errors import AveragingError
 from shoal.averaging.lead import Lead
 from shoal.averaging.member import Member, Role
 from shoal.averaging.messages import (
     MAX_GATHER_BYTES,
     Begin,
     Broken,
+    Commit,
     Done,
     Elsewhere,
     Join,
@@ -59,7 +61,7 @@ class Coordination:
         self.lead: Lead | None = None
         self._joining: dict[bytes, Join] = {}  # not joined yet: the tip is waited for
         self._tip_waiters: list[asyncio.Future[None]] = []
-        self._settled_at = 0.0
+        self._settled_at = self._all_until = 0.0
         self._met = 1
 
     def settle(self) -> None:
@@ -75,14 +77,25 @@ class Coordination:
             self.lead.stop()
 
     def on_notice(self, peer: PeerID, notice: Done | Broken | Unjoin | Waiting | Elsewhere) -> None:
-        """A member says how it gets on in the round that this peer coordinates, if it does."""
+        """A member says how it gets on in the round that this peer coordinates, if it does; of one that was committed
+        it hears so."""
         if isinstance(notice, Unjoin):
             self._joining.pop(peer.key, None)
+        if isinstance(notice, Done | Broken | Waiting):
+            commit = self._participant.commit_of(notice.round)
+            if commit is not None and peer.key != self._participant.me:
+                self._channel.notify([peer.key], commit)
         if self.lead is not None:
             self.lead.on_notice(peer, notice)
 
-    def new_tip(self) -> None:
-        """The tip has changed: what was about the old one is over."""
+    def saw(self, key: bytes, signs: int) -> None:
+        """A member has so often seen the round get on that this peer coordinates, if it does."""
+        if self.lead is not None:
+            self.lead.saw(key, signs)
+
+    def new_tip(self, arrived: bool) -> None:
+        """The tip has changed: what was about the old one is over. With `arrived`, its state was downloaded."""
+        self._all_until = asyncio.get_running_loop().time() + SETTLE_SECONDS if arrived else 0.0
         if self.lead is not None and self.lead.coordinator.tip != self._participant.tip:
             self.lead.stop()
             self.lead = None
@@ -91,6 +104,14 @@ class Coordination:
                 waiter.set_result(None)
         self._tip_waiters.clear()
 
+    def missed(self, commit: Commit) -> None:
+        """This tip's round was committed elsewhere: none is coordinated here, and those who wait for it hear why."""
+        if self.lead is not None:
+            waiting = {**self.lead.coordinator.counts, **self.lead.coordinator.joins}
+            self.lead.stop()
+            self.lead = None
+            self._channel.notify([key for key in waiting if key != self._participant.me], commit)
+
     def members_changed(self) -> None:
         """Members came or went: does somebody else coordinate now?"""
         if self._participant.tip.epoch == 0 and len(self._membership.members) > self._met:
@@ -98,8 +119,7 @@ class Coordination:
         self._met = len(self._membership.members)
         coordinator = self._neighbourhood.coordinator()
         if self.lead is not None and not self.lead.over:
-            phase = self.lead.coordinator.phase
-            if coordinator.key != self._participant.me and phase in (Phase.COUNTING, Phase.GATHERING):
+            if coordinator.key != self._participant.me and self.lead.coordinator.is_before_begin:
                 self.resign(coordinator)  # somebody before us in the order has appeared
             else:
                 self.lead.members_changed()
@@ -108,7 +128,7 @@ class Coordination:
         """A member is at a better state: the round of our tip was committed without us. None is begun any more, and
         those who wait hear where."""
         lead = self.lead
-        if lead is not None and lead.coordinator.phase in (Phase.COUNTING, Phase.GATHERING):
+        if lead is not None and lead.coordinator.is_before_begin:
             self.resign(self._membership.members.get(peer.key, self._membership.me))
 
     @property
@@ -124,10 +144,22 @@ class Coordination:
         """A member reports its samples; the answer is what all have, or where to report instead."""
         if peer.key not in self._membership.members:
             return self._neighbourhood.hello()
+        if report.loading:
+            return self._on_loading(peer, report)
         standing = await self._standing(peer, report.tip)
         if standing is not None:
             return standing
         return self._leading().progress(peer, report)
+
+    def _on_loading(self, peer: PeerID, report: Progress) -> Answer:
+        """A member downloads the state of that tip; it is counted only if the round that follows can still wait."""
+        if report.tip != self._participant.tip or self._participant.missed is not None:
+            return self._neighbourhood.hello()
+        coordinator = self._neighbourhood.coordinator()
+        if coordinator.key != self._participant.me:
+            return Elsewhere(coordinator)
+        lead = self._leading()
+        return lead.progress(peer, report) if lead.coordinator.is_before_begin else self._neighbourhood.hello()
 
     def on_join(self, peer: PeerID, join: Join, gathered: bytes) -> Awaitable[Answer]:
         """A member's input is ready; void if it has said otherwise by the time that this is awaited. Raises Refused for
@@ -165,7 +197,10 @@ class Coordination:
         if tip.epoch == self._participant.tip.epoch + 1:
             await self._wait_for_tip(tip)
         self._neighbourhood.told(peer, tip)
-        if tip != self._participant.tip:
+        for commit in self._participant.commits:
+            if commit.tip == tip and peer.key != self._participant.me:
+                self._channel.notify([peer.key], commit)  # it has missed that
+        if tip != self._participant.tip or self._participant.missed is not None:
             return self._neighbourhood.hello()
         if self.lead is not None and not self.lead.over:
             return None
@@ -184,8 +219,10 @@ class Coordination:
         """This peer's coordination of its tip, begun if need be."""
         if self.lead is None or self.lead.over:
             me, tip, commit = self._participant.me, self._participant.tip, self._participant.commit
-            veterans = frozenset(commit.members if commit is not None else ())
-            return self._lead_with(Coordinator(me, tip, self._rules, self._settled_at, veterans))
+            # Whoever was put out of the last round is in no view, and is not waited for.
+            kept = {member.key for member in commit.view} if commit is not None else set()
+            veterans = frozenset(key for key in commit.members if key in kept) if commit is not None else frozenset()
+            return self._lead_with(Coordinator(me, tip, self._rules, self._settled_at, self._all_until, veterans))
         return self.lead
 
     def _lead_with(self, coordinator: Coordinator) -> Lead:
@@ -214,10 +251,10 @@ class Coordination:
 
     def lost(self, key: bytes) -> None:
         """A member is gone."""
-        me, commit, in_round = self._participant.me, self._participant.commit, self._participant.is_with(key)
+        me, in_round = self._participant.me, self._participant.is_with(key)
         known = key in self._membership.members
         self._neighbourhood.lose(key)
-        if commit is not None and known:
+        for commit in self._participant.commits if known else ():
             # It may have been the coordinator, and may have died before all had its COMMIT.
             self._channel.notify([other for other in commit.members if other not in (key, me)], commit)
         if in_round and self.coordinator_of_round() not in (None, me):  # if we coordinate, `Lead` has heard of it
@@ -236,13 +273,16 @@ class Coordination:
             # It may not even have the BEGIN.
             gathered = msgspec.msgpack.encode(self._round.attempt.gathered)
             self._channel.notify([successor], Orphaned(begin, ballot), [gathered])
+        elif successor is None:
+            self._round.fail(AveragingError("its coordinator is lost, and nobody in reach can take the round over"))
 
     def on_orphaned(self, peer: PeerID, orphaned: Orphaned, buffers: Sequence[memoryview]) -> None:
         """A member of a round has lost its coordinator and takes this peer for the successor."""
-        begin, commit = orphaned.begin, self._participant.commit
+        begin = orphaned.begin
         if all(member.key != peer.key for member in begin.members):
             raise Refused("only a member of a round can ask to take it over")
-        if commit is not None and commit.round == begin.round:
+        commit = self._participant.commit_of(begin.round)
+        if commit is not None:
             self._channel.notify([peer.key], commit)
             return
         if self._participant.tip != begin.tip:

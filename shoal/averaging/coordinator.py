@@ -79,12 +79,15 @@ class Coordinator:
         veterans: the members of the last round. Where members count samples, BEGIN waits only for these and for those
             who have reported since: not for a newcomer that is still downloading the state.
         settled_at: before this time not everybody may have been found yet, so BEGIN waits even if all known joined.
+        all_until: before this time BEGIN waits for all who are connected. A peer that has downloaded the state of the
+            tip does not know who else is there, and if it is its turn to coordinate, they have to hear of it first.
     """
 
     me: bytes
     tip: Tip
     rules: Rules
     settled_at: float = 0.0
+    all_until: float = 0.0
     veterans: frozenset[bytes] = frozenset()
     phase: Phase = Phase.COUNTING
     expected: dict[bytes, Member] = field(default_factory=dict)  # connected members: BEGIN waits for them
@@ -119,11 +122,16 @@ class Coordinator:
 
     # -- before BEGIN
 
+    @property
+    def is_before_begin(self) -> bool:
+        """Whether it can still be changed who takes part."""
+        return self.phase in (Phase.COUNTING, Phase.GATHERING)
+
     def expect(self, members: Iterable[Member], now: float) -> list[Send]:
         """These members, and no others, are connected now."""
         self.expected = {member.key: member for member in members}
         gone = [key for key in (*self.joins, *self.counts) if key not in self.expected and key != self.me]
-        if self.phase in (Phase.COUNTING, Phase.GATHERING):
+        if self.is_before_begin:
             for key in gone:
                 self._forget_join(key)
                 self.counts.pop(key, None)
@@ -152,7 +160,7 @@ class Coordinator:
     def join(self, key: bytes, join: Join, gathered: bytes, now: float) -> list[Send]:
         """A member's input is ready. It may join again (after a lost answer); the last one counts. Raises RuleBroken if
         all together gather more than fits BEGIN."""
-        if self.phase not in (Phase.COUNTING, Phase.GATHERING):
+        if not self.is_before_begin:
             self.late[key] = None
             return self._regroup() if self._is_too_small() else []
         others = sum(len(data) for other, data in self.gathered.items() if other != key)
@@ -209,7 +217,7 @@ class Coordinator:
                 return [Send(missing, Call(self.tip))]
             return self._begin(now)
         if self.phase in (Phase.RUNNING, Phase.SURVEYING) and self.deadline is not None and now >= self.deadline:
-            return self.abort(f"the round did not end within {self.rules.round_timeout:g} s")
+            return self.abort(f"the round has not got on for {self._round_timeout:g} s")
         return []
 
     def postpone(self, now: float) -> list[Send]:
@@ -221,8 +229,12 @@ class Coordinator:
     def wait(self, now: float) -> list[Send]:
         """A member's user lets the others wait: the time of the round counts from then on. (Not where samples are
         counted: no user has a say there.)"""
-        if self.phase in (Phase.RUNNING, Phase.SURVEYING) and self.rules.target_samples is None:
-            self.deadline = now + self.rules.round_timeout
+        return self.gets_on(now) if self.rules.target_samples is None else []
+
+    def gets_on(self, now: float) -> list[Send]:
+        """The round was seen to get on somewhere: its time counts from now."""
+        if self.phase in (Phase.RUNNING, Phase.SURVEYING):
+            self.deadline = now + self._round_timeout
         return []
 
     def wake_at(self) -> float | None:
@@ -230,7 +242,7 @@ class Coordinator:
         if self.phase is Phase.GATHERING and self.deadline is not None:
             if not self._are_enough():
                 return None  # the next JOIN decides
-            return min(self.deadline, self.settled_at) if self._all_joined() else self.deadline
+            return min(self.deadline, self._settled()) if self._all_joined() else self.deadline
         return self.deadline if self.phase in (Phase.RUNNING, Phase.SURVEYING) else None
 
     def _all_joined(self) -> bool:
@@ -256,7 +268,12 @@ class Coordinator:
     def _may_begin(self, now: float) -> bool:
         if not self._are_enough() or self.deadline is None:
             return False
-        return self._is_full() or now >= self.deadline or (now >= self.settled_at and self._all_joined())
+        return self._is_full() or now >= self.deadline or (now >= self._settled() and self._all_joined())
+
+    def _settled(self) -> float:
+        """From when on BEGIN waits only for those for whom it has a reason to wait."""
+        here = all(key in self.joins for key in self.expected)
+        return self.settled_at if here else max(self.settled_at, self.all_until)
 
     def _begin(self, now: float) -> list[Send]:
         chosen = self._chosen()
@@ -279,6 +296,8 @@ class Coordinator:
             chunk_elements=elements,
             starts=starts,
             with_state=with_state,
+            timeout=self.rules.round_timeout,
+            options=self.rules.options(joins),
         )
         self.phase = Phase.RUNNING
         self.deadline = now + self.rules.round_timeout
@@ -286,13 +305,19 @@ class Coordinator:
 
     # -- after BEGIN
 
+    @property
+    def _round_timeout(self) -> float:
+        """That of the round's BEGIN, which another may have sent."""
+        assert self.begin is not None
+        return self.begin.timeout
+
     def live(self) -> list[bytes]:
         """The keys of the members of the round that are not out, in member order."""
         return [] if self.begin is None else [m.key for m in self.begin.members if m.key not in self.out]
 
     def put_out(self, key: bytes, reason: str, now: float) -> list[Send]:
         """A member was lost or broke a rule: go on without it."""
-        if self.phase in (Phase.COUNTING, Phase.GATHERING):
+        if self.is_before_begin:
             return self.expect([m for m in self.expected.values() if m.key != key], now)
         if self.phase in (Phase.COMMITTED, Phase.ABORTED) or key not in self.live():
             return []
@@ -318,7 +343,7 @@ class Coordinator:
         if not self.live():
             return self.abort("no member is left")
         self.phase = Phase.SURVEYING
-        self.deadline = self.deadline or now + self.rules.round_timeout
+        self.deadline = self.deadline or now + self._round_timeout
         self.ballot = Ballot(self.ballot.number + 1, self.me)
         self.have, self.done = {}, {}
         begin = self.begin if self.took_over else None

@@ -67,6 +67,15 @@ class DownloadPlan:
         """How many chunks are not there yet."""
         return len(self._missing)
 
+    @property
+    def owing(self) -> list[PeerID]:
+        """The donors that owe chunks."""
+        return [donor for donor, owed in self._asked.items() if owed]
+
+    def is_sending(self, donor: PeerID, now: float) -> None:
+        """A part of a chunk has come from that donor: it is not silent."""
+        self._heard[donor] = now
+
     def add_donor(self, donor: PeerID) -> None:
         """Somebody else holds the same state. A donor that was dropped stays dropped."""
         if donor not in self.dropped:

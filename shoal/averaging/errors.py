@@ -11,5 +11,9 @@ class Rejected(AveragingError):
     """The run does not take this peer as it is configured; the text names what differs. Trying again does not help."""
 
 
+class ResultLost(AveragingError):
+    """A round was committed, and nobody who can be reached has its result."""
+
+
 class Behind(AveragingError):
     """The swarm is at another state than this peer: download it before joining a round."""

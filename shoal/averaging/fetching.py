@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from shoal.averaging.book import RuleBroken, root_of
+from shoal.averaging.book import RuleBroken, check_begin, root_of
+from shoal.averaging.bytes_exchange import BytesExchange
 from shoal.averaging.channel import Channel
-from shoal.averaging.errors import Behind
+from shoal.averaging.errors import ResultLost
 from shoal.averaging.messages import Begin, Commit, Committed, Digests, Fetch, Result
 from shoal.p2p.errors import P2PError, Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Answer, Reply
-
-if TYPE_CHECKING:
-    from shoal.averaging.exchange import Exchange
 
 FETCHES = 8  # chunks fetched at a time
 
@@ -29,13 +26,14 @@ class Fetching:
     Args:
         channel: over which the run's messages go.
         timeout: seconds that an answer may take.
+        got_on: called with every chunk that has come: on a slow line all of them may take long.
     """
 
-    def __init__(self, channel: Channel, timeout: float) -> None:
-        self._channel, self._timeout = channel, timeout
+    def __init__(self, channel: Channel, timeout: float, got_on: Callable[[], None]) -> None:
+        self._channel, self._timeout, self._got_on = channel, timeout, got_on
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, exchange: Exchange, wanted: list[Wanted], done: Callable[[dict[bytes, str]], None]) -> None:
+    def begin(self, exchange: BytesExchange, wanted: list[Wanted], done: Callable[[dict[bytes, str]], None]) -> None:
         """Begin to `fetch`; `done` is called with what that returns, unless it was stopped."""
 
         async def fetch() -> None:
@@ -51,7 +49,7 @@ class Fetching:
             task.cancel()
         self._tasks.clear()
 
-    async def fetch(self, exchange: Exchange, wanted: list[Wanted]) -> dict[bytes, str]:
+    async def fetch(self, exchange: BytesExchange, wanted: list[Wanted]) -> dict[bytes, str]:
         """Fetch chunks, a few at a time, and put them in place; returns the holders that did not bring what they hold,
         and why."""
         slots = asyncio.Semaphore(FETCHES)
@@ -67,34 +65,68 @@ class Fetching:
                     if len(reply.buffers) != 1:
                         raise RuleBroken("it came without its bytes")
                     exchange.fetched(chunk, digest, memoryview(reply.buffers[0]))
+                    self._got_on()
                 except (P2PError, RuleBroken, TimeoutError) as error:
                     failed[holder] = f"chunk {chunk} could not be fetched: {str(error) or 'no answer in time'}"
 
         await asyncio.gather(*(one(*source) for source in wanted))
         return failed
 
-    async def fetch_committed(self, commit: Commit, open_exchange: Callable[[Begin], Exchange]) -> Exchange:
-        """Fetch the whole result of a round from one of its members. Raises Behind if none of them brings it."""
-        reasons = []
-        for key in commit.members:
-            if key == self._channel.node.peer_id.key or not self._channel.is_connected(key):
-                continue
+    async def fetch_committed(self, commit: Commit, open_exchange: Callable[[Begin], BytesExchange]) -> BytesExchange:
+        """Fetch the whole result of a round from one of its members. Raises `ResultLost` if none of them brings it."""
+        failed: dict[bytes, str] = {}
+        others = [key for key in commit.members if key != self._channel.node.peer_id.key]
+        connected = [key for key in others if self._channel.is_connected(key)]
+        exchange = await self._fetch_from(connected, commit, open_exchange, failed)
+        if exchange is None:
+            reached = await self._reach([key for key in others if key not in connected], failed)
+            exchange = await self._fetch_from(reached, commit, open_exchange, failed)
+        if exchange is None:
+            reasons = "; ".join(f"{PeerID(key)!r}: {reason}" for key, reason in failed.items())
+            raise ResultLost(
+                f"the round of epoch {commit.tip.epoch} was missed, and nobody brings its result: {reasons}"
+            )
+        return exchange
+
+    async def _reach(self, keys: list[bytes], failed: dict[bytes, str]) -> list[bytes]:
+        """Connect to these members, all at once, since each dial may take as long as it is given; returns those who
+        are reached."""
+
+        async def connect(key: bytes) -> None:
+            try:
+                await self._channel.node.connect(PeerID(key))
+            except P2PError as error:
+                failed[key] = str(error)
+
+        await asyncio.gather(*map(connect, keys))
+        return [key for key in keys if key not in failed]
+
+    async def _fetch_from(
+        self,
+        holders: list[bytes],
+        commit: Commit,
+        open_exchange: Callable[[Begin], BytesExchange],
+        failed: dict[bytes, str],
+    ) -> BytesExchange | None:
+        """Fetch the result from the first of these members that brings it; None if nobody does."""
+        for key in holders:
             try:
                 answer = await self._channel.call(key, Digests(commit.round), Committed, self._timeout)
                 if answer.begin.round != commit.round or root_of(answer.digests) != commit.root:
                     raise RuleBroken("its chunks are not those that were committed")
+                check_begin(answer.begin)
                 exchange = open_exchange(answer.begin)
-                failed = await self.fetch(exchange, [(key, chunk, d) for chunk, d in enumerate(answer.digests)])
-                if failed:
-                    raise RuleBroken(failed[key])
+                missing = await self.fetch(exchange, [(key, chunk, d) for chunk, d in enumerate(answer.digests)])
+                if missing:
+                    raise RuleBroken(missing[key])
             except (P2PError, RuleBroken, TimeoutError) as error:
-                reasons.append(f"{PeerID(key)!r}: {error}")
+                failed[key] = str(error) or "no answer in time"
             else:
                 return exchange
-        raise Behind(f"the round of epoch {commit.tip.epoch} was missed, and nobody has its result any more: {reasons}")
+        return None
 
 
-def serve(exchange: Exchange | None, message: Fetch | Digests) -> Answer:
+def serve(exchange: BytesExchange | None, message: Fetch | Digests) -> Answer:
     """Answer what is asked of the round whose `exchange` this peer holds, if it holds any. Raises Refused for what it
     does not."""
     if exchange is None or exchange.book.begin.round != message.round:

@@ -53,12 +53,17 @@ class Lead:
         self._stopped = False
         self._complaints: dict[bytes, dict[bytes, str]] = {}  # of whom each member complains, and why
         self._unrepaired: dict[bytes, int] = {}
+        self._signs: dict[bytes, int] = {}  # how often each member has seen the round get on
         self.last_join_at: float | None = None
         self.join_to_begin: float | None = None
 
     @property
     def over(self) -> bool:
         return self.coordinator.phase in (Phase.COMMITTED, Phase.ABORTED)
+
+    def is_of(self, round_id: bytes) -> bool:
+        """Whether this coordinates the round of that name."""
+        return self.coordinator.begin is not None and self.coordinator.begin.round == round_id
 
     @property
     def watched(self) -> list[bytes]:
@@ -131,6 +136,17 @@ class Lead:
         else:
             key = other if len([k for k in reasons if k in live]) == 1 else complainer
             self._act(self.coordinator.put_out(key, reasons[other], self._now()))
+
+    @property
+    def signs(self) -> int:
+        """How often the members together have seen the round get on."""
+        return sum(self._signs.values())
+
+    def saw(self, key: bytes, signs: int) -> None:
+        """A member has seen the round get on so often."""
+        if self.coordinator.begin is not None and signs > self._signs.get(key, 0):
+            self._signs[key] = signs
+            self._act(self.coordinator.gets_on(self._now()))
 
     def elsewhere(self, peer: PeerID) -> None:
         """A member that was called is in a round of another coordinator: going on without it might give this tip two

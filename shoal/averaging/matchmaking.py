@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 
 from shoal.averaging.contribution import Attempt, Contribution, Outcome
 from shoal.averaging.coordination import Coordination
-from shoal.averaging.errors import AveragingError, Behind, Rejected
+from shoal.averaging.errors import AveragingError, Behind, Rejected, ResultLost
 from shoal.averaging.following import Following
 from shoal.averaging.member import Member
-from shoal.averaging.messages import MAX_GATHER_BYTES, Elsewhere, Hello, Join, Joined, Unjoin
+from shoal.averaging.messages import MAX_GATHER_BYTES, Begin, Elsewhere, Hello, Join, Joined, Unjoin
 from shoal.averaging.neighbourhood import Neighbourhood
 from shoal.averaging.round import RoundDriver
 from shoal.p2p.errors import P2PError, Refused, Unavailable
@@ -54,10 +55,13 @@ class Matchmaking:
         now = asyncio.get_running_loop().time()
         attempt = self._round.attempt = Attempt(contribution, now, node.bytes_sent, node.bytes_received)
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout) as attempt.patience:
+                attempt.timeout = timeout
                 while attempt.outcome is None:
+                    self._go_by(participant.begin, attempt)
                     self._round.changed.clear()
-                    self._neighbourhood.check_terms()
+                    if not self._following.made:
+                        self._neighbourhood.check_terms()
                     if attempt.error is not None:
                         raise attempt.error
                     if participant.begin is None:
@@ -68,21 +72,48 @@ class Matchmaking:
         except TimeoutError:
             where = "in a round" if participant.begin is not None else "waiting for one"
             peers = len(self._neighbourhood.connected())
-            raise AveragingError(f"no result within {timeout:.3g} s ({where}; {peers} members are connected)") from None
+            seconds = asyncio.get_running_loop().time() - now
+            raise AveragingError(f"no result within {seconds:.3g} s ({where}; {peers} members are connected)") from None
         finally:
             if attempt.outcome is None and attempt.joined is not None and participant.begin is None:
                 self._channel.notify([attempt.joined[0]], Unjoin())
             self._round.finish()
 
+    def _go_by(self, begin: Begin | None, attempt: Attempt) -> None:
+        """In a round, its coordinator's time counts; that it has ended may take a while to be heard."""
+        if begin is not None and attempt.timeout < begin.timeout + self._timeout:
+            attempt.timeout = begin.timeout + self._timeout
+            self._round.gets_on()
+
     async def _between_rounds(self, attempt: Attempt) -> None:
         """Not in a round: fetch the one that was missed, or join the next."""
-        tip, behind = self._following.tip, self._following.behind
-        wanted, commit = attempt.contribution.tip, self._participant.commit
-        if wanted is not None and wanted != tip:
+        following, wanted = self._following, attempt.contribution.tip
+        if wanted is not None and wanted != following.tip:
+            # A round that this peer was in, but whose result it did not use.
+            commit = self._participant.commit
             if commit is None or commit.tip != wanted:
                 raise Behind("the swarm has gone on from the state that this input was made from")
-            await self._round.fetch_committed(attempt, commit)
-            return
+            try:
+                await self._round.fetch_committed(attempt, commit)
+            except ResultLost as error:
+                following.move(wanted)  # there this peer's state is still
+                self._raise_behind(str(error))
+                log.warning("%s: the epoch is made again", error)
+            else:
+                return
+        missed = self._participant.missed
+        if missed is not None:
+            try:
+                await self._round.fetch_committed(attempt, missed)
+            except ResultLost as error:
+                await self._meet_all(missed.members)  # they may hold a better state meanwhile
+                following.give_up_missed()
+                self._raise_behind(str(error))
+                log.warning("%s: the epoch is made again", error)
+            else:
+                following.has_missed_result()
+                return
+        tip, behind = following.tip, following.behind
         if behind is not None and behind.outranks(tip):
             if wanted is not None:
                 raise Behind(f"the swarm is at epoch {behind.epoch}, this peer at {tip.epoch}")
@@ -92,6 +123,16 @@ class Matchmaking:
         if attempt.joined != here:
             attempt.joined = here
             self._channel.spawn(self._join(attempt, coordinator))
+
+    def _raise_behind(self, why: str) -> None:
+        """Raises Behind if a member that can be reached holds a better state."""
+        if self._following.behind is not None:
+            raise Behind(f"{why}. Others hold a later state")
+
+    async def _meet_all(self, keys: Iterable[bytes]) -> None:
+        """Hear at which states these peers are, of those that are connected."""
+        peers = [PeerID(key) for key in keys if key != self._participant.me and self._channel.is_connected(key)]
+        await asyncio.gather(*(self._neighbourhood.meet_peer(peer) for peer in peers))
 
     async def _join(self, attempt: Attempt, coordinator: Member) -> None:
         given, tip, membership = attempt.contribution, self._following.tip, self._neighbourhood.membership
@@ -106,13 +147,16 @@ class Matchmaking:
             attempt=self._participant.attempt,
             patience=given.patience,
             view=b"" if attempt.introduced == (coordinator.key, view) else view,
+            options=given.options,
         )
         buffers = [given.gathered] if given.gathered else []
         try:
             answer = await self._channel.ask(coordinator.key, join, self._timeout, buffers)
-        except (P2PError, TimeoutError) as error:
+        except TimeoutError:
+            attempt.joined = None  # if it is gone, `Liveness` says so
+        except P2PError as error:
             if isinstance(error, Refused) and not isinstance(error, Unavailable):
-                attempt.error = Rejected(f"the run refuses this peer: {error}")
+                self._refused(attempt, coordinator, str(error))
             else:
                 log.debug("%r could not join %r: %s", membership.me.peer, coordinator.peer, error)
                 self._coordination.lost(coordinator.key)
@@ -132,6 +176,17 @@ class Matchmaking:
                 # The tips or views differ, and are about to be exchanged; asking at once again would only spin.
                 await asyncio.sleep(0.05)
         self._round.changed.set()
+
+    def _refused(self, attempt: Attempt, coordinator: Member, reason: str) -> None:
+        """A coordinator does not take this peer. Who trains goes on with others, unless it is a newcomer that nobody
+        takes."""
+        me = self._participant.me
+        if attempt.contribution.tip is not None:
+            self._neighbourhood.refused(coordinator.key, reason)
+            attempt.joined = None
+        alone = self._neighbourhood.coordinator().key in (me, coordinator.key)
+        if attempt.contribution.tip is None or coordinator.key == me or (alone and not self._following.made):
+            attempt.error = Rejected(f"the run refuses this peer: {reason}")
 
     def rejoin(self) -> None:
         """What the JOIN said has changed: say it anew. Nothing to do once the round has begun."""

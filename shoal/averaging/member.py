@@ -58,7 +58,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
         parsed = []
         for text in self.addresses:
             try:
-                parsed.append(Multiaddr.parse(text))
+                parsed.append(Multiaddr(text))
             except ValueError:
                 continue
         return parsed

@@ -5,7 +5,7 @@
 | Hello ↔ Hello | any ↔ any | here I am, this is my tip, these are the members that I know |
 | Progress → Count | member → coordinator | so many samples since the tip; so many have all |
 | Call | coordinator → members | the target is reached: join |
-| Join → Joined or Elsewhere | member → coordinator | my input is ready; I heard you, or: somebody else coordinates |
+| Join → Joined, Elsewhere or Hello | member → coordinator | my input is ready; you are in, or ask there, or meet |
 | Unjoin | member → coordinator | my JOIN is void |
 | Begin | coordinator → members | the members, and who reduces which chunks |
 | Part, Result | member ↔ reducer | a chunk (in the buffer) of my input; of the average |
@@ -13,14 +13,15 @@
 | Done | member → coordinator | I have every chunk, and this is their digest |
 | Orphaned | member → successor | our coordinator is lost: take over |
 | Broken | member → coordinator | I can't go on with that peer, because … |
-| Survey → Have or Hello | coordinator → members | these are out; which chunks do you hold? or: that is past |
+| Survey → Have, Elsewhere or Hello | coordinator → members | these are out; which chunks do you hold? or: not in it |
 | Repair → Follows | coordinator → members | where the chunks come from that nobody brings any more |
 | Fetch → Result | member → holder | send me that chunk |
 | Digests → Committed | member → holder | I missed that round: what was it? |
 | Commit | coordinator → members, passed on | this digest is the result: apply it |
 | Abort | coordinator → members | this round ends without a result |
 | Leave | member → all | I am leaving the run |
-| Ping → Pong | any → any | is your reactor alive? |
+| Ping → Pong | any → any | is your reactor alive, and does our round get on? |
+| Describe → Description | any → any | our tensors differ: which are yours? |
 """
 
 from __future__ import annotations
@@ -36,13 +37,18 @@ MAX_CHUNKS = 1 << 14
 MAX_CHUNK_ELEMENTS = 1 << 20
 MAX_OPTIONS = 64
 MAX_GATHER_BYTES = 64 << 10
+MAX_OPTIONS_BYTES = 1 << 10
 
 Members = Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 Keys = Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 Round = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+MaybeRound = Annotated[bytes, msgspec.Meta(max_length=16)]  # b"" for none
+Signs = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Chunk = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHUNKS)]
 ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 MaybeDigest = Annotated[bytes, msgspec.Meta(max_length=32)]  # b"" for none
+StepOptions = Annotated[bytes, msgspec.Meta(max_length=MAX_OPTIONS_BYTES)]  # b"" for none
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Options = Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=MAX_OPTIONS)]
 
 
@@ -53,7 +59,8 @@ class Terms(msgspec.Struct, array_like=True, frozen=True):
     schema: Digest
 
     def difference(self, theirs: Terms) -> str | None:
-        """What differs, in words for the peer that has these terms; None if nothing does."""
+        """What differs, in words for the peer that has these terms; None if nothing does. Which tensor it is, where the
+        layout differs, the peers ask each other (`Describe`)."""
         for name in sorted({*self.options, *theirs.options}):
             mine, other = self.options.get(name, "nothing"), theirs.options.get(name, "nothing")
             if mine != other:
@@ -76,7 +83,7 @@ class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
 class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True):
     """Samples accumulated since the tip, and how many the sender makes per second. It begins a step that adds `step`
     samples and takes `seconds` (0: not known, or none); if it `asks`, it waits for the answer first. One that is not
-    `counted` only wants the answer."""
+    `counted` only wants the answer. One that is `loading` downloads the state of that tip, and asks to be awaited."""
 
     tip: Tip
     samples: Weight
@@ -85,6 +92,7 @@ class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True):
     seconds: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
     asks: bool = False
     counted: bool = True
+    loading: bool = False
 
 
 class Count(msgspec.Struct, tag=3, array_like=True, frozen=True):
@@ -112,7 +120,7 @@ class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
 
     `machine` names everything on which the bits of a local step depend; `attempt` is the highest that the sender has
     followed; `patience` is how many seconds it wants to wait for others; `view` is the fingerprint of the members that
-    it knows, or b"" if it has just told them.
+    it knows, or b"" if it has just told them; `options` are those with which it would make the step that follows.
     """
 
     tip: Tip
@@ -124,6 +132,7 @@ class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
     attempt: Annotated[int, msgspec.Meta(ge=0, lt=1 << 52)]
     patience: Annotated[float, msgspec.Meta(ge=0, le=86400)]
     view: MaybeDigest
+    options: StepOptions = b""
 
 
 class Joined(msgspec.Struct, tag=6, array_like=True, frozen=True):
@@ -141,7 +150,9 @@ class Elsewhere(msgspec.Struct, tag=7, array_like=True, frozen=True):
 class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True):
     """The round. `members` are in the order in which parts are summed; member i reduces the chunks from `starts[i]`
     up to `starts[i + 1]`, each of `chunk_elements` elements; what they gathered is in the buffer. `with_state`: the
-    members' states are averaged in this round too (`Rules.vector`)."""
+    members' states are averaged in this round too (`Rules.vector`). `timeout`: the round ends without a result when it
+    has not got on for so many seconds; that of whoever coordinates, for all members. `options`: with which all make the
+    step that follows."""
 
     tip: Tip
     ballot: Ballot
@@ -154,6 +165,8 @@ class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True):
         tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS)], ...], msgspec.Meta(max_length=MAX_MEMBERS + 1)
     ]
     with_state: bool
+    timeout: Seconds
+    options: StepOptions = b""
 
     @property
     def round(self) -> bytes:
@@ -256,7 +269,9 @@ class Commit(msgspec.Struct, tag=17, array_like=True, frozen=True):
 
     @property
     def next_tip(self) -> Tip:
-        return self.tip.after(self.root, self.samples)
+        """The state that the round leads to. Two rounds may commit equal digests; the round's name tells the states
+        apart."""
+        return self.tip.after(self.round + self.root, self.samples)
 
 
 class Abort(msgspec.Struct, tag=18, array_like=True, frozen=True):
@@ -267,11 +282,23 @@ class Abort(msgspec.Struct, tag=18, array_like=True, frozen=True):
 
 
 class Ping(msgspec.Struct, tag=19, array_like=True, frozen=True):
-    """Answered by the reactor itself, so an answer shows that it runs."""
+    """Answered by the reactor itself, so an answer shows that it runs. `round`: in which the sender is, or b""."""
+
+    round: MaybeRound = b""
 
 
 class Pong(msgspec.Struct, tag=20, array_like=True, frozen=True):
-    """The answer to Ping."""
+    """The answer to Ping: how the round that it names gets on.
+
+    Attributes:
+        knows: whether the sender is in that round, or coordinates it; or none was named.
+        signs: how often the sender has seen the round get on, by bytes of its own.
+        of_all: the sum of `signs` of all members, if the sender coordinates that round; else 0.
+    """
+
+    knows: bool = True
+    signs: Signs = 0
+    of_all: Signs = 0
 
 
 class Digests(msgspec.Struct, tag=21, array_like=True, frozen=True):
@@ -315,8 +342,17 @@ class Waiting(msgspec.Struct, tag=26, array_like=True, frozen=True):
     round: Round
 
 
+class Describe(msgspec.Struct, tag=28, array_like=True, frozen=True):
+    """Asks for the tensors behind the schema hash in the receiver's terms, since the sender has another; the sender's
+    `Tensors` are in the buffer."""
+
+
+class Description(msgspec.Struct, tag=29, array_like=True, frozen=True):
+    """The answer to Describe: the sender's `Tensors` are in the buffer."""
+
+
 Message = (
     Hello | Progress | Count | Call | Join | Joined | Elsewhere | Begin | Part | Result | Done | Broken | Survey | Have
     | Repair | Fetch | Commit | Abort | Ping | Pong | Digests | Committed | Orphaned | Leave | Follows
-    | Waiting | Unjoin
+    | Waiting | Unjoin | Describe | Description
 )  # fmt: skip

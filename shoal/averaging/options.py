@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from shoal.averaging.control import check_weight
+from shoal.averaging.tensors import Tensors
 from shoal.compression import CompressionInfo
 
 
@@ -46,6 +47,11 @@ def term_of(spec: str) -> str:
     if len(spec) <= 200:
         return spec
     return f"{spec[:160]}… ({hashlib.blake2b(spec.encode(), digest_size=16).hexdigest()})"
+
+
+def described(kind: str, tensors: Sequence[torch.Tensor], names: Sequence[str] = ()) -> Tensors:
+    """These tensors as peers describe them to each other."""
+    return Tensors(kind, [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors], names)
 
 
 def check_weight_of_role(weight: float, auxiliary: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.averaging.book import RuleBroken
+from shoal.averaging.book import RuleBroken, check_begin
 from shoal.averaging.member import Member
 from shoal.averaging.messages import Begin, Commit, Repair, Survey
 from shoal.averaging.tip import Ballot, Tip
@@ -26,6 +26,7 @@ class Participant:
     repair: Repair | None = None
     done: Ballot | None = None  # under which it last was complete
     commit: Commit | None = None  # the last one that it followed, of the tip before
+    missed: Commit | None = None  # of this tip, and this peer does not hold the result: see `miss`
 
     @property
     def attempt(self) -> int:
@@ -47,9 +48,15 @@ class Participant:
             return None
         return next((member for member in self.begin.members if member.key == self.ballot.coordinator), None)
 
-    def has_committed(self, round_id: bytes) -> bool:
-        """Whether that round is the one that led to this peer's tip."""
-        return self.commit is not None and self.commit.round == round_id
+    def commit_of(self, round_id: bytes) -> Commit | None:
+        """The COMMIT of that round, if this peer knows it."""
+        known = (self.commit, self.missed)
+        return next((commit for commit in known if commit is not None and commit.round == round_id), None)
+
+    @property
+    def commits(self) -> list[Commit]:
+        """Those that this peer can tell others of."""
+        return [commit for commit in (self.commit, self.missed) if commit is not None]
 
     def is_followed_by(self, key: bytes, tip: Tip) -> bool:
         """Whether a member that is at that tip was in the round which ended it: it hears of the commit, too. (Counted
@@ -59,6 +66,8 @@ class Participant:
     def follow_begin(self, sender: bytes, begin: Begin, *, joined: bool, relayed: bool) -> None:
         """Enter a round; `relayed` by another member after its coordinator was lost. Raises RuleBroken if this BEGIN
         must not be followed."""
+        if self.missed is not None:
+            raise RuleBroken("this tip's round was committed")
         if begin.tip != self.tip:
             raise RuleBroken(f"BEGIN of epoch {begin.tip.epoch}, and this peer is at another state")
         if begin.ballot.coordinator != sender and not (relayed and any(m.key == sender for m in begin.members)):
@@ -69,13 +78,7 @@ class Participant:
             raise RuleBroken("this peer is in a round already")
         if self.ballot is not None and begin.ballot <= self.ballot:
             raise RuleBroken(f"attempt {begin.ballot.number}, and this peer has followed {self.ballot.number}")
-        if not len(begin.members) == len(begin.weights) == len(begin.machines) == len(begin.states):
-            raise RuleBroken("BEGIN with lists of unequal length")
-        keys = [member.key for member in begin.members]
-        if keys != sorted(set(keys)):
-            raise RuleBroken("BEGIN with members out of order")
-        if len(begin.starts) != len(keys) + 1 or begin.starts[0] != 0 or list(begin.starts) != sorted(begin.starts):
-            raise RuleBroken("BEGIN with a plan that does not divide the chunks")
+        check_begin(begin)
         self.ballot, self.begin = begin.ballot, begin
         self.repair, self.done = None, None
 
@@ -118,12 +121,22 @@ class Participant:
         """The round ended without a result; the ballot stays, so that no lower one is followed."""
         self.begin = self.repair = self.done = None
 
+    def miss(self, commit: Commit) -> None:
+        """This tip's round was committed without this peer. It stays at this tip until it has the result, and is in no
+        other round of it meanwhile. If nobody can bring the result, `give_up_missed`."""
+        self.leave()
+        self.missed = commit
+
+    def give_up_missed(self) -> None:
+        """Nobody brings the result of the round that was missed: it is made again."""
+        self.missed = None
+
     def advance(self, commit: Commit) -> None:
-        """Go on from what was committed."""
+        """Go on from what was committed; this peer holds the result."""
         self.move(commit.next_tip)
         self.commit = commit
 
     def move(self, tip: Tip) -> None:
         """Be at another state, from a download."""
-        self.tip, self.ballot, self.commit = tip, None, None
+        self.tip, self.ballot, self.commit, self.missed = tip, None, None, None
         self.leave()

@@ -39,7 +39,8 @@ class Reporting:
         """Tell the coordinator this peer's samples since the tip; returns what all members have. Raises `Behind` if
         the coordinator is at a state that outranks ours, P2PError if it can't be asked, `Rejected` if the run goes by
         other terms."""
-        self._neighbourhood.check_terms()
+        if not self._following.made:
+            self._neighbourhood.check_terms()
         self._last = report
         return await self._send(report)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from shoal.averaging.book import RuleBroken
+from shoal.averaging.bytes_exchange import BytesExchange
 from shoal.averaging.contribution import Attempt, Outcome
 from shoal.averaging.early import EarlyChunks
 from shoal.averaging.errors import AveragingError
@@ -26,6 +26,8 @@ from shoal.averaging.messages import (
     Follows,
     Have,
     Part,
+    Ping,
+    Pong,
     Repair,
     Result,
     Survey,
@@ -37,10 +39,9 @@ from shoal.p2p.errors import P2PError, Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Answer
 
-if TYPE_CHECKING:
-    from shoal.averaging.exchange import Exchange
-
 log = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 1.5  # that a round waits for a member that this peer could not reach before
 
 
 class RoundDriver:
@@ -55,6 +56,7 @@ class RoundDriver:
     Attributes:
         attempt: the call for a round that is under way.
         changed: set by whatever may let that call go on.
+        got_on_at: when a round was last seen to get on, on the loop's clock.
     """
 
     def __init__(
@@ -62,15 +64,17 @@ class RoundDriver:
     ) -> None:
         channel, participant = self._channel, self._participant = neighbourhood.channel, neighbourhood.participant
         self._membership, self._chunk_timeout = neighbourhood.membership, chunk_timeout
-        self._fetching = Fetching(channel, chunk_timeout)
+        self._fetching = Fetching(channel, chunk_timeout, self.gets_on)
         self._silence = Silence(channel, participant, sender_timeout, reducer_timeout)
         self.attempt: Attempt | None = None
+        self.got_on_at = float("-inf")
+        self._of_all = 0  # the signs of all members, as the coordinator last told
         self.changed = asyncio.Event()
-        self._last: Exchange | None = None  # of the last commit: serves those that missed it
+        self._last: BytesExchange | None = None  # of the last commit: serves those that missed it
         self._early = EarlyChunks()
 
     @property
-    def _exchange(self) -> Exchange | None:
+    def _exchange(self) -> BytesExchange | None:
         """Of the round that this peer is in."""
         return self.attempt.exchange if self.attempt is not None and self._participant.begin is not None else None
 
@@ -101,8 +105,10 @@ class RoundDriver:
             self._participant.leave()
             raise RuleBroken(str(error)) from error
         attempt.began = self._now()
-        attempt.progressed = (0, attempt.began)
+        self._of_all = 0
+        self.gets_on()
         self._last = None  # its memory is written again
+        self.changed.set()  # who waits for the result goes by the time of this round
         self._channel.spawn(self._flow(attempt, begin))
 
     async def _flow(self, attempt: Attempt, begin: Begin) -> None:
@@ -111,8 +117,12 @@ class RoundDriver:
         missing = [m for m in begin.members if m.addresses and not node.is_connected(m.peer)]
         for member in missing:
             self._channel.learn(member)
+        # One that this peer has tried to reach in vain may be there now, but all wait for this.
+        lost = self._membership.lost
+        patience = [AGAIN_SECONDS if member.key in lost else self._chunk_timeout for member in missing]
         results = await asyncio.gather(
-            *(node.connect(member.peer, self._chunk_timeout) for member in missing), return_exceptions=True
+            *(node.connect(member.peer, seconds) for member, seconds in zip(missing, patience, strict=True)),
+            return_exceptions=True,
         )
         for member, result in zip(missing, results, strict=True):
             if isinstance(result, P2PError):
@@ -140,7 +150,7 @@ class RoundDriver:
         """A chunk has come. Raises Refused, and complains of the sender, if it does not belong here."""
         exchange = self._exchange
         if exchange is None or exchange.book.begin.round != message.round:
-            if self._participant.has_committed(message.round):
+            if self._participant.commit_of(message.round) is not None:
                 return  # late, from a member that was left out
             if self.attempt is None or exchange is not None:
                 raise Refused("this peer is not in that round")
@@ -177,8 +187,8 @@ class RoundDriver:
 
     def on_survey(self, peer: PeerID, survey: Survey, buffers: Sequence[memoryview]) -> Have | Elsewhere:
         """A coordinator puts members out and asks what the others hold. Raises Refused if it must not be followed."""
-        commit = self._participant.commit
-        if commit is not None and commit.round == survey.round:
+        commit = self._participant.commit_of(survey.round)
+        if commit is not None:
             return Have(survey.ballot, (), None, (), None, commit)
         try:
             if self._participant.begin is None and survey.begin is not None and survey.begin.round == survey.round:
@@ -230,21 +240,26 @@ class RoundDriver:
         if begin is not None and begin.round == abort.round:
             if ballot is None or ballot.coordinator != peer.key:
                 raise Refused("ABORT from a peer that does not coordinate the round")
-            self._fail(AveragingError(f"the round was ended by {peer!r}: {abort.reason}"))
+            self.fail(AveragingError(f"the round was ended by {peer!r}: {abort.reason}"))
 
-    def on_commit(self, commit: Commit) -> None:
-        """The round of this peer's tip is committed, with this peer or without it."""
+    def on_commit(self, commit: Commit) -> bool:
+        """The round of this peer's tip is committed, with this peer or without it; returns whether this peer holds the
+        result."""
         attempt, exchange = self.attempt, self._exchange
         if attempt is None or exchange is None or exchange.book.begin.round != commit.round:
-            return
-        if exchange.book.complete and exchange.book.root() in (commit.root, b""):
+            return False
+        holds = exchange.book.complete and exchange.book.root() in (commit.root, b"")
+        if holds:
             self._has_result(attempt, exchange, commit, missed=False)
+        return holds
 
     async def fetch_committed(self, attempt: Attempt, commit: Commit) -> None:
         """Get the average of a round that went on without this peer, from those who were in it; or that this peer has,
-        but did not use. Raises Behind if nobody has it any more."""
+        but did not use. Raises `ResultLost` if nobody brings it."""
         exchange, self._last = self._last, None  # its memory is written again, but for what it is asked for
-        missed = exchange is None or exchange.book.begin.round != commit.round
+        # The two sides of a partition may commit two results of one round.
+        held = exchange is not None and exchange.book.begin.round == commit.round
+        missed = exchange is None or not held or exchange.book.root() not in (commit.root, b"")
         if exchange is None or missed:
             exchange = await self._fetching.fetch_committed(
                 commit, lambda begin: attempt.contribution.open(begin, self._channel.notify, lambda key, reason: None)
@@ -252,7 +267,7 @@ class RoundDriver:
         attempt.began = self._now()
         self._has_result(attempt, exchange, commit, missed=missed)
 
-    def _has_result(self, attempt: Attempt, exchange: Exchange, commit: Commit, *, missed: bool) -> None:
+    def _has_result(self, attempt: Attempt, exchange: BytesExchange, commit: Commit, *, missed: bool) -> None:
         node, self._last = self._channel.node, exchange
         attempt.outcome = Outcome(
             begin=exchange.book.begin,
@@ -284,7 +299,8 @@ class RoundDriver:
             self.attempt.exchange = None
             self.attempt.joined = None
 
-    def _fail(self, error: AveragingError) -> None:
+    def fail(self, error: AveragingError) -> None:
+        """The round gives this peer no result, for this reason."""
         self.leave()
         if self.attempt is not None:
             self.attempt.error = error
@@ -302,10 +318,46 @@ class RoundDriver:
         """A member's user has not allowed the round yet. Raises Refused if that is no member of this peer's round."""
         self._silence.on_waiting(self.attempt, peer, message)
 
-    def check_stalled(self) -> None:
-        """Complain of those that hold up the round, if nothing has come for too long."""
-        for key, reason in self._silence.too_long(self.attempt).items():
+    def look(self) -> None:
+        """Call it every second: complain of those that hold up the round, if nothing has come for too long."""
+        before = self._silence.signs
+        for key, reason in self._silence.look(self.attempt).items():
             self.complain(key, reason, fault=False)
+        if self._silence.signs != before:
+            self.gets_on()
+
+    @property
+    def signs(self) -> int:
+        """How often this peer has seen a round get on."""
+        return self._silence.signs
+
+    @property
+    def quiet(self) -> list[bytes]:
+        """The keys of members that owe something and have been silent for a while."""
+        return self._silence.quiet if self._exchange is not None else []
+
+    def answered(self, key: bytes, ping: Ping, pong: Pong) -> None:
+        """A member was asked how a round gets on, and says so."""
+        self._silence.answered(key, pong.signs)
+        begin, ballot = self._participant.begin, self._participant.ballot
+        if begin is None or begin.round != ping.round or ballot is None or ballot.coordinator != key:
+            return
+        if not pong.knows:
+            # It was started anew, or has given the round up, and this peer has missed that.
+            self.fail(AveragingError(f"{PeerID(key)!r} does not coordinate the round any more"))
+        elif pong.of_all > self._of_all:
+            self._of_all = pong.of_all
+            self.gets_on()
+
+    def gets_on(self) -> None:
+        """The round was seen to get on, so the patience of who waits for its end counts from now. (Not where the input
+        hangs on no state: there a user has said how long the call may take.)"""
+        self.got_on_at = self._now()
+        attempt = self.attempt
+        if attempt is None or attempt.contribution.tip is None or attempt.patience is None:
+            return
+        if not attempt.patience.expired():
+            attempt.patience.reschedule(self.got_on_at + attempt.timeout)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

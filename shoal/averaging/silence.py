@@ -1,8 +1,10 @@
-"""How long the members of a round may be silent while others wait for them, before they are complained of."""
+"""Whether the round that this peer is in gets on, and who holds it up."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from shoal.averaging.channel import Channel
 from shoal.averaging.contribution import Attempt
@@ -10,18 +12,48 @@ from shoal.averaging.messages import Waiting
 from shoal.averaging.participant import Participant
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
+from shoal.p2p.movement import Movement
 
 EXCUSE_SECONDS = 3.0  # so long nobody is complained of after a member said that its user lets it wait
+QUIET_SECONDS = 2.0  # so long nothing is said of those who owe something; then they are asked how they get on
+
+
+@dataclass(slots=True)
+class _Debtor:
+    """A member that owes this peer a part or a result.
+
+    Attributes:
+        since: when it last brought something, or was seen to send.
+        movement: of the connection to it.
+        signs: of `Pong`, as it last said.
+        got_on: when it last said that the round gets on there: a reducer may have to wait for others.
+    """
+
+    since: float
+    movement: Movement
+    signs: int = -1
+    got_on: float = float("-inf")
+
+    @property
+    def heard(self) -> float:
+        """When there was last a sign that its result will come."""
+        return max(self.since, self.got_on)
 
 
 class Silence:
-    """Sees whether the round that this peer is in gets on, and excuses its own silence.
+    """Sees whether a round gets on, and excuses this peer's own silence.
+
+    A member is late if the round has stood still here for too long, and no part of a message has come from it either. A
+    reducer may wait for others: it is late if it has not got on itself.
 
     Args:
         channel: over which the run's messages go.
         participant: knows the round.
         sender_timeout, reducer_timeout: seconds of silence after which one that owes parts, or results, is complained
             of.
+
+    Attributes:
+        signs: how often this peer has seen the round get on; grows from round to round.
     """
 
     def __init__(
@@ -29,6 +61,11 @@ class Silence:
     ) -> None:
         self._channel, self._participant = channel, participant
         self._sender_timeout, self._reducer_timeout = sender_timeout, reducer_timeout
+        self.signs = 0
+        self._attempt: Attempt | None = None  # that was last looked at
+        self._progressed = 0  # the exchange's counter then
+        self._looked = 0.0
+        self._debtors: dict[bytes, _Debtor] = {}
 
     def ask_to_wait(self, attempt: Attempt) -> bool:
         """Whether this peer's user lets the others wait; then they are told."""
@@ -50,20 +87,55 @@ class Silence:
             raise Refused("in a round of a training run nobody's user is waited for")
         attempt.asked_to_wait = asyncio.get_running_loop().time()
 
-    def too_long(self, attempt: Attempt | None) -> dict[bytes, str]:
-        """The members that hold up the round, and why to complain of them, if nothing has come for too long."""
-        if attempt is None or attempt.exchange is None or self._participant.begin is None:
+    @property
+    def quiet(self) -> list[bytes]:
+        """The keys of members that owe something and have been silent for a while: to be asked how they get on."""
+        now = asyncio.get_running_loop().time()
+        return [key for key, debtor in self._debtors.items() if now - debtor.since > QUIET_SECONDS]
+
+    def answered(self, key: bytes, signs: int) -> None:
+        """A member says how often it has seen the round get on."""
+        debtor = self._debtors.get(key)
+        if debtor is not None and signs != debtor.signs:
+            if debtor.signs >= 0:  # the first answer says nothing yet
+                debtor.got_on = asyncio.get_running_loop().time()
+            debtor.signs = signs
+
+    def look(self, attempt: Attempt | None) -> dict[bytes, str]:
+        """Call it every second. The members that hold up the round, and why to complain of them, if nothing has come
+        for too long."""
+        exchange = None if attempt is None or self._participant.begin is None else attempt.exchange
+        if attempt is None or exchange is None:
+            self._attempt, self._debtors = None, {}
             return {}
-        now, (count, since) = asyncio.get_running_loop().time(), attempt.progressed
+        now, book = asyncio.get_running_loop().time(), exchange.book
+        parts, results = book.waiting_for(), book.owed_results()
+        if attempt is not self._attempt:
+            self._attempt, self._debtors, self._progressed, self._looked = attempt, {}, 0, now
+        gets_on = exchange.progressed != self._progressed
+        moves = self._look_at({**parts, **results}, now)
+        self.signs += gets_on or moves
         waits = self.ask_to_wait(attempt) or now - attempt.asked_to_wait < EXCUSE_SECONDS
-        if waits or attempt.exchange.progressed != count or attempt.exchange.book.complete:
-            attempt.progressed = (attempt.exchange.progressed, now)
+        slept = now - self._looked > 2 * QUIET_SECONDS  # this process itself; what has come meanwhile was not read yet
+        self._progressed, self._looked = exchange.progressed, now
+        if gets_on or waits or slept or book.complete:
+            for debtor in self._debtors.values():
+                debtor.since = now
             return {}
-        late: dict[bytes, None] = {}
-        if now - since > self._sender_timeout:
-            late.update(attempt.exchange.book.waiting_for())
-        if now - since > self._reducer_timeout:
-            late.update(attempt.exchange.book.owed_results())
-        if late:
-            attempt.progressed = (count, now)
-        return dict.fromkeys(late, f"nothing came from it for {now - since:.1f} s")
+        late = [key for key in parts if now - self._debtors[key].since > self._sender_timeout]
+        if not late:  # else the reducers may wait for the same members
+            late = [key for key in results if now - self._debtors[key].heard > self._reducer_timeout]
+        complaints = {key: f"nothing came from it for {now - self._debtors[key].since:.1f} s" for key in late}
+        for key in late:
+            self._debtors[key].since = now
+        return complaints
+
+    def _look_at(self, owing: Iterable[bytes], now: float) -> bool:
+        """Whether any of these members is seen to send something large."""
+        transport = self._channel.node.transport
+        moved = {key: transport.moved(PeerID(key)) for key in owing}
+        self._debtors = {key: self._debtors.get(key) or _Debtor(now, Movement(count)) for key, count in moved.items()}
+        moving = [key for key, count in moved.items() if self._debtors[key].movement.goes_on(count)]
+        for key in moving:
+            self._debtors[key].since = now
+        return bool(moving)

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHUT_DOWN = "the averager was shut down"
+HOLD_SECONDS = 1.0  # that a result waits at least for the tensors
 RETRY_SECONDS = 0.05  # after a round that failed: what fails at once is not to keep the reactor busy
 
 
@@ -116,6 +117,12 @@ class Stepping(ABC):
     @abstractmethod
     def _make_swarm(self, run_id: str, directory: Directory, rules: Rules) -> Swarm:
         """This peer's part in the run of that name."""
+
+    @property
+    def got_on_at(self) -> float:
+        """When the round of the step that is under way was last seen to get on, in seconds of `time.monotonic`."""
+        joining = self._joining
+        return joining[2].got_on_at if joining is not None else float("-inf")
 
     async def _step(self, control: StepControl) -> Gathered:
         timeout = control.get_timeout()
@@ -233,8 +240,9 @@ class Stepping(ABC):
 
     async def _hold_until(self, deadline: float, control: StepControl, hold: Hold) -> None:
         """There is a result: have the tensors for writing it, if the step was not cancelled meanwhile."""
+        # With `in_step` a round that gets on may last longer than the deadline.
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(max(deadline, asyncio.get_running_loop().time() + HOLD_SECONDS)):
                 await hold.take()
         except TimeoutError:
             raise AveragingError("there is a result, but the tensors are in use (`get_tensors`)") from None

@@ -38,7 +38,7 @@ class Tip(msgspec.Struct, frozen=True, array_like=True):
         return cls(0, blake3(b"shoal genesis\0" + run_id.encode()).digest(), 0.0)
 
     def after(self, root: bytes, samples: float) -> Tip:
-        """The tip after a round that committed the digest `root` with the summed weight `samples`."""
+        """The tip after a round that committed what `root` names, with the summed weight `samples`."""
         lineage = blake3(b"shoal lineage\0" + self.lineage + root).digest()
         return Tip(self.epoch + 1, lineage, self.samples + samples)
 

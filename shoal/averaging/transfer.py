@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -34,11 +34,13 @@ from shoal.averaging.tip import Tip
 from shoal.compression import CodecPlan, CodecSpan, codec_by_name
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
+from shoal.p2p.movement import Movement
 from shoal.p2p.node import Node, Reply, Service
 
-__all__ = ["DownloadFailed", "Downloaded", "NothingShared", "Snapshot", "StateDonor", "download_state"]
+__all__ = ["DownloadFailed", "Downloaded", "NothingShared", "NothingWanted", "Snapshot", "StateDonor", "download_state"]
 
 OFFER_SECONDS: Final = 15.0  # after so long, donors that have offered nothing are not waited for
+MAX_STALE: Final = 5  # choices that are given up because the swarm goes on without waiting; a snapshot costs its donor
 
 
 class DownloadFailed(AveragingError):
@@ -47,6 +49,10 @@ class DownloadFailed(AveragingError):
 
 class NothingShared(DownloadFailed):
     """There is nobody to ask, or nobody of them shares a state: asking again does not help."""
+
+
+class NothingWanted(DownloadFailed):
+    """States were offered, but none that is `wanted`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,8 @@ async def download_state(
     timeout: float,
     rng: random.Random,
     max_nbytes: int = 1 << 36,
-    chosen: Callable[[Tip], None] = lambda tip: None,
+    wanted: Callable[[Tip], bool] = lambda tip: True,
+    reserve: Callable[[Tip, Sequence[PeerID]], Awaitable[bool]] | None = None,
 ) -> Downloaded:
     """Download the state that most of `donors` hold, from all that hold it at once.
 
@@ -98,22 +105,25 @@ async def download_state(
         node: this peer's node; it must know the donors' addresses.
         service_name: of the donors' `StateDonor`.
         donors: whom to ask; this peer itself is left out.
-        timeout: seconds for all of it.
+        timeout: seconds without any progress.
         rng: draws the order in which donors are asked.
         max_nbytes: offers of states that need more memory are not taken.
-        chosen: called with the tip of a state before its first chunk is asked for.
+        wanted: whether a state of that tip is of any use.
+        reserve: called with the tip of a state, and with those who hold it, before its first chunk is asked for. If it
+            returns false, newer states are asked for, at most `MAX_STALE` times.
 
-    Raises DownloadFailed, which names every donor and its reason, if no donor is left or the time is up;
-    `NothingShared` if there is none, or all say that they do not share their states.
+    Raises DownloadFailed, which names every donor and its reason, if no donor is left or nothing has come for so long;
+    `NothingShared` if there is none, or all say that they do not share their states; `NothingWanted` if none is
+    `wanted` of those that are offered.
     """
     others = sorted(set(donors) - {node.peer_id})
     rng.shuffle(others)
-    download = _Download(node, transfer_service(service_name), others, timeout, max_nbytes, chosen)
+    download = _Download(node, transfer_service(service_name), others, timeout, max_nbytes, wanted, reserve)
     try:
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(timeout) as download.patience:
             return await download.run()
     except TimeoutError:
-        raise DownloadFailed(f"no state within {timeout:g} s. {download.story()}") from None
+        raise DownloadFailed(f"nothing of a state has come for {timeout:g} s. {download.story()}") from None
 
 
 class _Fetch:
@@ -167,10 +177,14 @@ class _Download:
         donors: list[PeerID],
         timeout: float,
         max_nbytes: int,
-        chosen: Callable[[Tip], None],
+        wanted: Callable[[Tip], bool],
+        reserve: Callable[[Tip, Sequence[PeerID]], Awaitable[bool]] | None,
     ) -> None:
         self._node = node
-        self._chosen = chosen
+        self._wanted, self._reserve = wanted, reserve
+        self._stale = 0  # choices that were given up
+        self.patience: asyncio.Timeout | None = None  # ends the download when nothing has come for so long
+        self._movements: dict[PeerID, Movement] = {}
         self._service = service
         self._donors = donors
         self._timeout = timeout
@@ -179,10 +193,11 @@ class _Download:
         self._priorities: dict[PeerID, float] = {}  # of those offers
         self._dropped: dict[PeerID, str] = {}
         self._withheld: set[PeerID] = set()
+        self._unwanted: set[PeerID] = set()
         self._fetch: _Fetch | None = None
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._start = _now()
+        self._start = self._waiting_until = _now()
 
     def story(self) -> str:
         """How far it came, and what is known of each donor: for the text of an error."""
@@ -198,21 +213,30 @@ class _Download:
     async def run(self) -> Downloaded:
         """See `download_state`."""
         try:
-            for donor in self._donors:
-                self._begin(self._ask_offer(donor))
-            waiting_until = self._start + OFFER_SECONDS
+            self._ask_offers(self._donors)
             while True:
                 while not self._can_choose():
-                    await self._event(waiting_until if _now() < waiting_until else None)
+                    await self._event(self._waiting_until if _now() < self._waiting_until else None)
                 if self._withheld.issuperset(self._donors):
                     raise NothingShared(f"nobody shares a state. {self.story()}")
+                if not self._offers and self._unwanted:
+                    raise NothingWanted(f"nobody offers a newer state. {self.story()}")
                 if not self._offers:
                     raise DownloadFailed(f"nobody can give a state. {self.story()}")
-                if (downloaded := await self._download(choose(self._preferred()))) is not None:
+                manifest, holders = self._choose()
+                if not await self._is_reserved(manifest.tip, holders):
+                    self._ask_offers([donor for donor in self._donors if donor not in self._dropped])
+                elif (downloaded := await self._download(manifest, holders)) is not None:
                     return downloaded
         finally:
             for task in self._tasks:
                 task.cancel()
+
+    def _ask_offers(self, donors: Sequence[PeerID]) -> None:
+        self._offers.clear()
+        self._waiting_until = _now() + OFFER_SECONDS
+        for donor in donors:
+            self._begin(self._ask_offer(donor))
 
     def _can_choose(self) -> bool:
         """Whether what is not known yet can't change the choice, or is not worth waiting for."""
@@ -221,20 +245,27 @@ class _Download:
         return (
             len(self._offers) == left
             or (2 * max(holders.values(), default=0) > left and len(set(self._priorities.values())) == 1)
-            or (bool(self._offers) and _now() >= self._start + OFFER_SECONDS)
+            or (bool(self._offers) and _now() >= self._waiting_until)
         )
 
-    def _preferred(self) -> dict[PeerID, Manifest]:
-        """The offers of the highest priority."""
+    def _choose(self) -> tuple[Manifest, list[PeerID]]:
+        """That of most of the offers with the highest priority, and all that hold it."""
         best = max(self._priorities[donor] for donor in self._offers)
-        return {donor: manifest for donor, manifest in self._offers.items() if self._priorities[donor] == best}
-
-    async def _download(self, id: bytes) -> Downloaded | None:
-        """Fetch the state of that id; None if all that offer it failed."""
+        id = choose({donor: offer for donor, offer in self._offers.items() if self._priorities[donor] == best})
         holders = [donor for donor in self._donors if donor in self._offers and self._offers[donor].id == id]
-        fetch = self._fetch = _Fetch(self._offers[holders[0]], holders)
-        self._chosen(fetch.manifest.tip)
+        return self._offers[holders[0]], holders
+
+    async def _is_reserved(self, tip: Tip, holders: Sequence[PeerID]) -> bool:
+        if self._reserve is None or self._stale == MAX_STALE or await self._reserve(tip, holders):
+            return True
+        self._stale += 1
+        return False
+
+    async def _download(self, manifest: Manifest, holders: Sequence[PeerID]) -> Downloaded | None:
+        """Fetch that state; None if all that offer it failed."""
+        fetch = self._fetch = _Fetch(manifest, holders)
         while not fetch.plan.done and not fetch.plan.failed:
+            self._look_who_sends(fetch)
             for donor, chunk in fetch.plan.next_requests(_now()):
                 self._begin(self._ask_chunk(fetch, donor, chunk))
             await self._event(fetch.plan.next_check())
@@ -255,6 +286,19 @@ class _Download:
             seconds=_now() - self._start,
         )
 
+    def _look_who_sends(self, fetch: _Fetch) -> None:
+        """A chunk that is under way on a slow line is no silence."""
+        for donor in fetch.plan.owing:
+            moved = self._node.transport.moved(donor)
+            movement = self._movements.setdefault(donor, Movement(moved))
+            if movement.goes_on(moved):
+                fetch.plan.is_sending(donor, _now())
+                self._gets_on()
+
+    def _gets_on(self) -> None:
+        if self.patience is not None and not self.patience.expired():
+            self.patience.reschedule(_now() + self._timeout)
+
     async def _ask_offer(self, donor: PeerID) -> None:
         try:
             reply = await self._node.call_for_buffers(donor, self._service, GetManifest(), timeout=self._timeout)
@@ -266,6 +310,9 @@ class _Download:
             manifest = Manifest.decode(memoryview(reply.buffers[0]))
             for name in manifest.codecs:
                 codec_by_name(name)
+            if not self._wanted(manifest.tip):
+                self._unwanted.add(donor)
+                raise ValueError(f"{_title(manifest)} is not newer than what is here")
             if manifest.nbytes > self._max_nbytes:
                 raise ValueError(f"offers a state of {manifest.nbytes} bytes, more than the {self._max_nbytes} allowed")
         except (P2PError, TimeoutError, ValueError) as error:
@@ -283,6 +330,7 @@ class _Download:
             fetch.plan.donor_failed(donor, str(error) or "did not answer in time")
         else:
             fetch.take(donor, chunk, reply)
+            self._gets_on()
 
     def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._node.spawn(coroutine)

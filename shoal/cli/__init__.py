@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 import shoal
-from shoal.cli.demo.settings import Compression, DemoSettings
+from shoal.cli.demo.settings import ENOUGH_EPOCHS, Compression, DemoSettings
 from shoal.cli.demo.text import TextError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=shoal.__doc__)
@@ -41,7 +41,9 @@ def _main(
 @app.command("demo")
 def demo_command(
     peers: Annotated[int, typer.Option(help="How many peers begin, each a process of its own.")] = 4,
-    epochs: Annotated[int, typer.Option(help="How many epochs they train.")] = 150,
+    epochs: Annotated[
+        int, typer.Option(help=f"How many epochs they train; from {ENOUGH_EPOCHS} on, what they learned is checked.")
+    ] = 150,
     kill: Annotated[bool, typer.Option("--kill/--no-kill", help="Kill one peer on the way with SIGKILL.")] = True,
     compression: Annotated[Compression, typer.Option(help="Codec of the averaged gradients.")] = Compression.NONE,
     seed: Annotated[int, typer.Option(help="Of the model, and of what each peer reads.")] = 0,

@@ -11,6 +11,9 @@ from torch import Tensor
 from shoal.compression.compression import Compression
 from shoal.compression.info import CompressionInfo
 
+Payload = bytes | bytearray | memoryview
+"""What can be decoded."""
+
 
 class Codec(Compression):
     """How a chunk becomes bytes and back.
@@ -58,22 +61,26 @@ class Codec(Compression):
             )
         return self._encode(chunk)
 
-    def decode(self, payload: memoryview, dtype: torch.dtype, numel: int) -> Tensor:
+    def decode(self, payload: Payload, dtype: torch.dtype, numel: int) -> Tensor:
         """The ``numel`` elements of a chunk of ``dtype``, as a 1-D CPU tensor, from bytes that anyone may have sent.
+
+        ``payload`` is ``bytes``, a ``bytearray``, or a contiguous ``memoryview`` of any format.
 
         The tensor is meant to be read once, in ``sum.add_(decoded, alpha=weight)`` or ``out.copy_(decoded)``, and has
         the dtype in which these are fastest: not always ``dtype``. It may share memory with ``payload``, and keeps it
         alive: write to neither. The values are not judged: they can be NaN or infinite.
 
         Raises:
-            ValueError: if the payload is not of exactly ``encoded_nbytes(numel, dtype)`` bytes.
+            TypeError: if the payload is not bytes-like.
+            ValueError: if it is not of exactly ``encoded_nbytes(numel, dtype)`` bytes.
         """
+        view = memoryview(payload)
         expected = self.encoded_nbytes(numel, dtype)
-        if payload.nbytes != expected:
+        if view.nbytes != expected:
             raise ValueError(
-                f"a {self.name} payload of {numel} {dtype} elements has {expected} bytes, got {payload.nbytes}"
+                f"a {self.name} payload of {numel} {dtype} elements has {expected} bytes, got {view.nbytes}"
             )
-        return self._decode(payload, dtype, numel)
+        return self._decode(view if view.format == "B" or not expected else view.cast("B"), dtype, numel)
 
     @abstractmethod
     def _encode(self, chunk: Tensor) -> memoryview:
@@ -81,4 +88,4 @@ class Codec(Compression):
 
     @abstractmethod
     def _decode(self, payload: memoryview, dtype: torch.dtype, numel: int) -> Tensor:
-        """`decode` for a payload whose size is checked."""
+        """`decode` for a payload of format ``"B"`` whose size is checked."""

@@ -16,13 +16,14 @@ the loop of a `p2p.Node` (the reactor's, or the simulation's virtual one); `DHT`
 
 from __future__ import annotations
 
+from shoal.dht.created import CreatedNode as DHTNode
 from shoal.dht.dht import DHT
-from shoal.dht.node import DHTNode
 from shoal.dht.records import ValueWithExpiration, get_dht_time
-from shoal.dht.validation import RecordValidator, SchemaValidator, SignatureValidator
+from shoal.dht.validation import BytesWithPublicKey, RecordValidator, SchemaValidator, SignatureValidator
 
 __all__ = [
     "DHT",
+    "BytesWithPublicKey",
     "DHTNode",
     "RecordValidator",
     "SchemaValidator",

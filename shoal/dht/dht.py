@@ -11,7 +11,8 @@ from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
-from shoal.dht.node import DHTNode
+from shoal.dht.created import CreatedNode as DHTNode
+from shoal.dht.interfaces import is_of_this_machine
 from shoal.dht.records import (
     DHTExpiration,
     DHTKey,
@@ -21,13 +22,13 @@ from shoal.dht.records import (
     check_expiration,
     encode_key,
     encode_value,
+    get_dht_time,
 )
 from shoal.dht.validation import RecordValidator
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
 from shoal.p2p.reactor import Reactor
-from shoal.p2p.zeromq import ZeroMQTransport
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +51,11 @@ class DHT:
     is no other process, so `run_coroutine` takes any function, and what it changes is changed for all.
 
     Args:
-        initial_peers: addresses of nodes of the DHT, each ending in /p2p/<peer id>; none to begin a new one.
+        initial_peers: addresses of nodes of the DHT, each ending in /p2p/<peer id>; none to begin a new one. Those that
+            are not connected are dialled every 5 to 60 s.
         start: start right away (`run_in_background`).
         host_maddrs: where to listen; port 0 means any free one. Use /ip4/0.0.0.0/tcp/<port> to be reached from
-            elsewhere.
+            elsewhere; who joins through another machine and listens on loopback only is warned.
         announce_maddrs: addresses to tell others besides those, such as that of a router which forwards a port.
         identity_path: file that keeps who this peer is (made if it does not exist); None makes a new identity.
         client_mode: never listen and keep nothing for others; needs initial peers.
@@ -158,23 +160,36 @@ class DHT:
 
     async def _start(self, identity: Identity) -> None:
         self._starting = asyncio.current_task()
-        node = Node(identity, ZeroMQTransport(identity))
-        try:
-            if not self.client_mode:
-                for address in self.host_maddrs:
-                    await node.listen(address)
-            dht_node = DHTNode(
-                node,
-                client_mode=self.client_mode,
-                validators=self._validators,
-                announce=self.announce_maddrs,
-                num_replicas=self.num_replicas,
+        self._dht_node = await DHTNode.create(
+            self.initial_peers,
+            host_maddrs=self.host_maddrs,
+            announce_maddrs=self.announce_maddrs,
+            identity=identity,
+            client_mode=self.client_mode,
+            validators=self._validators,
+            num_replicas=self.num_replicas,
+            bootstrap_timeout=self.bootstrap_timeout,
+        )
+        self._look_at_addresses(self._dht_node)
+
+    def _look_at_addresses(self, dht_node: DHTNode) -> None:
+        """Warn if others are on other machines, and can't reach this one."""
+        visible = dht_node.visible_addresses()
+        elsewhere = [
+            address
+            for address in self.initial_peers
+            if address.peer_id is not None
+            and dht_node.node.is_connected(address.peer_id)
+            and not is_of_this_machine(address)
+        ]
+        if visible and elsewhere and all(address.is_loopback for address in visible):
+            log.warning(
+                "this peer listens on loopback only (%s), where no other machine reaches it, and has joined through "
+                "another machine (%s). Make its DHT with host_maddrs=['/ip4/0.0.0.0/tcp/<port>'] and open that port, "
+                "or with client_mode=True",
+                ", ".join(str(address.with_peer(None)) for address in visible),
+                elsewhere[0],
             )
-            await dht_node.bootstrap(self.initial_peers, self.bootstrap_timeout)
-        except BaseException:  # cancelled by shutdown(), too: the node must not go on listening
-            await node.close()
-            raise
-        self._dht_node = dht_node
 
     def shutdown(self) -> None:
         """Leave: stop listening, end all connections, cancel what is under way. Calling it again does nothing."""
@@ -197,8 +212,7 @@ class DHT:
             future.cancel()
         dht_node, self._dht_node = self._dht_node, None
         if dht_node is not None:
-            await dht_node.close()
-            await dht_node.node.close()
+            await dht_node.shutdown()
 
     def is_alive(self) -> bool:
         """Whether it was started, has joined, and was not shut down."""
@@ -252,7 +266,7 @@ class DHT:
         dht_node = self.dht_node
         if not self.reactor.is_alive():
             return dht_node.visible_addresses(latest)
-        return self._result(self._submit(_call(lambda: dht_node.visible_addresses(latest))))
+        return self._result(self.submit(_call(lambda: dht_node.visible_addresses(latest))))
 
     # -- records
 
@@ -290,7 +304,8 @@ class DHT:
             key: a str, bytes or int.
             value: plain data (bool, int, float, str, bytes, list, tuple, dict, None) of at most 64 KiB. A tuple is
                 found as a list.
-            expiration_time: in seconds of `get_dht_time()`. Of two values the one that expires later is kept.
+            expiration_time: in seconds of `get_dht_time()`, at most one day ahead. Of two values the one that expires
+                later is kept.
             subkey: write only this entry of the dictionary under `key`, which others write as well. A key or subkey
                 that contains `[owner:<peer id>]` can be written by that peer only.
             return_future: return at once, with the result to come.
@@ -303,10 +318,10 @@ class DHT:
         """
         encode_key(key)
         encode_value(value)
-        check_expiration(expiration_time)
+        check_expiration(expiration_time, get_dht_time())
         if subkey is not None:
             encode_key(subkey, "subkey")
-        future = self._submit(self.dht_node.store(key, value, expiration_time, subkey))
+        future = self.submit(self.dht_node.store(key, value, expiration_time, subkey))
         return future if return_future else self._result(future)
 
     @overload
@@ -327,13 +342,13 @@ class DHT:
             {subkey: (value, expiration_time)}.
         """
         encode_key(key)
-        future = self._submit(self.dht_node.get(key, latest))
+        future = self.submit(self.dht_node.get(key, latest))
         return future if return_future else self._result(future)
 
     def add_validators(self, record_validators: Iterable[RecordValidator]) -> None:
         """Have records checked by these too, from now on; what this peer keeps and they refuse is dropped."""
         dht_node, validators = self.dht_node, list(record_validators)
-        self._result(self._submit(_call(lambda: dht_node.add_validators(validators))))
+        self._result(self.submit(_call(lambda: dht_node.add_validators(validators))))
 
     @overload
     def run_coroutine(
@@ -354,12 +369,13 @@ class DHT:
         async def run() -> T:
             return await coro(self, dht_node)
 
-        future = self._submit(run())
+        future = self.submit(run())
         return future if return_future else self._result(future)
 
     # -- crossing over to the reactor
 
-    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run `coroutine` on the reactor's thread, until `shutdown` at the latest, which cancels it."""
         with self._lock:  # so that shutdown() cancels it, or it is refused
             try:
                 future = self.reactor.submit(coroutine)
@@ -397,6 +413,6 @@ def _addresses(argument: str, addresses: Sequence[Multiaddr | str]) -> list[Mult
     if isinstance(addresses, (str, Multiaddr)) or not isinstance(addresses, Sequence):
         raise TypeError(f"{argument} must be a list of addresses, not {addresses!r}")
     try:
-        return [Multiaddr.parse(address) for address in addresses]
+        return [Multiaddr(address) for address in addresses]
     except ValueError as error:
         raise ValueError(f"{argument}: {error}") from error

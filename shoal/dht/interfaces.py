@@ -6,7 +6,6 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from dataclasses import replace
 from pathlib import Path
 
 from shoal.p2p.multiaddr import Multiaddr
@@ -23,7 +22,16 @@ def concrete_addresses(address: Multiaddr) -> list[Multiaddr]:
     else:
         return [address]
     hosts.sort(key=lambda host: ipaddress.ip_address(host).is_loopback)
-    return [replace(address, host=host) for host in hosts]
+    concrete = (Multiaddr(f"/{address.protocol}/{host}/tcp/{address.port}") for host in hosts)
+    return [found.with_peer(address.peer_id) for found in concrete]
+
+
+def is_of_this_machine(address: Multiaddr) -> bool:
+    """Whether `address` is one of loopback or of an interface of this machine; a host name is taken for another's."""
+    if address.is_loopback:
+        return True
+    hosts = _ip4_hosts() if address.protocol == "ip4" else _ip6_hosts() if address.protocol == "ip6" else []
+    return any(ipaddress.ip_address(host) == ipaddress.ip_address(address.host) for host in hosts)
 
 
 def _ip4_hosts() -> list[str]:

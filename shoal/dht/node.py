@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -39,6 +40,7 @@ from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
+from shoal.p2p.redial import SHORTEST, Redial
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ class DHTNode:
         validators: rules for records beside `SignatureValidator`, which every node has.
         announce: addresses to name to others besides those at which `node` listens.
         clock: seconds in which expiration times are measured; everything else is timed by the loop.
-        rng: draws the times of upkeep and republishing and what to look for, and nothing else.
+        rng: draws the times of upkeep, of redialling and of republishing, and what to look for, and nothing else.
         bucket_size: Kademlia's k, contacts per bucket of the routing table.
         num_replicas: nodes that keep each record.
         parallel: Kademlia's alpha, requests that one search has under way.
@@ -102,6 +104,9 @@ class DHTNode:
         self._parallel = parallel
         self._upkeep_period = upkeep_period
         self._initial_peers: dict[PeerID, list[Multiaddr]] = {}
+        self._redial = Redial(self._rng)
+        self._initial_lost = asyncio.Event()
+        self._stop_listening_for_losses = node.on_lost(self._on_lost)
         self._validator = CompositeValidator([SignatureValidator(node.identity), *validators])
         self._replication = Replication(self.table, self.storage, num_replicas, republish_period, self._rng)
         self._protocol = Protocol(
@@ -116,13 +121,15 @@ class DHTNode:
             clock=clock,
             request_timeout=request_timeout,
         )
-        self._upkeep = node.spawn(self._keep_up())
+        self._tasks = [node.spawn(self._keep_up()), node.spawn(self._keep_initial_peers())]
 
     async def close(self) -> None:
         """Take no further part. The others have what this node kept, and notice that it is gone."""
         self._protocol.close()
-        self._upkeep.cancel()
-        await asyncio.gather(self._upkeep, return_exceptions=True)
+        self._stop_listening_for_losses()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def visible_addresses(self, latest: bool = False) -> list[Multiaddr]:
         """Where others can reach this node, those of loopback last; `latest` looks at the interfaces again."""
@@ -138,15 +145,19 @@ class DHTNode:
 
     async def bootstrap(self, initial_peers: Iterable[Multiaddr | str], timeout: float = 10.0) -> None:
         """Join the DHT of which `initial_peers` are nodes. One that answers is enough; none is needed to begin a DHT.
+        From then on each that is not connected is dialled every 5 to 60 s.
 
         Raises ValueError for an address that does not end in /p2p/<peer id>, and PeerUnreachable, with the reason for
-        each, if none answers within `timeout` seconds.
+        each, if none answers within `timeout` seconds. An address that names this very peer is passed over; if another
+        process with its identity answers there, both warn.
         """
-        for address in map(Multiaddr.parse, initial_peers):
+        for address in map(Multiaddr, initial_peers):
             if address.peer_id is None:
                 raise ValueError(f"{address} does not say who answers there: an initial peer ends in /p2p/<peer id>")
             if address.peer_id != self.peer_id:
                 self._initial_peers.setdefault(address.peer_id, []).append(address)
+            elif address not in self.visible_addresses():
+                self.node.spawn(self.node.look_for_twin(address))
         if not self._initial_peers:
             return
         failures = await greet(self._protocol, self._initial_peers, timeout)
@@ -155,6 +166,7 @@ class DHTNode:
                 f"\n  {address}: {failures[peer]}" for peer, known in self._initial_peers.items() for address in known
             ]
             raise PeerUnreachable(f"none of the initial peers answered:{''.join(reasons)}")
+        self._initial_lost.set()
         await self._meet(self.table.own_id)
 
     async def _meet(self, target: int) -> None:
@@ -204,7 +216,7 @@ class DHTNode:
 
     def _record(self, key: DHTKey, value: DHTValue, expiration: DHTExpiration, subkey: Subkey | None) -> DHTRecord:
         place = NO_SUBKEY if subkey is None else encode_key(subkey, "subkey")
-        record = DHTRecord(encode_key(key), place, encode_value(value), check_expiration(expiration))
+        record = DHTRecord(encode_key(key), place, encode_value(value), check_expiration(expiration, self._clock()))
         return msgspec.structs.replace(record, value=self._validator.sign_value(record))
 
     async def _store_records(self, records: list[DHTRecord]) -> dict[DHTRecord, bool]:
@@ -309,12 +321,34 @@ class DHTNode:
             for storage in (self.storage, self.cache):
                 storage.remove_expired(self._clock())
             await _gather(self._protocol.ping, [contact.peer for contact in self.table.due(loop.time())])
-            if self._initial_peers and not self.table.alive():
-                await greet(self._protocol, self._initial_peers, timeout=10.0)
             for target in self.table.refresh_targets(loop.time(), self._rng):
                 await self._meet(target)
             republished = [self.storage.get(key, self._clock()) for key in self._replication.due(loop.time())]
             await _gather(self._store_records, [records for records in republished if records])
+
+    async def _keep_initial_peers(self) -> None:
+        """Dial the initial peers that are not connected: one may have been started again, at its address."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._initial_lost.clear()
+            for peer in self._initial_peers:
+                if self.node.is_connected(peer):
+                    self._redial.found(peer)
+                else:
+                    self._redial.missing(peer, loop.time())
+            for peer in self._redial.due(loop.time()):
+                self.node.spawn(self._greet_again(peer))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._redial.next_time()):
+                    await self._initial_lost.wait()
+
+    async def _greet_again(self, peer: PeerID) -> None:
+        if not await greet(self._protocol, {peer: self._initial_peers[peer]}, timeout=SHORTEST):
+            await self._meet(self.table.own_id)
+
+    def _on_lost(self, peer: PeerID, _reason: str) -> None:
+        if peer in self._initial_peers:
+            self._initial_lost.set()
 
 
 async def _gather(function: Callable[[S], Coroutine[Any, Any, T]], items: Iterable[S]) -> list[T]:

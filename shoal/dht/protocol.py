@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -27,7 +26,14 @@ from shoal.dht.messages import (
     Store,
     Stored,
 )
-from shoal.dht.records import NO_SUBKEY, DHTRecord, decode_subkey, decode_value, key_id
+from shoal.dht.records import (
+    MAX_SECONDS_AHEAD,
+    NO_SUBKEY,
+    DHTRecord,
+    decode_subkey,
+    decode_value,
+    key_id,
+)
 from shoal.dht.replication import Replication
 from shoal.dht.routing import RoutingTable
 from shoal.dht.storage import LocalStorage
@@ -42,6 +48,8 @@ log = logging.getLogger(__name__)
 BLOCK_SECONDS = 5.0  # a peer that failed is not asked for so long, then twice that, … at most MAX_BLOCK_SECONDS
 MAX_BLOCK_SECONDS = 120.0
 MAX_BLOCKED = 4096
+SECONDS_PER_KEY = 1e-5  # between two looks at all keys, for each key: of a reactor's time they take some percent
+CLOCK_DIFFERENCE = 60.0  # seconds by which another node's clock may be ahead when it stores a record for a whole day
 
 Expected = TypeVar("Expected", bound=msgspec.Struct)
 
@@ -83,6 +91,8 @@ class Protocol:
         self.clock = clock
         self.request_timeout = request_timeout
         self._blocked: dict[PeerID, tuple[float, int]] = {}  # until when, after how many failures
+        self._handovers: dict[PeerID, bool] = {}  # whose records are handed over next; True: it joined
+        self._handing_over = False
         self._visible: list[Multiaddr] = []
         self._visible_of: list[Multiaddr] = []
         self._sender = Sender(client_mode, ())
@@ -106,7 +116,7 @@ class Protocol:
             everywhere = [address.with_peer(self.node.peer_id) for address in (*self.announce, *listening)]
             self._visible = list(dict.fromkeys(everywhere))
             if not self.client_mode:
-                texts = tuple(str(replace(address, peer_id=None)) for address in self._visible)
+                texts = tuple(str(address.with_peer(None)) for address in self._visible)
                 self._sender = Sender(False, texts[:MAX_ADDRESSES])
         return self._visible
 
@@ -121,6 +131,8 @@ class Protocol:
         """Whether `record` may be kept, shown to the user and passed on; checked once only."""
         if self.storage.holds(record) or self.cache.holds(record):
             return True
+        if record.expiration_time > self.clock() + MAX_SECONDS_AHEAD + CLOCK_DIFFERENCE:
+            return False
         if not self.validator.validate(record):
             return False
         try:
@@ -229,7 +241,7 @@ class Protocol:
         contact = self.table.get(peer)
         addresses = sender.addresses
         if contact is None or contact.addresses != addresses:
-            addresses = tuple(str(replace(address, peer_id=None)) for address in _parsed(peer, addresses))
+            addresses = tuple(str(address.with_peer(None)) for address in _parsed(peer, addresses))
         if sender.client or not addresses:
             self.table.forget(peer)
         else:
@@ -242,16 +254,14 @@ class Protocol:
         if check is not None:
             self.node.spawn(self.ping(check.peer))
         if not was_alive and self.table.is_alive(peer):
-            records = [record for key in self.replication.joined(peer) for record in self._records(key)]
-            if records:
-                self.node.spawn(self.send_records(peer, addresses, records))
+            self._hand_over_later(peer, joined=True)
 
     def _addresses(self, peer: PeerID) -> tuple[str, ...]:
         """Where `peer` listens, as it said itself, or else as it was found."""
         contact = self.table.get(peer)
         if contact is not None:
             return contact.addresses
-        return tuple(str(replace(address, peer_id=None)) for address in self.node.known_addresses(peer))
+        return tuple(str(address.with_peer(None)) for address in self.node.known_addresses(peer))
 
     def _on_lost(self, peer: PeerID) -> None:
         if not self.node.closed:
@@ -260,13 +270,36 @@ class Protocol:
     def _failed(self, peer: PeerID) -> None:
         was_alive = self.table.is_alive(peer)
         self.table.failed(peer, asyncio.get_running_loop().time())
-        if not was_alive:
-            return
-        handover: dict[PeerID, list[DHTRecord]] = {}
-        for successor, key in self.replication.lost(peer):
-            handover.setdefault(successor, []).extend(self._records(key))
-        for successor, records in handover.items():
-            self.node.spawn(self.send_records(successor, (), records))
+        if was_alive:
+            self._hand_over_later(peer, joined=False)
+
+    def _hand_over_later(self, peer: PeerID, *, joined: bool) -> None:
+        """A peer came or went: others than before must have its records now. To see which, all keys are looked at, so
+        that is done for one peer after the other, and not as often as a peer can come and go."""
+        self._handovers.pop(peer, None)
+        self._handovers[peer] = joined
+        if len(self._handovers) > MAX_BLOCKED:
+            del self._handovers[next(iter(self._handovers))]
+        if not self._handing_over:
+            self._handing_over = True
+            self.node.spawn(self._hand_over())
+
+    async def _hand_over(self) -> None:
+        try:
+            while self._handovers:
+                peer = next(iter(self._handovers))
+                if self._handovers.pop(peer):
+                    owed = [(peer, key) for key in self.replication.joined(peer)]
+                else:
+                    owed = self.replication.lost(peer)
+                handover: dict[PeerID, list[DHTRecord]] = {}
+                for receiver, key in owed:
+                    handover.setdefault(receiver, []).extend(self._records(key))
+                for receiver, records in handover.items():
+                    self.node.spawn(self.send_records(receiver, (), records))
+                await asyncio.sleep(SECONDS_PER_KEY * len(self.storage.key_ids()))
+        finally:
+            self._handing_over = False
 
     def _records(self, key: int) -> list[DHTRecord]:
         return self.storage.get(key, self.clock())
@@ -277,7 +310,7 @@ def _parsed(peer: PeerID, addresses: Iterable[str]) -> list[Multiaddr]:
     parsed = []
     for text in addresses:
         try:
-            address = Multiaddr.parse(text)
+            address = Multiaddr(text)
         except ValueError:
             continue  # a later version may know more kinds; one bad address must not cost the others
         if address.peer_id in (None, peer) and address.port:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from functools import lru_cache
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
@@ -21,8 +22,10 @@ MAX_KEY_BYTES = 512
 MAX_VALUE_BYTES = 64 << 10
 MAX_VALIDATOR_BYTES = 256  # what validators may add to a value, such as a signature
 MAX_DEPTH = 32
+MAX_SECONDS_AHEAD = 86400.0  # from now to a record's expiration time; what should live longer is stored again
 ID_BITS = 256
 NO_SUBKEY = b""
+_OWNER = re.compile(rb"\[owner:(.*?)\]", re.DOTALL)
 
 T = TypeVar("T")
 
@@ -53,6 +56,16 @@ class DHTRecord(msgspec.Struct, array_like=True, frozen=True):
     def size(self) -> int:
         """Bytes that this record counts for in a bounded store."""
         return len(self.key) + len(self.subkey) + len(self.value) + 64
+
+
+def owners_of(record: DHTRecord) -> list[bytes]:
+    """Whom the key and the subkey name as their owners (`[owner:<peer id>]`), each once."""
+    return list(dict.fromkeys(owners_in(record.key) + owners_in(record.subkey)))
+
+
+def owners_in(text: bytes) -> list[bytes]:
+    """Whom a key or a subkey names as its owners (`[owner:<peer id>]`)."""
+    return _OWNER.findall(text)
 
 
 def get_dht_time() -> DHTExpiration:
@@ -147,11 +160,16 @@ def decode_value(encoded: bytes) -> DHTValue:
     return value
 
 
-def check_expiration(expiration_time: DHTExpiration) -> float:
-    """`expiration_time` as a float. Raises ValueError if no record can have it."""
+def check_expiration(expiration_time: DHTExpiration, now: float) -> float:
+    """`expiration_time` as a float. Raises ValueError if no record can have it `now`."""
     seconds = float(expiration_time)
     if not (math.isfinite(seconds) and 0 < seconds < 2.0**53):
         raise ValueError(
             f"an expiration time is in seconds of get_dht_time(), such as get_dht_time() + 60, not {seconds}"
+        )
+    if seconds > now + MAX_SECONDS_AHEAD:
+        raise ValueError(
+            f"the DHT keeps records for at most one day, and the expiration time {seconds} is "
+            f"{(seconds - now) / 86400:.1f} days ahead: choose an earlier one, and store the record again in time"
         )
     return seconds

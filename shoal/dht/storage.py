@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
-from shoal.dht.records import NO_SUBKEY, DHTRecord, key_id
+from shoal.dht.records import NO_SUBKEY, DHTRecord, key_id, owners_of
 
 MAX_ENTRY_BYTES = 512 << 10
 """Bytes of all records of one key, so that they fit into one reply."""
 MAX_ENTRY_RECORDS = 4096
+
+# Where a record is in the order in which records make room for others: whether it has an owner, its expiration time,
+# the id of its key, its subkey.
+_Place = tuple[bool, float, int, bytes]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """The records of one key.
+
+    Attributes:
+        records: by subkey.
+        bytes: the sizes of all together.
+        owned: how many have an owner.
+        latest: the latest expiration time that any of them had.
+        order: a heap of their places, and of places of records that are gone; None before the bounds are first reached.
+    """
+
+    records: dict[bytes, DHTRecord] = field(default_factory=dict)
+    bytes: int = 0
+    owned: int = 0
+    latest: float = 0.0
+    order: list[_Place] | None = None
 
 
 class LocalStorage:
@@ -20,7 +44,11 @@ class LocalStorage:
     records makes no difference. A record without subkey replaces a dictionary if it expires later than all of it; a
     subkey replaces a record without subkey if it does not expire earlier.
 
-    When a bound is exceeded, what expires soonest goes.
+    What only its owner can write, only its owner can replace: a record without owner never replaces one that has an
+    owner, and a subkey with an owner replaces a record without subkey that has none, whatever their expiration times.
+
+    When a bound is exceeded, records without owner go first, and of these and of the others what expires soonest. To
+    store a record takes time that is logarithmic in the number of those that are kept.
 
     Args:
         max_records: of all keys together, a subkey counting as one.
@@ -31,10 +59,11 @@ class LocalStorage:
         self.max_records = max_records
         self.max_bytes = max_bytes
         self.bytes = 0
-        self._entries: dict[int, dict[bytes, DHTRecord]] = {}
+        self._entries: dict[int, _Entry] = {}
         self._count = 0
         # (expiration time, key id, subkey), the soonest first. What was replaced meanwhile is still in it.
         self._expirations: list[tuple[float, int, bytes]] = []
+        self._order: list[_Place] | None = None  # of all records, as `_Entry.order`
 
     def __len__(self) -> int:
         """How many records are kept; those that expired since the last call with a time are counted."""
@@ -47,11 +76,12 @@ class LocalStorage:
     def get(self, identifier: int, now: float) -> list[DHTRecord]:
         """The unexpired records of the key with this id: none, one without subkey, or one for each subkey."""
         self.remove_expired(now)
-        return list(self._entries.get(identifier, {}).values())
+        entry = self._entries.get(identifier)
+        return list(entry.records.values()) if entry is not None else []
 
     def holds(self, record: DHTRecord) -> bool:
         """Whether this very record is kept."""
-        return self._entries.get(key_id(record.key), {}).get(record.subkey) == record
+        return self._kept(key_id(record.key), record.subkey) == record
 
     def store(self, record: DHTRecord, now: float) -> bool:
         """Keep `record` unless something newer is kept. Returns whether it is kept (also if it was already)."""
@@ -59,77 +89,120 @@ class LocalStorage:
         if record.expiration_time <= now:
             return False
         identifier = key_id(record.key)
-        entry = self._entries.get(identifier, {})
-        current = entry.get(record.subkey)
+        current = self._kept(identifier, record.subkey)
         if current == record:
             return True
-        if not _wins(record, entry):
-            return False
-        if (NO_SUBKEY in entry) != (record.subkey == NO_SUBKEY):
-            for other in list(entry.values()):
-                self._remove(identifier, other)
-        elif current is not None:
-            self._remove(identifier, current)
-        entry = self._entries.setdefault(identifier, {})
-        entry[record.subkey] = record
-        self._count += 1
-        self.bytes += record.size
-        heapq.heappush(self._expirations, (record.expiration_time, identifier, record.subkey))
+        entry = self._entries.get(identifier)
+        if entry is not None:
+            if not _wins(record, entry):
+                return False
+            if (NO_SUBKEY in entry.records) != (record.subkey == NO_SUBKEY):
+                for other in list(entry.records.values()):
+                    self._remove(identifier, other)
+            elif current is not None:
+                self._remove(identifier, current)
+        self._add(identifier, record)
         self._enforce_entry_bounds(identifier)
         self._enforce_bounds()
-        return self._entries.get(identifier, {}).get(record.subkey) is record
+        return self._kept(identifier, record.subkey) is record
 
     def remove_expired(self, now: float) -> None:
         """Drop all records whose time has come."""
         while self._expirations and self._expirations[0][0] <= now:
-            self._pop_soonest()
+            expiration, identifier, subkey = heapq.heappop(self._expirations)
+            self._remove_if_current(identifier, subkey, expiration)
 
     def retain(self, wanted: Callable[[DHTRecord], bool]) -> None:
         """Drop all records that are not `wanted`."""
         for identifier, entry in list(self._entries.items()):
-            for record in list(entry.values()):
+            for record in list(entry.records.values()):
                 if not wanted(record):
                     self._remove(identifier, record)
 
-    def _pop_soonest(self) -> None:
-        expiration, identifier, subkey = heapq.heappop(self._expirations)
-        record = self._entries.get(identifier, {}).get(subkey)
-        if record is not None and record.expiration_time == expiration:
-            self._remove(identifier, record)
+    def _kept(self, identifier: int, subkey: bytes) -> DHTRecord | None:
+        entry = self._entries.get(identifier)
+        return entry.records.get(subkey) if entry is not None else None
+
+    def _add(self, identifier: int, record: DHTRecord) -> None:
+        entry = self._entries.setdefault(identifier, _Entry())
+        entry.records[record.subkey] = record
+        entry.bytes += record.size
+        entry.latest = max(entry.latest, record.expiration_time)
+        self._count += 1
+        self.bytes += record.size
+        place = _place(identifier, record)
+        entry.owned += place[0]
+        heapq.heappush(self._expirations, place[1:])
+        for order in (entry.order, self._order):
+            if order is not None:
+                heapq.heappush(order, place)
+        self._forget_what_is_gone(identifier, entry)
 
     def _remove(self, identifier: int, record: DHTRecord) -> None:
         entry = self._entries[identifier]
-        del entry[record.subkey]
-        if not entry:
+        del entry.records[record.subkey]
+        if not entry.records:
             del self._entries[identifier]
+        entry.bytes -= record.size
+        entry.owned -= bool(owners_of(record))
         self._count -= 1
         self.bytes -= record.size
 
+    def _remove_if_current(self, identifier: int, subkey: bytes, expiration: float) -> None:
+        """Drop the record that a heap names, unless it is gone or was replaced."""
+        record = self._kept(identifier, subkey)
+        if record is not None and record.expiration_time == expiration:
+            self._remove(identifier, record)
+
     def _enforce_entry_bounds(self, identifier: int) -> None:
         entry = self._entries[identifier]
-        size = sum(record.size for record in entry.values()) if len(entry) > 1 else 0
-        while len(entry) > MAX_ENTRY_RECORDS or size > MAX_ENTRY_BYTES:
-            soonest = min(entry.values(), key=lambda record: (record.expiration_time, record.subkey))
-            size -= soonest.size
-            self._remove(identifier, soonest)
+        while len(entry.records) > MAX_ENTRY_RECORDS or entry.bytes > MAX_ENTRY_BYTES:
+            if entry.order is None:
+                entry.order = _heap(_place(identifier, record) for record in entry.records.values())
+            _, expiration, _, subkey = heapq.heappop(entry.order)
+            self._remove_if_current(identifier, subkey, expiration)
 
     def _enforce_bounds(self) -> None:
         while self._count > self.max_records or self.bytes > self.max_bytes:
-            self._pop_soonest()
+            if self._order is None:
+                self._order = _heap(self._places())
+            _, expiration, identifier, subkey = heapq.heappop(self._order)
+            self._remove_if_current(identifier, subkey, expiration)
+
+    def _forget_what_is_gone(self, identifier: int, entry: _Entry) -> None:
+        """Make the heaps anew in which more is gone than kept: that costs each record that was added a constant."""
         if len(self._expirations) > 2 * self._count + 64:
-            self._expirations = [
-                (record.expiration_time, identifier, record.subkey)
-                for identifier, entry in self._entries.items()
-                for record in entry.values()
-            ]
+            self._expirations = [place[1:] for place in self._places()]
             heapq.heapify(self._expirations)
+        if self._order is not None and len(self._order) > 2 * self._count + 64:
+            self._order = _heap(self._places())
+        if entry.order is not None and len(entry.order) > 2 * len(entry.records) + 64:
+            entry.order = _heap(_place(identifier, record) for record in entry.records.values())
+
+    def _places(self) -> Iterable[_Place]:
+        for identifier, entry in self._entries.items():
+            for record in entry.records.values():
+                yield _place(identifier, record)
 
 
-def _wins(record: DHTRecord, entry: dict[bytes, DHTRecord]) -> bool:
+def _place(identifier: int, record: DHTRecord) -> _Place:
+    return bool(owners_of(record)), record.expiration_time, identifier, record.subkey
+
+
+def _heap(places: Iterable[_Place]) -> list[_Place]:
+    heap = list(places)
+    heapq.heapify(heap)
+    return heap
+
+
+def _wins(record: DHTRecord, entry: _Entry) -> bool:
     """Whether `record` replaces what `entry`, the records of its key, has for it."""
-    if (current := entry.get(record.subkey)) is not None:
+    if (current := entry.records.get(record.subkey)) is not None:
         return (record.expiration_time, record.value) > (current.expiration_time, current.value)
+    is_owned = bool(owners_of(record))
     if record.subkey == NO_SUBKEY:
-        return all(record.expiration_time > other.expiration_time for other in entry.values())
-    regular = entry.get(NO_SUBKEY)
-    return regular is None or record.expiration_time >= regular.expiration_time
+        return (is_owned or not entry.owned) and record.expiration_time > entry.latest
+    regular = entry.records.get(NO_SUBKEY)
+    if regular is None or (is_owned and not entry.owned):
+        return True
+    return record.expiration_time >= regular.expiration_time

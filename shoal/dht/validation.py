@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any
+from copy import copy
+from typing import Any, get_args
 
 import msgspec
 
-from shoal.dht.records import NO_SUBKEY, DHTKey, DHTRecord, decode_subkey, decode_value, encode_key
+from shoal.dht.records import (
+    NO_SUBKEY,
+    DHTKey,
+    DHTRecord,
+    decode_subkey,
+    decode_value,
+    encode_key,
+    owners_in,
+    owners_of,
+)
 from shoal.p2p.identity import SIGNATURE_BYTES, Identity, PeerID
 
 
@@ -36,9 +45,9 @@ class RecordValidator(ABC):
         """Validators sign in the order of rising priority, and validate and strip in the opposite order."""
         return 0
 
-    def merged_with(self, other: RecordValidator) -> RecordValidator | None:
-        """One validator that acts for both; None if there is none, and then both must find a record valid."""
-        return None
+    def merge_with(self, other: RecordValidator) -> bool:
+        """Act for `other` as well from now on; whether that can be. If not, both must find a record valid."""
+        return False
 
 
 class CompositeValidator(RecordValidator):
@@ -49,10 +58,11 @@ class CompositeValidator(RecordValidator):
         self.extend(validators)
 
     def extend(self, validators: Iterable[RecordValidator]) -> None:
-        """Add validators, merging those that can be."""
+        """Add validators, merging those that can be; those that were given stay as they are."""
         for validator in validators:
             for index, existing in enumerate(self._validators):
-                if (merged := existing.merged_with(validator)) is not None:
+                merged = copy(existing)
+                if merged.merge_with(validator):
                     self._validators[index] = merged
                     break
             else:
@@ -87,7 +97,6 @@ class SignatureValidator(RecordValidator):
         identity: signs this peer's own records.
     """
 
-    _OWNER = re.compile(rb"\[owner:(.*?)\]", re.DOTALL)
     _DOMAIN = b"shoal dht record\0"
 
     def __init__(self, identity: Identity) -> None:
@@ -99,7 +108,7 @@ class SignatureValidator(RecordValidator):
         return owner_marker(self._identity.peer_id)
 
     def validate(self, record: DHTRecord) -> bool:
-        owners = self._owners(record)
+        owners = owners_of(record)
         if not owners:
             return True
         if len(owners) > 1 or len(record.value) < SIGNATURE_BYTES:
@@ -114,24 +123,21 @@ class SignatureValidator(RecordValidator):
         return owner.verify(self._signed_bytes(record, self.strip_value(record)), record.value[-SIGNATURE_BYTES:])
 
     def sign_value(self, record: DHTRecord) -> bytes:
-        if self._owners(record) != [str(self._identity.peer_id).encode()]:
+        if owners_of(record) != [str(self._identity.peer_id).encode()]:
             return record.value
         return record.value + self._identity.sign(self._signed_bytes(record, record.value))
 
     def strip_value(self, record: DHTRecord) -> bytes:
-        return record.value[:-SIGNATURE_BYTES] if self._owners(record) else record.value
+        return record.value[:-SIGNATURE_BYTES] if owners_of(record) else record.value
 
     @property
     def priority(self) -> int:
         """High: the signature is the last that is added, and the first that is checked."""
         return 10
 
-    def merged_with(self, other: RecordValidator) -> RecordValidator | None:
+    def merge_with(self, other: RecordValidator) -> bool:
         """One is enough: it checks the records of all owners."""
-        return self if isinstance(other, SignatureValidator) else None
-
-    def _owners(self, record: DHTRecord) -> list[bytes]:
-        return list(dict.fromkeys(self._OWNER.findall(record.key) + self._OWNER.findall(record.subkey)))
+        return isinstance(other, SignatureValidator)
 
     def _signed_bytes(self, record: DHTRecord, value: bytes) -> bytes:
         return self._DOMAIN + msgspec.msgpack.encode((record.key, record.subkey, value, record.expiration_time))
@@ -175,22 +181,34 @@ class SchemaValidator(RecordValidator):
             return False
         return any(_conforms(value, expected) for expected in expected_types)
 
-    def merged_with(self, other: RecordValidator) -> RecordValidator | None:
+    def merge_with(self, other: RecordValidator) -> bool:
         if not isinstance(other, SchemaValidator):
-            return None
-        both = SchemaValidator({}, allow_extra_keys=self._allow_extra_keys or other._allow_extra_keys)
-        for key in self._types | other._types:
-            both._types[key] = self._types.get(key, []) + other._types.get(key, [])
-        return both
+            return False
+        self._allow_extra_keys = self._allow_extra_keys or other._allow_extra_keys
+        keys = self._types | other._types
+        self._types = {key: self._types.get(key, []) + other._types.get(key, []) for key in keys}
+        return True
 
 
 def _is_dictionary(expected: Any) -> bool:
     return getattr(expected, "__origin__", expected) is dict
 
 
+class BytesWithPublicKey(bytes):
+    """In a schema: a subkey that has an owner, as `SignatureValidator.owner_marker` makes it; as bytes or a string."""
+
+
+def _custom(expected: type, value: object) -> object:
+    if expected is not BytesWithPublicKey or not isinstance(value, bytes) or not owners_in(value):
+        raise ValueError(f"{value!r} is no {expected.__name__}")
+    return BytesWithPublicKey(value)
+
+
 def _conforms(value: object, expected: Any) -> bool:
+    if isinstance(value, dict) and get_args(expected)[:1] == (BytesWithPublicKey,):
+        value = {key.encode() if isinstance(key, str) else key: item for key, item in value.items()}
     try:
-        msgspec.convert(value, expected, strict=True)
+        msgspec.convert(value, expected, strict=True, dec_hook=_custom)
     except msgspec.ValidationError:
         return False
     return True

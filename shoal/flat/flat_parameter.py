@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import groupby, repeat
-from operator import is_, itemgetter
+from operator import is_not, itemgetter
 from typing import Any
 
 import torch
@@ -16,16 +16,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.flat.elementwise import check_class
-from shoal.flat.gradients import GradientViews, grad_of
+from shoal.flat.gradients import PLACED, GradientViews, grad_of, is_large, set_grads
+from shoal.flat.memory import own_storage
 from shoal.flat.span import Span
 
-_set_slot = vars(torch._C.TensorBase)["grad"].__set__
 _holders = torch.Tensor._use_count  # type: ignore[attr-defined]  # of a tensor in C++
+_set_slot = vars(torch._C.TensorBase)["grad"].__set__
+_ZERO_GRAD = inspect.unwrap(Optimizer.zero_grad).__code__
 
 
 class Presence(Enum):
     """Which parameters of a run have a gradient."""
 
+    HOME = auto()  # all of them, and in flat memory
     ALL = auto()
     NONE = auto()
     SOME = auto()
@@ -46,12 +49,26 @@ class Member:
     span: Span
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a run that a kernel steps by itself: a large parameter, or small ones beside each other.
+
+    Attributes:
+        tensor: what is stepped, with its gradient in `.grad`: the parameter itself, or a part of the run.
+        start: its first element in the run.
+    """
+
+    tensor: Tensor
+    start: int
+
+
 class FlatParameter(nn.Parameter):
     """A *run*: consecutive parameters of one flat buffer, with the padding between them, as one 1-D parameter.
 
     Its data are those of its parameters, in the same memory. Its `.grad` says what theirs say:
 
-    * if all of them have a gradient, the flat gradient; if none has, None;
+    * if all of them have a gradient, the flat gradient, into which those that are elsewhere are copied first, and of
+      which all are views then; if none has, None;
     * if some have, the flat gradient with zeros for the others, which makes norms and clipping right. An optimizer does
       not see this: before its step the run is split (`shoal.flat.step_hook`);
     * setting it to None does so for every one of them, so `optimizer.zero_grad()` works. A tensor is copied.
@@ -63,36 +80,47 @@ class FlatParameter(nn.Parameter):
         home: the gradients' home.
         members: its parameters, at least one, in the order of the flat buffer.
         parts: the shorter runs that have taken its place in optimizers; empty as long as it is whole.
-        settled: what :meth:`settle` saw, while it holds.
+        whole: the run as a plain tensor, whose `.grad` is the flat gradient.
+        pieces: the run between and beside its large parameters, and these; empty if it has none.
     """
 
     home: GradientViews
     members: Sequence[Member]
     parts: list[FlatParameter]
+    whole: Tensor
+    pieces: list[Piece]
     _gradient: Tensor
     _parameters: list[Tensor]
     _views: list[Tensor]
     _held: list[int]
+    _large: list[Member]
+    _small: list[Member]
+    _small_views: list[Tensor]
     _padding: Tensor
     _cleaned: int
     _address: int
-    settled: Presence | None
 
     def __new__(cls, data: Tensor, gradient: Tensor, members: Sequence[Member], home: GradientViews) -> FlatParameter:
         """Makes the run from its part of the flat buffer and of the flat gradient."""
         trained = any(member.parameter.requires_grad for member in members)
+        data, gradient = own_storage(data), own_storage(gradient)
         self: FlatParameter = torch.Tensor._make_subclass(cls, data, trained)
         self.home = home
         self.members = members
         self.parts = []
+        self.whole = data
+        self.whole.grad = gradient
         self._gradient = gradient
         self._parameters = [member.parameter for member in members]
         self._views = [member.view for member in members]
-        self._held = [2] * len(members)
+        self._held = [PLACED] * len(members)
+        self._large = [member for member in members if is_large(member.view)]
+        self._small = [member for member in members if not is_large(member.view)]
+        self._small_views = [member.view for member in self._small]
+        self.pieces = _pieces(data, gradient, members) if self._large else []
         self._padding = _padding(data.numel(), members).to(data.device)
         self._cleaned = gradient._version
         self._address = data.data_ptr()
-        self.settled = None
         return self
 
     @property
@@ -101,48 +129,51 @@ class FlatParameter(nn.Parameter):
         return self.members[0].span.start
 
     def presence(self) -> Presence:
-        """Which parameters have a gradient now. Gradients that are not in flat memory are brought there."""
-        # A view is held by its Python object and by the parameter whose gradient it is: counting holders touches only
-        # the views, and takes 59 µs for 2,000 of them after a step has emptied the caches; the look below takes 409.
-        # It errs if the view was made another tensor's `.grad` and taken from its own parameter.
-        if list(map(_holders, self._views)) == self._held or all(map(is_, map(grad_of, self._parameters), self._views)):
-            return Presence.ALL
-        grads = map(grad_of, self._parameters)
+        """Which parameters have a gradient now, wherever it is."""
+        self.home.settle()
+        # Counting holders touches only the views, and takes 59 µs for 2,000 of them after a step has emptied the
+        # caches; a look at the parameters takes 409. It errs if the view was made another tensor's `.grad` and taken
+        # from its own parameter.
+        if list(map(_holders, self._views)) == self._held:
+            return Presence.HOME
+        has = list(map(is_not, map(grad_of, self._parameters), repeat(None)))
+        return Presence.ALL if all(has) else Presence.SOME if any(has) else Presence.NONE
+
+    def collect(self) -> None:
+        """Brings gradients that are elsewhere to flat memory: then the flat gradient is right."""
+        self._bring_home(self.members)
+
+    def can_be_stepped_in_pieces(self) -> bool:
+        """Whether a fused kernel can take the gradients of large parameters from where they are, which is elsewhere.
+
+        Then those of small ones are brought home.
+        """
+        away = [member for member in self._large if grad_of(member.parameter) is not member.view]
+        if not away or not all(map(self._can_be_stepped, away)):
+            return False
+        if list(map(_holders, self._small_views)) != self._held[: len(self._small_views)]:
+            self._bring_home(self._small)
+        return True
+
+    def _can_be_stepped(self, member: Member) -> bool:
+        grad, view = grad_of(member.parameter), member.view
+        return (
+            grad is not None
+            and grad.layout is torch.strided
+            and (grad.dtype, grad.device, grad.shape) == (view.dtype, view.device, view.shape)
+            and grad.stride() == view.stride()
+            and not grad.requires_grad
+            and member.parameter.data_ptr() == self._address + (member.span.start - self.start) * view.itemsize
+        )
+
+    def _bring_home(self, members: Sequence[Member]) -> None:
         strays = [
             member.index
-            for member, grad in zip(self.members, grads, strict=True)
-            if grad is not None and grad is not member.view
+            for member in members
+            if (grad := grad_of(member.parameter)) is not None and grad is not member.view
         ]
         if strays:
             self.home.bring_home(strays)
-        has = [grad is not None for grad in map(grad_of, self._parameters)]
-        return Presence.ALL if all(has) else Presence.SOME if any(has) else Presence.NONE
-
-    def settle(self) -> Presence:
-        """Looks once for a whole step of an optimizer that begins now: until `settled` is None or the next backward."""
-        self.settled = self.presence()
-        self.home.settled = True
-        # Guards of compiled steps look at torch's own slot, past the property.
-        _set_slot(self, None if self.settled is Presence.NONE else self._gradient)
-        return self.settled
-
-    def settle_as_usual(self) -> bool:
-        """As :meth:`check_address` and :meth:`settle`, in less time; False, and nothing done, if not all is as usual.
-
-        Usual is a whole run in its own memory, in which all parameters have a gradient.
-        """
-        address = self._address
-        if (
-            self.parts
-            or self.data_ptr() != address
-            or self._parameters[0].data_ptr() != address
-            or list(map(_holders, self._views)) != self._held
-        ):
-            return False
-        self.settled = Presence.ALL
-        self.home.settled = True
-        _set_slot(self, self._gradient)
-        return True
 
     def split_by_presence(self) -> None:
         """Splits the run where a parameter with a gradient is beside one without."""
@@ -188,17 +219,20 @@ class FlatParameter(nn.Parameter):
         Raises:
             ValueError: as :meth:`check_address`, for then it is not that of the model.
         """
-        if self.settled is not None and self.home.settled:
-            presence = self.settled
-        else:
-            presence = self.presence()
-            self.check_address()  # after it, for it says more of gradients with another dtype
-            if self._padding.numel() and self._gradient._version != self._cleaned:
-                # Clipping by a norm that is nan made zeros nan, and nothing else would ever write to these again.
-                self._gradient.index_fill_(0, self._padding, 0)
-                self._cleaned = self._gradient._version
+        asking = sys._getframe(1)
+        if asking.f_code is _ZERO_GRAD and asking.f_locals.get("set_to_none"):
+            self.check_address()
+            return self._gradient  # only to be dropped, so it need not be gathered
+        presence = self.presence()
         if presence is Presence.NONE:
             return None
+        if presence is not Presence.HOME:
+            self.collect()
+        self.check_address()  # after it, for it says more of gradients with another dtype
+        if self._padding.numel() and self._gradient._version != self._cleaned:
+            # Clipping by a norm that is nan made zeros nan, and nothing else would ever write to these again.
+            self._gradient.index_fill_(0, self._padding, 0)
+            self._cleaned = self._gradient._version
         if presence is Presence.SOME:
             for parameter, view in zip(self._parameters, self._views, strict=True):
                 if parameter.grad is None:
@@ -207,11 +241,14 @@ class FlatParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self.settled = None
         if value is not None and value is not self._gradient:
             self._gradient.copy_(value.detach())
-        grads = repeat(None) if value is None else self._views
-        deque(map(setattr, self._parameters, repeat("grad"), grads), maxlen=0)
+        self.home.kept.clear()
+        set_grads(self._parameters, None if value is None else self._views)
+
+    def show_to_compiler(self) -> None:
+        """Compiled steps look at torch's own slot, past the property."""
+        _set_slot(self, self.grad)
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
@@ -244,3 +281,19 @@ def _padding(numel: int, members: Sequence[Member]) -> Tensor:
         if stop < following
     ]
     return torch.cat(gaps) if gaps else torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+def _pieces(data: Tensor, gradient: Tensor, members: Sequence[Member]) -> list[Piece]:
+    """A run, cut at its large parameters."""
+    first = members[0].span.start
+    pieces: list[Piece] = []
+    for large, group in groupby(members, lambda member: is_large(member.view)):
+        of_kind = list(group)
+        if large:
+            pieces += [Piece(member.parameter, member.span.start - first) for member in of_kind]
+        else:
+            start, stop = of_kind[0].span.start - first, of_kind[-1].span.stop - first
+            tensor = data[start:stop]
+            tensor.grad = gradient[start:stop]
+            pieces.append(Piece(tensor, start))
+    return pieces

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from shoal.flat.flat_parameter import FlatParameter, Presence
+
 
 def pick_kernels(optimizer: Optimizer) -> None:
     """Has the next step made by torch's fused kernel, wherever there is one and the user asked for none.
@@ -44,7 +46,7 @@ def unpick_kernel(optimizer: SGD) -> None:
     """Not in this step, if a run has its first gradient after others: torch 2.13's fused SGD fails without a buffer."""
     for group in optimizer.param_groups:
         if group.get("fused") and group["momentum"]:
-            states = [optimizer.state.get(run, {}) for run in group["params"] if run.grad is not None]
+            states = [optimizer.state.get(run, {}) for run in group["params"] if _has_gradient(run)]
             if len({state.get("momentum_buffer") is None for state in states}) == 2:
                 unpick(optimizer, group)
 
@@ -53,6 +55,13 @@ def unpick(optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Not in this step, unless the user asked for it."""
     if optimizer.defaults.get("fused", True) is None:
         group["fused"] = None
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    """Without a look at a flat gradient, which would have to be gathered."""
+    if type(parameter) is FlatParameter:
+        return parameter.presence() is not Presence.NONE
+    return parameter.grad is not None
 
 
 def _has_fused_kernels(parameter: Tensor) -> bool:

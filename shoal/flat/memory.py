@@ -1,4 +1,4 @@
-"""The bridge between tensors and raw bytes: the same memory seen as a memoryview and as a tensor, never copied."""
+"""The bridges between views of one memory: as a memoryview, as a tensor, as a storage of its own. Nothing is copied."""
 
 from __future__ import annotations
 
@@ -52,3 +52,18 @@ def tensor_from(data: memoryview, dtype: torch.dtype) -> Tensor:
     if raw.data_ptr() % itemsize:
         raise ValueError(f"memory at {raw.data_ptr():#x} is not aligned for {dtype}, which needs {itemsize} bytes")
     return raw.view(dtype)
+
+
+def own_storage(part: Tensor) -> Tensor:
+    """The memory of a contiguous 1-D tensor, in general a slice, as a 1-D tensor that has a storage of its own.
+
+    Who compares storages takes slices of a tensor for one tensor: safetensors saves one of them, `torch.save` saves
+    the whole memory with each. So tensors that users meet are made of these. What is written to one is seen by the
+    other, but each has a version counter of its own. It keeps the memory alive. A tensor on the meta device has no
+    memory, and stays as it is.
+    """
+    if part.is_meta:
+        return part
+    if not part.numel():
+        return torch.empty_like(part)
+    return torch.from_dlpack(part.detach())

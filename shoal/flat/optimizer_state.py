@@ -12,6 +12,7 @@ from torch.optim import LBFGS, Optimizer
 
 from shoal.flat.elementwise import PER_TENSOR
 from shoal.flat.flat_parameter import FlatParameter, Member
+from shoal.flat.memory import own_storage
 
 State = dict[str, Any]
 
@@ -127,7 +128,7 @@ def _move_to_parts(state: MutableMapping[Tensor, State]) -> None:
 def _slice(name: str, value: object, flat: FlatParameter, leaf: FlatParameter) -> object:
     if isinstance(value, Tensor) and value.shape == flat.shape:
         start = leaf.start - flat.start
-        return value[start : start + leaf.numel()]
+        return own_storage(value[start : start + leaf.numel()])
     return _number(name, value)
 
 

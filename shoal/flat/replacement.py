@@ -4,57 +4,141 @@
 modules hold the parameters are remembered, and looked at.
 
 `load_state_dict(assign=True)` does the same, but means only the values. So these are copied into flat memory, and the
-module keeps its parameter: the optimizer goes on training it. For that a global hook, which torch calls when a module
-registers a parameter, is put there when the first `ContiguousParams` is made; it costs other registrations about a
-microsecond.
+module keeps its parameter: the optimizer goes on training it. (nn.RNN, LSTM and GRU compute with a list of their
+parameters, so that is kept right and looked at too.) For that a global hook, which torch calls when a module
+registers a parameter, is put there when the first `ContiguousParams` is made, or the first `Places` whose parameters
+are kept; it costs other registrations about a microsecond. Buffers that are kept are treated alike.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import cache
 from operator import is_
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.compiler import is_dynamo_compiling
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from shoal.flat.gradients import home_of
 
 
-class Places:
-    """Where modules hold some parameters: found by looking at all modules of the process, about 0.1 s at most."""
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A module that holds one of some tensors.
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self._indices: list[int] = []
-        self._owners: list[Mapping[str, Tensor | None]] = []
-        self._names: list[str] = []
-        self._parameters: list[Tensor] = []
-        for module in gc.get_objects():
-            if not issubclass(type(module), nn.Module):
-                continue
-            owner = module.__dict__.get("_parameters", {})  # none yet, if another thread is making it
-            for name, parameter in list(owner.items()):
-                if parameter is not None and (index := indices.get(id(parameter))) is not None:
-                    self._indices.append(index)
-                    self._owners.append(owner)
-                    self._names.append(name)
-                    self._parameters.append(parameter)
+    Attributes:
+        module: the module.
+        owner: its parameters or its buffers: the tensor is `owner[name]`.
+        name: of the tensor there.
+        index: the tensor's number.
+    """
+
+    module: nn.Module
+    owner: Mapping[str, Tensor | None]
+    name: str
+    index: int
+
+
+def living_modules(names: Set[str] | None = None) -> list[nn.Module]:
+    """The modules of the process: those that refer to their class. A look takes about 0.1 s, and a tenth of that if few
+    classes are wanted.
+
+    `gc.get_objects` would be faster, but it refers to all objects for a while, among them tuples that other threads
+    have not finished. CPython raises SystemError in such a thread when it finishes its tuple.
+
+    Args:
+        names: of classes, if only their modules and those of their subclasses are wanted.
+    """
+    wanted = _classes()
+    if names is not None:
+        wanted = [kind for kind in wanted if not names.isdisjoint(base.__name__ for base in kind.__mro__)]
+    if not wanted:
+        return []
+    return [module for module in gc.get_referrers(*wanted) if issubclass(type(module), nn.Module)]
+
+
+def _classes() -> list[type[nn.Module]]:
+    """`nn.Module` and all its subclasses, each once."""
+    found: dict[type[nn.Module], None] = {}
+    left: list[type[nn.Module]] = [nn.Module]
+    while left:
+        kind = left.pop()
+        if kind not in found:
+            found[kind] = None
+            left += type.__subclasses__(kind)
+    return list(found)
+
+
+def holders_of(tensors: Sequence[Tensor]) -> list[Holder]:
+    """The modules that hold these tensors as parameters or buffers."""
+    indices = {id(tensor): index for index, tensor in enumerate(tensors)}
+    found = []
+    for module in living_modules():
+        for kind in ("_parameters", "_buffers"):
+            owner = module.__dict__.get(kind, {})  # none yet, if another thread is making it
+            for name, tensor in list(owner.items()):
+                if tensor is not None and (index := indices.get(id(tensor))) is not None:
+                    found.append(Holder(module, owner, name, index))
+    return found
+
+
+class Places:
+    """Where modules hold some tensors.
+
+    Args:
+        tensors: parameters or buffers.
+        holders: of these, if they are known.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], holders: Sequence[Holder] | None = None) -> None:
+        found = holders_of(tensors) if holders is None else holders
+        self._indices = [holder.index for holder in found]
+        self._owners = [holder.owner for holder in found]
+        self._names = [holder.name for holder in found]
+        self._parameters = [tensors[holder.index] for holder in found]
+        self._recurrent = [
+            (holder.module, holder.name, holder.index, tensors[holder.index])
+            for holder in found
+            if isinstance(holder.module, nn.RNNBase)
+        ]
+
+    def keep(self) -> None:
+        """From now on, and as long as this object lives, `load_state_dict(assign=True)` copies the values into these
+        tensors, and the modules keep them."""
+        install()
+        for tensor in self._parameters:
+            if not isinstance(tensor, nn.Parameter):
+                _install_for_buffers()
+            _kept[id(tensor)] = self
 
     def replaced(self) -> tuple[int, str] | None:
-        """The number of a parameter in whose place a module has another one, and the name there.
+        """The number of a tensor in whose place a module has another one, and the name there.
 
-        A place that is empty now is fine: the parameter was dropped or renamed, as in pruning.
+        A place that is empty now is fine: the tensor was dropped or renamed, as in pruning.
         """
         held = map(dict.get, self._owners, self._names)  # type: ignore[arg-type]
         if all(map(is_, held, self._parameters)):
-            return None
+            return self._replaced_in_list()
         places = zip(self._indices, self._owners, self._names, self._parameters, strict=True)
         for index, owner, name, parameter in places:
             if (now := owner.get(name)) is not None and now is not parameter:
+                return index, name
+        return self._replaced_in_list()
+
+    def _replaced_in_list(self) -> tuple[int, str] | None:
+        """As :meth:`replaced`, in the lists that recurrent modules compute with."""
+        for module, name, index, parameter in self._recurrent:
+            weights, place = module._flat_weights, _place_in_list(module, name)
+            if place is not None and weights[place] is not None and weights[place] is not parameter:
                 return index, name
         return None
 
@@ -65,15 +149,39 @@ def install() -> None:
     register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
 
 
-def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    old = module._parameters.get(name)
-    if old is None or old is parameter or home_of(old) is None or not _is_load_state_dict():
+@cache
+def _install_for_buffers() -> None:
+    register_module_buffer_registration_hook(_on_registration)  # type: ignore[arg-type]
+
+
+_kept: weakref.WeakValueDictionary[int, Places] = weakref.WeakValueDictionary()
+"""By the id of a tensor that is kept, who keeps it, and has it alive."""
+
+
+def _on_registration(module: nn.Module, name: str, parameter: Tensor) -> Tensor | None:
+    if is_dynamo_compiling():  # a forward pass that sets a buffer
+        return None
+    old: Tensor | None = module._parameters.get(name)
+    if old is None:
+        old = module._buffers.get(name)
+    if old is None or old is parameter or not _is_kept(old) or not _is_load_state_dict():
         return None
     if (parameter.dtype, parameter.device) != (old.dtype, old.device):
         return None
     with torch.no_grad():
         old.copy_(parameter)
+    if isinstance(module, nn.RNNBase) and (place := _place_in_list(module, name)) is not None:
+        module._flat_weights[place] = old  # in which the module has just put the other one
     return old
+
+
+def _place_in_list(module: nn.RNNBase, name: str) -> int | None:
+    names = module._flat_weights_names
+    return names.index(name) if name in names else None
+
+
+def _is_kept(tensor: Tensor) -> bool:
+    return id(tensor) in _kept or home_of(tensor) is not None
 
 
 def _is_load_state_dict() -> bool:

@@ -5,9 +5,10 @@ What this room promises, to ``remote`` and to users who write their own loops:
 * a :class:`FunctionalOptimizer` holds options only, never a tensor of a model or of its state; one value can be used
   from any number of threads at once, as long as each call has its own parameters and state;
 * ``step(params, grads, state)`` gives torch.optim's numbers. With the same kernel on the same shapes it is the same to
-  the bit, for every option of the torch class. One flat tensor in the place of many gives the same bits too, but for
-  the fused SGD, Adam and AdamW on CPUs, whose kernels round the ends of tensors differently from the rest: there, after
-  100 steps with the same gradients, no element differs by more than 2 units in the last place of the largest parameter;
+  the bit, for every option of the torch class. One flat tensor of float32 or float64 in the place of many gives the
+  same bits too, but for the fused SGD, Adam and AdamW on CPUs, whose kernels round the ends of tensors differently from
+  the rest: there, after 100 steps with the same gradients, no element differs by more than 2 units in the last place of
+  the largest parameter;
 * with a fused kernel the whole update is one call that releases the GIL; nothing needs TorchScript;
 * a fused kernel is tried once for each class, dtype and device before it is used: torch has some that are missing, and
   one that is wrong (SGD with momentum of 16-bit parameters on CPUs, which leaves them as they are);
@@ -33,6 +34,7 @@ from shoal.functional.radam import RAdam
 from shoal.functional.registry import (
     bind,
     functional_optim_map,
+    refuse_functional_form,
     register_functional_optim,
     register_functional_optimizer,
 )
@@ -60,6 +62,7 @@ __all__ = [
     "StateEntry",
     "bind",
     "functional_optim_map",
+    "refuse_functional_form",
     "register_functional_optim",
     "register_functional_optimizer",
 ]

@@ -74,6 +74,29 @@ def bind(optimizer: type, params: Sequence[Tensor], *args: Any, **kwargs: Any) -
     return BoundRecipe(optimizer, params, *args, **kwargs)
 
 
+def refuse_functional_form(optimizer_class: Any) -> None:
+    """Refuses a functional optimizer where the class is wanted for which it stands.
+
+    Raises:
+        TypeError: names that class.
+    """
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, FunctionalOptimizer):
+        return
+    for key, functional in functional_optim_map.items():
+        if functional is optimizer_class and isinstance(key, type):
+            home = "shoal" if key is QHMOptimizer else key.__module__
+            # To its users torch.optim.adam.Adam is torch.optim.Adam.
+            home = "torch.optim" if hasattr(torch.optim, key.__name__) else home
+            raise TypeError(
+                f"shoal.functional.{optimizer_class.__name__} is the functional form of {home}.{key.__qualname__}: "
+                "pass that"
+            )
+    raise TypeError(
+        f"{optimizer_class.__qualname__} is a FunctionalOptimizer: register it with "
+        "shoal.register_functional_optimizer(key, optimizer), and pass the key, usually your torch.optim.Optimizer"
+    )
+
+
 def _check_form(optimizer: type) -> None:
     if not isinstance(optimizer, type):
         raise TypeError(f"a functional optimizer is registered as a class, got {optimizer!r:.80}")

@@ -22,6 +22,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.optim.epoch_scheduler import EpochScheduler as EpochScheduler
     from shoal.optim.grad_averager import GradientAverager as GradientAverager
     from shoal.optim.grad_scaler import GradScaler as GradScaler
     from shoal.optim.optimizer import Optimizer as Optimizer
@@ -30,17 +31,20 @@ if TYPE_CHECKING:
     from shoal.optim.progress_tracker import ProgressTracker as ProgressTracker
     from shoal.optim.reports import DownloadReport as DownloadReport
     from shoal.optim.reports import EpochReport as EpochReport
+    from shoal.optim.reports import ReachabilityReport as ReachabilityReport
     from shoal.optim.state_averager import TrainingStateAverager as TrainingStateAverager
 
 _HOMES = {
     "DownloadReport": "reports",
     "EpochReport": "reports",
+    "EpochScheduler": "epoch_scheduler",
     "GradScaler": "grad_scaler",
     "GradientAverager": "grad_averager",
     "Optimizer": "optimizer",
     "PerformanceEMA": "performance",
     "PowerSGDGradientAverager": "power_sgd_averager",
     "ProgressTracker": "progress_tracker",
+    "ReachabilityReport": "reports",
     "TrainingStateAverager": "state_averager",
 }
 __all__ = [*_HOMES]

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from shoal.averaging.errors import Behind
+from shoal.flat import grad_of
 from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.gradients import Gradients
+from shoal.optim.gradients import Gradients, HeldGradients, lost_gradient
 from shoal.optim.own_gradients import AveragerGradients
 from shoal.optim.replica import Replica
 from shoal.optim.run import Run
@@ -43,6 +44,8 @@ class Accumulation:
         self._own = gradients if isinstance(gradients, AveragerGradients) else None
         self._local_samples = 0.0  # with local updates
         self._scaler: GradScaler | None = None  # of the gradients that are accumulated in `.grad`
+        self._held = HeldGradients(replica.trained)  # those
+        self._warned = False  # that no parameter has a gradient
 
     @property
     def samples(self) -> float:
@@ -50,13 +53,28 @@ class Accumulation:
         return self._local_samples if self._gradients is None else self._gradients.samples
 
     def add(self, batch_size: int, grad_scaler: GradScaler | None) -> None:
-        """Use the parameters' `.grad`, the mean over `batch_size` samples. Raises ValueError if a parameter that was
-        frozen from the beginning has one."""
-        if any(parameter.grad is not None for parameter in self._replica.frozen):
+        """Use the parameters' `.grad`, the mean over `batch_size` samples; where no parameter has one, the samples do
+        not count. Raises ValueError if a parameter that was frozen from the beginning has one, or if gradients that are
+        accumulated in `.grad` are there no more."""
+        if any(grad is not None for grad in map(grad_of, self._replica.frozen)):
             raise ValueError(
                 "a parameter that was frozen (requires_grad=False) when the optimizer was made has a gradient now; the "
                 "peers do not average it: make a new optimizer, under a new run_id, after thawing parameters"
             )
+        if not self.samples:  # once an epoch, before anything is computed with parameters that do not fit
+            self._replica.placement.check()
+        self._check_held()
+        if all(grad is None for grad in map(grad_of, self._replica.trained)):
+            self._replica.placement.check()  # is it because modules have other parameters?
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "step was told of %g samples, and no parameter has a gradient: they do not count; call backward() "
+                    "before step(), zero_grad() after it, and step(batch_size=0) where there are no samples (this is "
+                    "said once)",
+                    batch_size,
+                )
+            return
         if grad_scaler is not None and not grad_scaler.admits(self._optimizer):
             log.info("the gradients overflowed (grad_scaler): they are not used")
             if self._reuse:
@@ -67,11 +85,19 @@ class Accumulation:
         else:
             self.enter()
             self._gradients.accumulate(batch_size)
-            self._scaler = grad_scaler if self._reuse else None
+            if self._reuse:
+                self._scaler = grad_scaler
+                self._held.hold()
+
+    def _check_held(self) -> None:
+        if (index := self._held.lost()) is not None:
+            self.restart()
+            raise lost_gradient(self._replica.placement.name_of(self._replica.trained[index]))
 
     def restart(self) -> None:
         """Drop what was accumulated."""
         self._local_samples = 0.0
+        self._held.release()
         if self._gradients is not None:
             self._gradients.reset()
         if self._scaler is not None:
@@ -83,15 +109,17 @@ class Accumulation:
         it: none if an element is not finite.
 
         Raises Behind if the others have ended the epoch, and gradients that would be averaged before the run's round
-        come too late.
+        come too late; ValueError if gradients that are accumulated in `.grad` are there no more.
         """
         if self._gradients is None:
             return self._local_samples
+        self._check_held()
         if self._own is not None and not self._own.held and self._run.tip != self._replica.tip:
             raise Behind("the epoch has ended before this peer's gradients were averaged")
         samples = self.samples
         usable = self._gradients.close(1.0 if self._scaler is None else self._scaler.get_scale())
         if usable < samples:
+            self._held.release()
             log.warning("this peer's gradients are not finite (NaN or infinity): it joins without them")
         return usable
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -9,13 +10,15 @@ from blake3 import blake3
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.messages import Terms
-from shoal.averaging.options import term_of
+from shoal.averaging.options import described, term_of
 from shoal.averaging.rules import Rules
+from shoal.averaging.tensors import Tensors
 from shoal.dht.dht import DHT
+from shoal.flat import Layout
 from shoal.optim.grad_averager import GradientAveragerFactory
 from shoal.optim.gradients import GradientBuffers, Gradients
+from shoal.optim.group_options import structure
 from shoal.optim.own_gradients import AveragerGradients
-from shoal.optim.refresh import Refresh
 from shoal.optim.replica import Replica
 from shoal.optim.run import Run
 from shoal.optim.settings import Settings
@@ -56,7 +59,7 @@ def make_gradients(
     )
 
 
-def make_run(settings: Settings, dht: DHT, terms: Terms, rules: Rules) -> Run:
+def make_run(settings: Settings, dht: DHT, terms: Terms, rules: Rules, tensors: Sequence[Tensors]) -> Run:
     """This peer's part in the run, not started."""
     given = settings.averager_opts
     return Run(
@@ -71,12 +74,12 @@ def make_run(settings: Settings, dht: DHT, terms: Terms, rules: Rules) -> Run:
         reducer_timeout=given.get("reducer_timeout"),
         request_timeout=given.get("request_timeout"),
         shares_state=given.get("allow_state_sharing", True),
+        tensors=tensors,
     )
 
 
 def terms_of(
     settings: Settings,
-    refresh: Refresh,
     optimizer: torch.optim.Optimizer,
     scheduler: LRScheduler | None,
     extra_tensors: Sequence[torch.Tensor],
@@ -84,12 +87,11 @@ def terms_of(
     gradients: Gradients | None,
 ) -> Terms:
     """All that must be equal in a run."""
-    schemas = [replica.shared.layout.schema_hash]
+    schemas = [replica.shared.layout.schema_hash, Layout.of(extra_tensors).schema_hash]
     agreed = settings.agreed() | {
-        "tracker_opts": term_of(refresh.term),
         "optimizer": type(optimizer).__name__,
         "scheduler": type(scheduler).__name__,
-        "extra_tensors": term_of(_shapes(extra_tensors)),
+        "param_groups": term_of(structure(optimizer.param_groups)),
     }
     if isinstance(gradients, GradientBuffers):
         schemas.append(gradients.layout.schema_hash)
@@ -98,12 +100,22 @@ def terms_of(
     return Terms(agreed, blake3(b"".join(schemas)).digest())
 
 
-def _shapes(tensors: Sequence[torch.Tensor]) -> str:
-    """Dtypes and shapes, as whoever gave others may read them."""
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors) or "none"
+def tensors_of(
+    optimizer: torch.optim.Optimizer, extra_tensors: Sequence[torch.Tensor], replica: Replica
+) -> list[Tensors]:
+    """The tensors behind the schema hash of the terms."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+    trained = [name for name, parameter in zip(names, parameters, strict=False) if parameter.requires_grad]
+    return [
+        described("parameters", parameters, names),
+        described("trained parameters", replica.trained, trained),
+        described("extra_tensors", extra_tensors),
+    ]
 
 
 def rules_of(settings: Settings, replica: Replica, gradients: Gradients | None) -> Rules:
     """When rounds begin, and what they average: gradients only where the run's own rounds do."""
     sizes = tuple(spec.numel for spec in gradients.layout.buffers) if isinstance(gradients, GradientBuffers) else ()
-    return settings.rules(sizes, replica.buffers.sizes, replica.shared.sizes)
+    rules = settings.rules(sizes, replica.buffers.sizes, replica.shared.sizes)
+    return dataclasses.replace(rules, options_fit=replica.options.fits)

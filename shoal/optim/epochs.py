@@ -74,9 +74,10 @@ class Epochs:
             self._synchronise()
         elif batch_size:
             computed_at = self.applied
-            if self._settings.in_background and self._accumulation.samples and not self._background.busy:
+            apart = self._settings.in_background and not self._settings.reuse_grad_buffers
+            if apart and self._accumulation.samples and not self._background.busy:
                 # If the round was called while this step was under way, the epoch does not need its samples, and the
-                # next one begins with the same parameters.
+                # next one begins with the same parameters. (Reused gradients have this step's in them already.)
                 self._end_if_due()
             if self.applied == computed_at:  # not if another state was downloaded instead
                 self._accumulation.add(batch_size, grad_scaler)
@@ -122,6 +123,7 @@ class Epochs:
         """Now, or begin to in the background."""
         if self._end.few_are_here():
             return
+        self._replica.take_over()
         samples = self._accumulation.close()
         self._end.take()
         if self._settings.averages_in_background:
@@ -165,7 +167,7 @@ class Epochs:
         if averaged.with_state:
             self._machine.has_averaged_state(averaged.tip.epoch, whole=self._replica.is_averaged_whole)
         self._replica.publish()
-        self._handover.in_step()
+        self._handover.ended_epoch([m.key for m in averaged.outcome.begin.members] if averaged.outcome else [])
         self.applied = averaged.tip
         if not accumulating:
             self._accumulation.restart()
@@ -205,15 +207,16 @@ class Epochs:
         return bool(donors) and self._download(donors, timeout)
 
     def _synchronise(self, donors: Sequence[PeerID] = ()) -> None:
-        """Download the state; if that fails, go on and try again in the next step. Raises Rejected if it can't fit."""
+        """Download the state; if that fails, go on, and try again in a while. Raises Rejected if it can't fit a
+        newcomer."""
         timeout = self._settings.load_state_timeout
         try:
             if self._download(donors, timeout) if donors else self.load_state(timeout):
                 return
-        except Rejected:
-            raise
         except AveragingError as error:
-            log.warning("could not download the state, the next step tries again: %s", error)
+            if isinstance(error, Rejected) and not self._run.made:
+                raise
+            log.warning("could not download the state that others hold, and go on from this peer's own: %s", error)
         self._run.forget_behind()
 
     def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:

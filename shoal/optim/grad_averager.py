@@ -15,6 +15,7 @@ from shoal.averaging.errors import AveragingError
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
 from shoal.flat import FlatBuffer, Layout, is_finite
+from shoal.optim.gradients import HeldGradients, lost_gradient
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class GradientAverager(DecentralizedAverager):
         **kwargs: Any,
     ) -> None:
         self.parameters = tuple(parameters)
+        self._held = HeldGradients(self.parameters)
         self.reuse_grad_buffers, self.warn = reuse_grad_buffers, warn
         self.local_samples_accumulated = self.local_times_accumulated = 0
         if reuse_grad_buffers and accumulate_grads_on is not None:
@@ -105,10 +107,12 @@ class GradientAverager(DecentralizedAverager):
     @torch.no_grad()
     def accumulate_grads_(self, batch_size: int) -> None:
         """Add the parameters' `.grad`, the mean over `batch_size` samples, to the accumulated gradients. (With
-        `reuse_grad_buffers` autograd has done so; it is only counted.) Raises ValueError for a batch without samples.
+        `reuse_grad_buffers` autograd has done so; it is only counted.) Raises ValueError for a batch without samples,
+        and if gradients that are accumulated in `.grad` were cleared since.
         """
         if not batch_size > 0:
             raise ValueError(f"batch_size={batch_size!r}: give the number of samples behind the gradients, at least 1")
+        self._check_held()
         if self._used_in_step and self.warn:
             log.warning("accumulated gradients were averaged and not reset: these are added to them")
             self._used_in_step = False
@@ -117,6 +121,7 @@ class GradientAverager(DecentralizedAverager):
         self.local_samples_accumulated += batch_size
         self.local_times_accumulated += 1
         if self.reuse_grad_buffers:
+            self._held.hold()
             return
         sums, gradients = [], []
         for accumulator, parameter in zip(self._accumulators, self.parameters, strict=True):
@@ -127,13 +132,20 @@ class GradientAverager(DecentralizedAverager):
         if sums:
             torch._foreach_add_(sums, gradients, alpha=batch_size / self._anchor_batch_size)
 
+    def _check_held(self) -> None:
+        if (index := self._held.lost()) is not None:
+            self.reset_accumulated_grads_()
+            raise lost_gradient(f"parameter {index}")
+
     def is_finite(self) -> bool:
         """Whether no element of the accumulated gradients is NaN or infinite."""
         return all(is_finite(gradient) for gradient in self._grad_accumulators())
 
     @torch.no_grad()
     def load_accumulators_into_averager_(self) -> None:
-        """Write the mean of the accumulated gradients where the next round reads it."""
+        """Write the mean of the accumulated gradients where the next round reads it. Raises ValueError if some that are
+        accumulated in `.grad` were cleared."""
+        self._check_held()
         with self.get_tensors() as averaged:
             self._load_accumulators(averaged)
 
@@ -149,6 +161,7 @@ class GradientAverager(DecentralizedAverager):
     def reset_accumulated_grads_(self) -> None:
         """Begin anew: no gradients, no samples. With `reuse_grad_buffers` this clears `.grad`."""
         self._used_in_step = False
+        self._held.release()
         self.local_samples_accumulated = self.local_times_accumulated = 0
         self._anchor_batch_size = None
         if self._accumulated is not None:

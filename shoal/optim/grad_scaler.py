@@ -91,11 +91,13 @@ class GradScaler(torch.amp.GradScaler):
         """For `Optimizer.step`: its gradients are not held in `.grad` any more."""
         self._holding.discard(optimizer)
 
-    def _lazy_init(self) -> None:
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
+        # torch (2.6 to 2.13) calls it first wherever it needs the scale, which the first call of `scale` makes.
         if self._scale is None:
             raise RuntimeError(
                 "the loss of these gradients was not scaled: call GradScaler.scale(loss) before backward"
             )
+        return super()._check_scale_growth_tracker(funcname)
 
     def _forget_checks(self) -> None:
         for key in self._per_optimizer_states:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -11,7 +12,9 @@ from typing import Protocol
 import torch
 
 from shoal.compression import Compression, TensorRole
-from shoal.flat import FlatBuffer, Layout, is_finite
+from shoal.flat import FlatBuffer, Layout, grad_of, is_finite
+
+log = logging.getLogger(__name__)
 
 
 class Gradients(Protocol):
@@ -55,6 +58,7 @@ class GradientBuffers:
         self.samples: float = 0.0
         self._steps = 0
         self._seen: set[int] = set()  # which parameters have got a gradient
+        self._warned = False  # that all is zero
         self._reuse = reuse
         devices = {parameter.device.type for parameter in self.parameters}
         flags = torch.zeros(len(self.parameters), dtype=torch.float32, device="cpu")
@@ -82,14 +86,14 @@ class GradientBuffers:
         if self._reuse:
             return
         share = batch_size / self.samples
-        means, gradients, unused = [], [], []
-        for index, (mean, parameter) in enumerate(zip(self._means, self.parameters, strict=True)):
-            if parameter.grad is None:
-                unused.append(mean)
-            else:
-                means.append(mean)
-                gradients.append(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
-                self._seen.add(index)
+        grads = list(map(grad_of, self.parameters))
+        gradients = [grad.to_dense() if grad.is_sparse else grad for grad in grads if grad is not None]
+        means, unused = self._means, []
+        if len(gradients) < len(grads):
+            unused = [mean for mean, grad in zip(means, grads, strict=True) if grad is None]
+            means = [mean for mean, grad in zip(means, grads, strict=True) if grad is not None]
+        if len(self._seen) < len(grads):
+            self._seen |= {index for index, grad in enumerate(grads) if grad is not None}
         first = self._steps == 1  # nothing is left of what was there before
         if means and first:
             torch._foreach_copy_(means, gradients)
@@ -121,6 +125,13 @@ class GradientBuffers:
         used = [float(index in self._seen) for index in range(len(self.parameters))]
         self._used.copy_(torch.tensor(used, device="cpu"))
         if all(is_finite(flat) for flat in self.mine):
+            if self.samples and not self._warned and not any(map(_has_values, self._mean)):
+                self._warned = True
+                log.warning(
+                    "all gradients of this peer are zero in an epoch of %g samples: was zero_grad(set_to_none=False) "
+                    "called between backward() and step()? They count as they are (this is said once)",
+                    self.samples,
+                )
             return self.samples
         for flat in self.mine:
             flat.zero_()
@@ -181,3 +192,49 @@ class GradientBuffers:
         factor = max_norm / (square**0.5 + 1e-6)
         if factor < 1.0:
             torch._foreach_mul_(self._mean, factor)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether an element is not zero; as a rule the first part says so."""
+    return any(bool(part.any()) for part in torch.split(tensor.view(-1), 1 << 14))
+
+
+class HeldGradients:
+    """Gradients that are accumulated in `.grad`: autograd adds to them in place, so as long as nobody clears one, it
+    stays the same tensor.
+
+    Args:
+        parameters: whose `.grad` they are.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._held: list[torch.Tensor | None] = []
+
+    def hold(self) -> None:
+        """From now on each gradient that is there is to stay."""
+        self._held = [parameter.grad for parameter in self._parameters]
+
+    def release(self) -> None:
+        """They may be cleared now."""
+        self._held = []
+
+    def lost(self) -> int | None:
+        """The number of a parameter whose gradient was cleared or replaced since `hold`."""
+        for index, held in enumerate(self._held):
+            now = self._parameters[index].grad
+            if held is None or now is held:
+                continue
+            # Autograd makes a new sum if it has a graph of its own (create_graph=True), and of sparse and dense ones.
+            if now is None or not (now.requires_grad or (held.is_sparse and not now.is_sparse)):
+                return index
+        return None
+
+
+def lost_gradient(name: str) -> ValueError:
+    """What is raised where a gradient is `lost`, given the parameter's name."""
+    return ValueError(
+        f"reuse_grad_buffers=True accumulates in .grad, and that of {name} was cleared or replaced between two steps "
+        "of an epoch (model.zero_grad() does so, and frameworks call it): leave such calls out, or leave "
+        "reuse_grad_buffers out"
+    )

@@ -36,7 +36,8 @@ class GuardedState:
             yield
 
     def step(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Step the optimizer."""
+        """Step the optimizer. Raises ValueError if the model has other parameters now."""
+        self._local.check()
         with self.still():
             step: Callable[[], object] = self._local.optimizer.step
             step() if scaler is None else scaler.step(self._local.optimizer)

@@ -9,6 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.compression import CompressionInfo, TensorRole
+from shoal.flat import Places
 from shoal.optim import options
 from shoal.optim.shared import kept_positive
 from shoal.optim.state import TrainingState
@@ -77,6 +78,8 @@ class LocalState:
         self._own = [p for group in self.optimizer.param_groups for p in group["params"]]
         if initialize or (initialize is None and not any(self.optimizer.state.values())):
             initialize_state(self.optimizer)
+        self._places = Places(self.main_parameters)
+        self._places.keep()
         self.shared = UnmovedState(self.optimizer, self.scheduler, extra_tensors)
         self._statistics = tuple(statistics)
         local = self.local
@@ -103,6 +106,15 @@ class LocalState:
             given += [(f"{name}.{statistic}", TensorRole.OPTIMIZER, statistic) for name in names]
         given += [(number, TensorRole.UNSPECIFIED, "") for number in range(len(self.shared.extra_tensors))]
         return [CompressionInfo.from_tensor(tensor, *of) for tensor, of in zip(self.averaged, given, strict=True)]
+
+    def check(self) -> None:
+        """Raises ValueError if a module computes with another parameter than the one that is trained."""
+        if (place := self._places.replaced()) is not None:
+            index, name = place
+            raise ValueError(
+                f"parameter {index} was replaced: a module has another tensor as its {name!r} now, which is not "
+                "trained; change the model before you make the averager, or write into the tensor that is there (copy_)"
+            )
 
     # -- between the model and an optimizer on the host
 

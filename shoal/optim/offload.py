@@ -3,6 +3,8 @@ gradients only, and the trainer goes on with the old ones until they are set."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
@@ -22,6 +24,9 @@ class HostCopy:
     Attributes:
         groups: the same parameter groups of host parameters, to make the optimizer of.
         model: the model's parameters, in order.
+        memory: their flat memory.
+        aside: the options of the optimizer's groups as users see and write them while the groups hold others; else
+            None.
 
     Raises ValueError for what is no tensor, and as `FlatBuffer.adopt`.
     """
@@ -32,7 +37,9 @@ class HostCopy:
         self.model: list[torch.Tensor] = []
         self.groups = [{**group, "params": self._hosts(group["params"])} for group in groups]
         self.pinned = any(tensor.device.type == "cuda" for tensor in self.model)
-        self._memory = FlatBuffer.adopt(self.model)
+        self.memory = FlatBuffer.adopt(self.model)
+        self.aside: list[dict[str, Any]] | None = None
+        self._lock = threading.Lock()  # held while an option is written, and while it is decided where
 
     def _hosts(self, params: Any) -> list[Any]:
         return [self._host(item) for item in ([params] if isinstance(params, torch.Tensor) else params)]
@@ -49,12 +56,12 @@ class HostCopy:
     @torch.no_grad()
     def publish(self, host: FlatBuffer) -> None:
         """Set the model's parameters to those on the host."""
-        self._copy(host, self._memory)
+        self._copy(host, self.memory)
 
     @torch.no_grad()
     def fetch(self, host: FlatBuffer) -> None:
         """Set those on the host to the model's parameters."""
-        self._copy(self._memory, host)
+        self._copy(self.memory, host)
 
     def _copy(self, source: FlatBuffer, target: FlatBuffer) -> None:
         one_device = len(source.layout.buffers) == len(target.layout.buffers)
@@ -67,35 +74,60 @@ class HostCopy:
     def param_groups(self, optimizer: torch.optim.Optimizer) -> list[ModelGroup]:
         """The parameter groups of the optimizer that was made of `groups`, with the model's parameters in them."""
         made, first = [], 0
-        for group in optimizer.param_groups:
-            made.append(ModelGroup(group, self.model[first : first + len(group["params"])]))
+        for index, group in enumerate(optimizer.param_groups):
+            made.append(ModelGroup(self, index, group, self.model[first : first + len(group["params"])]))
             first += len(group["params"])
         return made
+
+    @contextlib.contextmanager
+    def set_aside(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Within, what users write into the `param_groups` does not reach those of the optimizer, which may be in the
+        middle of a step on another thread; afterwards it does."""
+        with self._lock:
+            before = [dict(group) for group in optimizer.param_groups]
+            self.aside = [dict(group) for group in before]
+        try:
+            yield
+        finally:
+            with self._lock:
+                for group, old, written in zip(optimizer.param_groups, before, self.aside, strict=True):
+                    group.update({k: v for k, v in written.items() if k not in old or v is not old[k]})
+                self.aside = None
+
+    def write(self, index: int, group: dict[str, Any], key: str, value: Any) -> None:
+        """Set an option of a group, or that which was set aside."""
+        with self._lock:
+            (group if self.aside is None else self.aside[index])[key] = value
 
 
 class ModelGroup(MutableMapping[str, Any]):
     """A parameter group of the optimizer on the host, as users see it: its options are the same, and may be changed;
     its parameters are the model's."""
 
-    def __init__(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        self._group, self._params = group, params
+    def __init__(self, host: HostCopy, index: int, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        self._host, self._index, self._group, self._params = host, index, group, params
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        aside = self._host.aside
+        return self._group if aside is None else aside[self._index]
 
     def __getitem__(self, key: str) -> Any:
-        return self._params if key == "params" else self._group[key]
+        return self._params if key == "params" else self._options[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params":
             raise ValueError("the parameters of a run are fixed")
-        self._group[key] = value
+        self._host.write(self._index, self._group, key, value)
 
     def __delitem__(self, key: str) -> None:
-        del self._group[key]
+        del self._options[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._group)
+        return iter(self._options)
 
     def __len__(self) -> int:
-        return len(self._group)
+        return len(self._options)
 
     def __repr__(self) -> str:
         return repr(dict(self))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -13,9 +15,9 @@ from shoal.averaging.errors import AveragingError
 from shoal.averaging.tip import Tip
 from shoal.compression import Compression
 from shoal.dht.dht import DHT
-from shoal.optim import options
+from shoal.optim import epoch_scheduler, options
 from shoal.optim.accumulation import Accumulation
-from shoal.optim.assembly import make_gradients, make_run, rules_of, terms_of
+from shoal.optim.assembly import make_gradients, make_run, rules_of, tensors_of, terms_of
 from shoal.optim.assistant import Assistant
 from shoal.optim.epochs import Epochs
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
@@ -26,7 +28,7 @@ from shoal.optim.own_gradients import AveragerGradients
 from shoal.optim.progress import LocalProgress, RunProgress
 from shoal.optim.refresh import refresh_of
 from shoal.optim.replica import Replica
-from shoal.optim.reports import Event
+from shoal.optim.reports import Event, ReachabilityReport, reachability_report_of
 from shoal.optim.settings import Settings, check_samples, check_times
 from shoal.optim.update import Background, EpochEnd
 from shoal.optim.vector import EpochVector
@@ -52,26 +54,31 @@ class Optimizer(torch.optim.Optimizer):
     optimizer's step with them, steps the scheduler, and a new *epoch* begins. A peer that starts late, or falls out of
     step, downloads the state from the others in its next `step`, and what it had accumulated is dropped.
 
-    The parameters and the optimizer's state move into flat memory (`parameter.data` becomes a view of it).
+    The parameters and the optimizer's state move into flat memory (`parameter.data` becomes a view of it). Convert and
+    move the model, and change its layers, before; values may be loaded into it afterwards, also with `assign=True`.
 
     Args:
         dht: this peer's place in the DHT, started. It stays when the optimizer is shut down.
         run_id: names the run: peers of one run_id train together.
         target_batch_size: samples of all peers per epoch.
         batch_size_per_step: samples behind the gradients of one `step`, unless it is told otherwise.
-        optimizer: a torch optimizer, or a function that makes one from `params`. On the CPU it steps with torch's fused
-            kernel, where there is one, unless it was made with another (`fused=False`).
+        optimizer: a torch optimizer, or a function that makes one from `params`; one whose step needs no closure. On
+            the CPU it steps with torch's fused kernel, where there is one, unless it was made with another
+            (`fused=False`).
         params: parameters or parameter groups; only with an `optimizer` function.
         scheduler: a torch scheduler of the (wrapped) optimizer, or a function that makes one from it; stepped once per
-            epoch.
+            epoch. What it sets wins over what others write into the parameter groups.
         matchmaking_time: when a round is called, at most so many seconds are waited for members that have not come.
-        averaging_timeout: seconds from joining a round to its result; after that this peer goes on with its own
-            gradients, and downloads the state when it finds the others again.
-        allreduce_timeout: seconds from the beginning of a round to its result; `averaging_timeout` when None.
-        next_chunk_timeout: seconds of silence after which a member that holds up a round is left out; 5 when None.
-        load_state_timeout: seconds that a download may take.
+        averaging_timeout: seconds without any progress, from joining a round to its result; after that this peer goes
+            on with its own gradients, and downloads the state when it finds the others again.
+        allreduce_timeout: seconds without any progress after which a round is given up, for all members of a round
+            that this peer coordinates; `averaging_timeout` when None.
+        next_chunk_timeout: seconds without a sign of life after which a member that holds up a round is left out; 15
+            when None. Bytes that come slowly are a sign of life.
+        load_state_timeout: seconds without any progress after which a download is given up.
         reuse_grad_buffers: accumulate in `.grad` itself, which saves the memory of a second gradient; `zero_grad`
-            raises then, and each step of an epoch counts alike. Mixed precision needs `shoal.GradScaler` with it.
+            raises then, and so does a `step` after `model.zero_grad()`. Each step of an epoch counts alike. Mixed
+            precision needs `shoal.GradScaler` with it.
         offload_optimizer: keep the optimizer's parameters and state on the host, and step there; the device keeps the
             model's parameters and gradients. Needs `params`. By default only where steps are delayed, which needs it.
         delay_optimizer_step: step in the background; the trainer goes on with the old parameters, and the new ones are
@@ -96,11 +103,11 @@ class Optimizer(torch.optim.Optimizer):
         average_opt_statistics: names of tensors in the optimizer's state, of their parameter's shape, that are averaged
             with the parameters.
         extra_tensors: shared with newcomers beside the parameters and the optimizer's state; those of floating point
-            are averaged too.
+            are averaged too. For a model with BatchNorm: `list(model.buffers())`.
         averager_opts: `bandwidth` (of this peer, in any unit that all share), `request_timeout` (seconds that a
             coordinator may take to answer; 10), `sender_timeout` and `reducer_timeout` (seconds of silence after which
             this peer has one left out that owes it parts, or averages; `next_chunk_timeout`, and twice that),
-            `allow_state_sharing` (whether newcomers get this peer's state; by default nodes'), and in place of
+            `allow_state_sharing` (whether newcomers get this peer's state; True), and in place of
             arguments `min_matchmaking_time`, `next_chunk_timeout` and `min_group_size` (`min_peers`). Taken, and
             without a use: `target_group_size` (the peers of a run average all together, at most 1024),
             `part_size_bytes`, `min_vector_size`, `declare_state_period`, `daemon`. None stands for the default.
@@ -112,13 +119,17 @@ class Optimizer(torch.optim.Optimizer):
         min_peers: no epoch ends with fewer peers that train. `step` waits for them, at most for `matchmaking_time`, and
             then goes on accumulating.
 
-    All peers of a run need equal options, but for batch_size_per_step, client_mode, auxiliary, reuse_grad_buffers,
-    offload_optimizer, verbose, `status_loglevel` in tracker_opts, and in averager_opts `bandwidth`, `sender_timeout`,
-    `reducer_timeout` and `allow_state_sharing`: a peer that differs is told so by an AveragingError with the option's
-    name, here or in its first `step`.
+    All peers of a run need equal target_batch_size, modes (delay_optimizer_step, delay_grad_averaging,
+    delay_state_averaging, average_state_every, use_local_updates, grad_averager_factory), compressions,
+    average_opt_statistics, max_grad_norm, min_peers, classes of optimizer and scheduler, and tensors: a peer that
+    differs is told so by an AveragingError with the name of the option or tensor, here or in its first `step`. Every
+    other option is each peer's own. Learning rates and the other options of the parameter groups are voted on: all step
+    with those that most peers hold. A scheduler that is stepped after each batch is to be wrapped in
+    `shoal.EpochScheduler`.
 
     Attributes:
-        on_event: called in the trainer's thread with an `EpochReport` or `DownloadReport`, if it is not None.
+        on_event: called in the trainer's thread, from `step`, with an `EpochReport`, `DownloadReport` or
+            `ReachabilityReport`, if it is not None.
         tracker: the run's progress, see `RunProgress`.
 
     Raises ValueError for arguments that make no sense, alone or together.
@@ -179,12 +190,14 @@ class Optimizer(torch.optim.Optimizer):
         params = params if self._host is None else self._host.groups
         self.optimizer = wrapped = options.make_optimizer(optimizer, params)
         self.scheduler = options.make_scheduler(scheduler, wrapped)
+        epoch_scheduler.wraps(self, wrapped)
         self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
         self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
         self.use_local_updates, self.reuse_grad_buffers = use_local_updates, reuse_grad_buffers
         self._step_supports_amp_scaling = reuse_grad_buffers  # so torch's own scaler comes to `step`, which refuses it
         self.on_event: Callable[[Event], None] | None = None
-        self._ready = self._closed = False
+        self._ready = self._closed = self._begun = False
+        self._trainer = threading.RLock()  # held by the thread that is in one of the trainer's methods
         groups: Any = wrapped.param_groups if self._host is None else self._host.param_groups(wrapped)
         super().__init__([dict(group) for group in groups], wrapped.defaults)
         self.param_groups, self.state = groups, wrapped.state
@@ -200,15 +213,22 @@ class Optimizer(torch.optim.Optimizer):
             statistics=settings.average_opt_statistics,
             compression=settings.state_averaging_compression,
         )
+        if replica.placement.unshared and not auxiliary:
+            layers = ", ".join(f"{count} {kind}" for kind, count in replica.placement.unshared.items())
+            log.warning(
+                "%s of the model keep running statistics that are not in extra_tensors: each peer goes on with its "
+                "own, and a newcomer begins without any; give extra_tensors=list(model.buffers())",
+                layers,
+            )
         self._gradients = gradients = make_gradients(settings, grad_averager_factory, replica.trained, dht)
         rules = rules_of(settings, replica, gradients)
-        terms = terms_of(settings, refresh, wrapped, self.scheduler, extra_tensors, replica, gradients)
-        self._run = run = make_run(settings, dht, terms, rules)
+        terms = terms_of(settings, wrapped, self.scheduler, extra_tensors, replica, gradients)
+        self._run = run = make_run(settings, dht, terms, rules, tensors_of(wrapped, extra_tensors, replica))
         machine, vector = Machine(run.me), EpochVector(run.me, rules, replica, gradients)
         self._end = end = EpochEnd(settings, run, rules, replica, vector, gradients, machine)
         self._background = background = Background(end, steps=not use_local_updates)
         handover = Handover(settings, run, replica, background, machine)
-        run.start(handover.take_snapshot)
+        run.start(handover.take_snapshot, lambda: replica.tip, handover.priority)
         self.tracker = RunProgress(
             run.swarm,
             dht.reactor,
@@ -265,11 +285,28 @@ class Optimizer(torch.optim.Optimizer):
                 looked at, and what is due is taken part in.
             grad_scaler: by which the loss was scaled: the gradients are unscaled, and not used if they overflowed.
 
+        Where no parameter has a gradient, the samples do not count, and a WARNING says so once.
+
         Raises AveragingError if the run refuses this peer, with the argument that differs, and what was raised in the
-        background since the last call; what else goes wrong on the network is logged and dealt with.
+        background since the last call; what else goes wrong on the network is logged and dealt with. ValueError if the
+        model's parameters were replaced, converted or moved since the optimizer was made, if a wrapper for several
+        ranks holds them, or if gradients that are accumulated in `.grad` were cleared. RuntimeError if another thread
+        is in `step`, and after a `shutdown` of this optimizer or of its DHT.
         """
+        with self._in_trainer("step"):
+            return self._step(closure, batch_size, grad_scaler)
+
+    def _step(
+        self,
+        closure: Callable[[], torch.Tensor] | None,
+        batch_size: int | None,
+        grad_scaler: GradScaler | None,
+    ) -> torch.Tensor | None:
         if self._closed:
             raise RuntimeError("this optimizer was shut down")
+        self._check_dht()
+        for reachability in self._run.reachability():
+            self._tell(reachability_report_of(reachability))
         if self.auxiliary:
             if closure is not None or batch_size is not None or grad_scaler is not None:
                 raise ValueError("auxiliary=True trains nothing: call step() without arguments")
@@ -281,6 +318,12 @@ class Optimizer(torch.optim.Optimizer):
         if batch_size is None:
             raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
         check_samples({"batch_size": batch_size}, least=0)
+        if not self._begun:  # by now, frameworks have done to the model what they do
+            self._replica.placement.refuse_ranks()
+            self._replica.take_over()
+            self._begun = True
+        if not self.use_local_updates:
+            self._replica.options.look(self.local_epoch)
         self._epochs.take_result(wait=False)
         loss = None
         if closure is not None:
@@ -312,7 +355,9 @@ class Optimizer(torch.optim.Optimizer):
         if kwargs:
             raise TypeError(f"load_state_from_peers has no argument {', '.join(kwargs)}")
         check_times({"timeout": timeout})
-        return self._epochs.load_state(timeout)
+        with self._in_trainer("load_state_from_peers"):
+            self._check_dht()
+            return self._epochs.load_state(timeout)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict, with the epoch (`["state"]["local_epoch"]`), the run's lineage and the
@@ -323,7 +368,8 @@ class Optimizer(torch.optim.Optimizer):
         A run of several peers goes on from it bit for bit in the modes without delays, if each peer has the identity
         that it had (`DHT(identity_path=…)`), since gradients are summed in the order of the peers' keys; without, to
         rounding."""
-        return self._epochs.state_dict()
+        with self._in_trainer("state_dict"):
+            return self._epochs.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict of this class, or of the wrapped optimizer's (then at the present epoch). Load the
@@ -332,7 +378,9 @@ class Optimizer(torch.optim.Optimizer):
         Raises ValueError, as the wrapped optimizer does, if it is of other parameter groups, or if another averager's
         state is in it; without any, the averager begins as in a new run.
         """
-        self._epochs.load_state_dict(state_dict)
+        with self._in_trainer("load_state_dict"):
+            self._check_dht()
+            self._epochs.load_state_dict(state_dict)
         if self._host is None:
             self.param_groups = self.optimizer.param_groups
         else:
@@ -368,8 +416,35 @@ class Optimizer(torch.optim.Optimizer):
 
     # -- the rest
 
+    @contextlib.contextmanager
+    def _in_trainer(self, method: str) -> Iterator[None]:
+        """Within, this thread is the only one that trains."""
+        if not self._trainer.acquire(blocking=False):
+            raise RuntimeError(
+                f"{method}() was called while another thread is in this optimizer: one thread trains; call it there, "
+                "or when the other's call has returned"
+            )
+        try:
+            yield
+        finally:
+            self._trainer.release()
+
+    def _check_dht(self) -> None:
+        if not self.dht.is_alive():
+            raise RuntimeError(
+                "the DHT of this optimizer was shut down: shut the optimizer down first, and the DHT after it; to go "
+                "on training, make a new DHT and a new optimizer"
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a shoal.Optimizer is neither copied nor pickled, for it is a peer of the run: save "
+            "optimizer.state_dict(), and load it into a new optimizer"
+        )
+
     def _tell(self, event: Event) -> None:
-        log.info("%s", event)
+        if not isinstance(event, ReachabilityReport):  # of which the run has warned when it was noticed
+            log.info("%s", event)
         if self.on_event is not None:
             self.on_event(event)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,11 +27,12 @@ def host_copy(optimizer: torch.optim.Optimizer | OptimizerFactory, params: Param
 
 
 def make_optimizer(optimizer: torch.optim.Optimizer | OptimizerFactory, params: Params | None) -> torch.optim.Optimizer:
-    """The local optimizer. Raises ValueError if `optimizer` and `params` do not go together."""
+    """The local optimizer. Raises ValueError if `optimizer` and `params` do not go together, or if its step needs a
+    closure."""
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ValueError("optimizer= is a ready optimizer, which has its parameters: leave params= out")
-        return optimizer
+        return _steps_by_itself(optimizer)
     if not callable(optimizer):
         raise ValueError(f"optimizer={optimizer!r}: give a torch optimizer, or a function that makes one from params")
     if params is None:
@@ -38,7 +40,17 @@ def make_optimizer(optimizer: torch.optim.Optimizer | OptimizerFactory, params: 
     made = optimizer(params)
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"optimizer= made {type(made).__name__}, which is not a torch.optim.Optimizer")
-    return made
+    return _steps_by_itself(made)
+
+
+def _steps_by_itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer= is a {type(optimizer).__name__}, whose step evaluates the loss again and again (its closure), "
+            "and peers average gradients once per step: choose an optimizer whose step needs no closure"
+        )
+    return optimizer
 
 
 def make_scheduler(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from typing import Any
@@ -101,7 +102,7 @@ class AveragerGradients:
         that of all who have the same.
 
         Args:
-            timeout: seconds.
+            timeout: seconds without any progress.
             over: makes what is done when the others have ended the epoch. The averager's rounds know no epochs: these
                 gradients would be averaged with the next one's.
 
@@ -110,10 +111,13 @@ class AveragerGradients:
         own = blake3(b"own gradients of " + self._me).digest()
         if self._control is None or self._failed:
             return own
-        ended = over()
-        either: list[Future[Any]] = [self._control, ended]
+        ended: Future[None] | None = None
         try:
-            wait(either, timeout, FIRST_COMPLETED)
+            ended = over()
+            either: list[Future[Any]] = [self._control, ended]
+            until = time.monotonic() + timeout
+            while time.monotonic() < until and not wait(either, until - time.monotonic(), FIRST_COMPLETED).done:
+                until = max(until, self.averager.got_on_at + timeout)
             if not self._control.done() and ended.done() and not ended.cancelled():
                 self._control.cancel()
                 raise Behind("the others have ended the epoch before this peer's gradients were there")
@@ -126,7 +130,8 @@ class AveragerGradients:
             log.warning("the gradients were not averaged (%s): going on with this peer's own", error)
             return own
         finally:
-            ended.cancel()
+            if ended is not None:
+                ended.cancel()
         assert self.averager.last_round is not None
         return bytes.fromhex(self.averager.last_round.digest)
 

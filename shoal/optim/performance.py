@@ -18,6 +18,7 @@ class PerformanceEMA:
 
     Args:
         alpha: weight of the newest interval, over 0 and at most 1.
+        eps: seconds per sample below which nothing is taken for faster; over 0.
         paused: begin without a running clock, see `pause`.
 
     Attributes:
@@ -25,10 +26,12 @@ class PerformanceEMA:
         num_updates: so many intervals are in it.
     """
 
-    def __init__(self, alpha: float = 0.1, paused: bool = False) -> None:
+    def __init__(self, alpha: float = 0.1, eps: float = 1e-20, paused: bool = False) -> None:
         if not 0 < alpha <= 1:
             raise ValueError(f"alpha={alpha!r}: give a number over 0 and at most 1")
-        self.alpha, self.paused = alpha, paused
+        if not eps > 0:
+            raise ValueError(f"eps={eps!r}: give a number over 0")
+        self.alpha, self.eps, self.paused = alpha, eps, paused
         self.ema_seconds_per_sample, self.num_updates = 0.0, 0
         self._since = time.monotonic()
         self._lock = threading.Lock()
@@ -38,7 +41,7 @@ class PerformanceEMA:
         """The average; 0 before the first sample."""
         if not self.num_updates:
             return 0.0
-        return (1 - (1 - self.alpha) ** self.num_updates) / max(self.ema_seconds_per_sample, 1e-20)
+        return 1 / max(self.ema_seconds_per_sample / (1 - (1 - self.alpha) ** self.num_updates), self.eps)
 
     def update(self, task_size: float, interval: float | None = None) -> float:
         """So many samples were processed in `interval` seconds (None: since the last call or `reset_timer`); returns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections import Counter
 from typing import Any
 
@@ -19,6 +20,8 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
+    if isinstance(value, numbers.Real):  # numpy's
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
     raise TypeError(f"there is a {type(value).__name__} in it")
 
 

@@ -60,7 +60,8 @@ class GlobalProgress:
         samples_accumulated: by all peers.
         target_batch_size: at which the epoch ends.
         num_peers: that have reported in this epoch.
-        num_clients: members of the run that can't be dialled.
+        num_clients: members of the run that can't be dialled, and that this peer trains with, directly or through
+            others; itself if it is one.
         eta_next_epoch: when the target will be reached, in seconds of `get_dht_time()`; an estimate.
     """
 
@@ -131,7 +132,7 @@ class RunProgress:
     def global_progress(self) -> GlobalProgress:
         """What all peers have, as the coordinator last told it."""
         samples, _, peers = self._estimate(0.0)  # counted ones only
-        clients = sum(member.role is Role.CLIENT for member in list(self._swarm.membership.members.values()))
+        clients = self._swarm.neighbourhood.num_clients()
         eta = self.estimated_next_update_time
         return GlobalProgress(self.global_epoch, samples, self.target_batch_size, peers, clients, eta)
 

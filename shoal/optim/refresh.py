@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 # Options of the reference's tracker that have nothing to do here: a peer counts while it is connected, the DHT's
@@ -52,12 +52,6 @@ class Refresh:
             )
         if not isinstance(self.status_loglevel, int):
             raise ValueError(f"status_loglevel={self.status_loglevel!r}: give a level of logging, as logging.INFO")
-
-    @property
-    def term(self) -> str:
-        """What must be equal in a run: all but the level of a peer's own log lines; only what is not as by default."""
-        numbers = ((f, getattr(self, f.name)) for f in fields(self) if f.name != "status_loglevel")
-        return ", ".join(f"{f.name} {value:g}" for f, value in numbers if value != f.default) or "as by default"
 
     def seconds(self, eta: float, peers: int) -> float:
         """Until the next question, when the epoch ends in `eta` seconds."""

@@ -14,9 +14,11 @@ from shoal.averaging.donor import Snapshot
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded
 from shoal.compression import Compression, NoCompression, TensorRole
-from shoal.flat import Layout, keep_freed_memory, pick_kernels
+from shoal.flat import Layout, pick_kernels
 from shoal.optim.gradients import Gradients
+from shoal.optim.group_options import GroupOptions
 from shoal.optim.offload import HostCopy
+from shoal.optim.placement import Placement
 from shoal.optim.shared import SharedTensors
 from shoal.optim.state import TrainingState
 
@@ -42,6 +44,8 @@ class Replica:
         trained, frozen: the model's parameters that require gradients, and the others.
         shared: what is averaged of the state: the parameters and the statistics.
         buffers: the extra tensors that are averaged.
+        placement: of the model's parameters.
+        options: of the parameter groups: this peer's own, and the run's.
 
     Raises ValueError if there is nothing to train, or as `FlatBuffer.adopt`.
     """
@@ -58,14 +62,16 @@ class Replica:
         compression: Compression | None = None,
     ) -> None:
         self._optimizer, self._scheduler, self._host = optimizer, scheduler, host
+        self.options = GroupOptions(optimizer, scheduler, host)
         pinned = host is not None and host.pinned
         self._state = TrainingState(optimizer, scheduler, extra_tensors, pinned=pinned)
         self._lock = threading.Lock()  # held while the state changes, and while it is copied
         model = self._state.parameters if host is None else host.model
+        memory = self._state.memory if host is None else host.memory
+        names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+        self.placement = Placement(model, memory, extra_tensors, names, copied=host is not None)
         self.trained = [parameter for parameter in model if parameter.requires_grad]
         self.frozen = [parameter for parameter in model if not parameter.requires_grad]
-        # Once for the gradients of a backward pass, once for what a step keeps in between.
-        keep_freed_memory(2 * sum(parameter.nbytes for parameter in model if parameter.device.type == "cpu"))
         self._stepped = [parameter for parameter in self._state.parameters if parameter.requires_grad]
         if not self.trained:
             raise ValueError("no parameter of the optimizer has requires_grad=True: there is nothing to train")
@@ -94,23 +100,34 @@ class Replica:
         """Whether all on which a step depends is averaged with the state: then peers are alike after it."""
         return all(name in self._statistics for name in self._state.statistic_names())
 
+    def take_over(self) -> None:
+        """Go on from what other code has set as the model's parameters, see `Placement.take_over`. Not while a step is
+        under way in the background: the optimizer's parameters on the host are newer than the model's then."""
+        with self._lock:
+            changed = self.placement.take_over()
+            if changed and self._host is not None:
+                self._host.fetch(self._state.memory)
+        if changed:
+            self.digest = self._state.digest()
+
     # -- steps
 
-    def step(self, gradients: Gradients, tip: Tip, *, with_state: bool, max_norm: float | None) -> None:
+    def step(self, gradients: Gradients, tip: Tip, options: bytes, *, with_state: bool, max_norm: float | None) -> None:
         """Set the state to its average if that was averaged, then make the local optimizer's step with the averaged
-        gradients, and the scheduler's; the state is `tip` then. The model's parameters are not those of the optimizer
-        on the host before `publish`."""
-        with self._lock:
+        gradients and the run's `options` (see `GroupOptions`), and the scheduler's; the state is `tip` then. The
+        model's parameters are not those of the optimizer on the host before `publish`."""
+        with self._lock, self.options.set_aside():
             if with_state:
                 self.shared.put(self._shared_tensors(), keep_changes=False)
-            with gradients.as_grad(self._stepped, max_norm):
+            with gradients.as_grad(self._stepped, max_norm), self.options.of_run(options):
                 self._step()
             self._end_epoch(tip)
         self.digest = self._state.digest()
 
     def step_locally(self) -> None:
-        """Make the local optimizer's step with this peer's own `.grad`; the epoch goes on."""
+        """Make the local optimizer's step with this peer's own `.grad` and options; the epoch goes on."""
         with self._lock:
+            self.options.enforce()
             self._step()
             self._adopt_statistics()
 
@@ -127,12 +144,12 @@ class Replica:
         with self._lock:
             if with_state:
                 self.shared.put(self._shared_tensors(), keep_changes=True)
+            self.options.record()
             self._end_epoch(tip)
         self.digest = self.shared.digest() if with_state else self._state.digest()
 
     def _end_epoch(self, tip: Tip) -> None:
-        if self._scheduler is not None:
-            self._scheduler.step()
+        self.options.step_scheduler()
         self._adopt_statistics()
         self.tip = tip
 
@@ -144,6 +161,7 @@ class Replica:
     def publish(self) -> None:
         """Set the model's parameters to those that the optimizer has on the host."""
         if self._host is not None:
+            self.placement.restore()
             self._host.publish(self._state.memory)
 
     # -- what is averaged
@@ -172,12 +190,14 @@ class Replica:
         """A copy for a newcomer, to be sent so. Raises ValueError if the optimizer holds something that can't be
         sent."""
         with self._lock:
-            return self._state.snapshot(self.tip, compression, self._statistics)
+            return self._state.snapshot(self.tip, compression, self._statistics, self.options.at_tip)
 
     def load(self, state: Downloaded) -> None:
         """Take over a downloaded state. Raises ValueError, and changes nothing, if it does not fit."""
         with self._lock:
+            self.placement.take_over()
             self._state.load(state)
+            self.options.refresh()
             self.tip = state.manifest.tip
             self.publish()
         self.digest = self._state.digest()
@@ -199,9 +219,11 @@ class Replica:
         epoch = given["state"].pop("local_epoch", None)
         ours = given.pop("shoal", {})
         with self._lock:
+            self.placement.take_over()
             self._optimizer.load_state_dict(given)
             if self._scheduler is not None and "scheduler" in ours:
                 self._scheduler.load_state_dict(ours["scheduler"])
+            self.options.refresh()
             self._state.adopt_statistics()
             if self._host is not None:
                 self._host.fetch(self._state.memory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.averaging.contribution import Outcome
+from shoal.averaging.reach import Reachability
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,14 @@ class EpochReport:
     bytes_received: int
     state_digest: str
 
+    def __str__(self) -> str:
+        return (
+            f"epoch {self.epoch}: {self.samples:g} samples of {_peers(self.num_peers)}, "
+            f"round {self.round_seconds:.3f} s (matchmaking {self.matchmaking_seconds:.3f} s, "
+            f"all-reduce {self.allreduce_seconds:.3f} s), {self.bytes_sent / 1e6:.1f} MB sent, "
+            f"{self.bytes_received / 1e6:.1f} MB received, state {self.state_digest[:8]}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class DownloadReport:
@@ -53,8 +62,38 @@ class DownloadReport:
     donors: int
     state_digest: str
 
+    def __str__(self) -> str:
+        return (
+            f"downloaded the state of epoch {self.epoch} from {_peers(self.donors)}: {self.bytes / 1e6:.1f} MB in "
+            f"{self.seconds:.2f} s, state {self.state_digest[:8]}"
+        )
 
-Event = EpochReport | DownloadReport
+
+def _peers(count: int) -> str:
+    return "1 peer" if count == 1 else f"{count} peers"
+
+
+@dataclass(frozen=True, slots=True)
+class ReachabilityReport:
+    """Known members of the run can't be reached, or nobody is there; or all is well again.
+
+    Attributes:
+        num_peers: members of the run that this peer is connected to, itself included. Two clients of a node are
+            connected to it, and not to each other.
+        unreached: the text forms of the peer ids of the members that it knows and should reach and does not; none when
+            all of whom it told are reached or have left.
+        advice: what is wrong and what to do about it, as the warning in the log says it; "" when all is well again.
+    """
+
+    num_peers: int
+    unreached: tuple[str, ...]
+    advice: str
+
+    def __str__(self) -> str:
+        return self.advice or f"all members are reached again: {_peers(self.num_peers)}"
+
+
+Event = EpochReport | DownloadReport | ReachabilityReport
 
 
 def report_of(outcome: Outcome, epoch: int, digest: bytes) -> EpochReport:
@@ -71,3 +110,9 @@ def report_of(outcome: Outcome, epoch: int, digest: bytes) -> EpochReport:
         bytes_received=outcome.bytes_received,
         state_digest=digest.hex(),
     )
+
+
+def reachability_report_of(reachability: Reachability) -> ReachabilityReport:
+    """What there is to tell of a change in whom this peer reaches."""
+    unreached = tuple(map(str, reachability.unreached))
+    return ReachabilityReport(reachability.num_peers, unreached, reachability.advice)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
@@ -16,13 +16,14 @@ from shoal.averaging.donor import Snapshot, StateDonor
 from shoal.averaging.errors import AveragingError
 from shoal.averaging.exchange import compute_serially
 from shoal.averaging.member import MAX_ADDRESSES, Member, Role
-from shoal.averaging.messages import Progress, Terms
+from shoal.averaging.messages import Terms
+from shoal.averaging.reach import Reachability
 from shoal.averaging.rules import Rules
 from shoal.averaging.swarm import JOIN_TIMEOUT, Swarm
+from shoal.averaging.tensors import Tensors
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded, download_state
 from shoal.dht.dht import DHT
-from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 
 T = TypeVar("T")
@@ -43,6 +44,7 @@ class Run:
         sender_timeout, reducer_timeout: of `Swarm`; None for the default.
         request_timeout: seconds that the coordinator may take to answer; None for the default.
         shares_state: whether newcomers get this peer's state.
+        tensors: of `Swarm`.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Run:
         reducer_timeout: float | None = None,
         request_timeout: float | None = None,
         shares_state: bool = True,
+        tensors: Sequence[Tensors] = (),
     ) -> None:
         visible = () if role is Role.CLIENT else dht.get_visible_maddrs()
         addresses = tuple(str(address) for address in visible)[:MAX_ADDRESSES]
@@ -76,6 +79,8 @@ class Run:
             sender_timeout=sender_timeout,
             reducer_timeout=reducer_timeout,
             request_timeout=JOIN_TIMEOUT if request_timeout is None else request_timeout,
+            keeps_state=role is not Role.AUXILIARY,
+            tensors=tensors,
         )
         self._state_service, self._shares_state = f"state/{run_id}", shares_state
         self._random = random.Random(me.key)
@@ -83,11 +88,18 @@ class Run:
         self._under_way: set[Future[Any]] = set()
         self._left = False
 
-    def start(self, take_snapshot: Callable[[], Awaitable[Snapshot]]) -> None:
+    def start(
+        self,
+        take_snapshot: Callable[[], Awaitable[Snapshot]],
+        current_tip: Callable[[], Tip],
+        priority: Callable[[], float],
+    ) -> None:
         """Meet the other peers of the run, and serve the state.
 
         Args:
             take_snapshot: copies this peer's state for a newcomer; on the reactor.
+            current_tip: of the state that this peer holds.
+            priority: of that state among those that newcomers are offered.
         """
 
         async def start() -> StateDonor:
@@ -98,7 +110,7 @@ class Run:
                 self.swarm.stop()
                 raise
             return StateDonor(
-                self.dht.node, self._state_service, take_snapshot, lambda: self.swarm.tip, allow=self._shares_state
+                self.dht.node, self._state_service, take_snapshot, current_tip, self._shares_state, priority
             )
 
         self._donor = self._wait(start())
@@ -117,6 +129,16 @@ class Run:
         """See `Swarm.average`."""
         return self._wait(self.swarm.average(contribution, timeout))
 
+    @property
+    def made(self) -> bool:
+        """Whether this peer has ended an epoch since its start: then it is no newcomer any more."""
+        return self.swarm.made
+
+    @property
+    def got_on_at(self) -> float:
+        """When a round was last seen to get on, in seconds of `time.monotonic`."""
+        return self.swarm.got_on_at
+
     def wait_for_contributors(self, count: int, timeout: float) -> int:
         """Wait until so many peers that contribute are connected, this one included, at most `timeout` seconds; returns
         how many there are."""
@@ -131,59 +153,67 @@ class Run:
 
         return self._wait(waited())
 
+    def reachability(self) -> Iterator[Reachability]:
+        """What has changed in whom this peer reaches, since that was last asked."""
+        reports = self.swarm.neighbourhood.reports
+        while reports:
+            yield reports.popleft()
+
     def donors(self) -> list[PeerID]:
         """Who could be asked for the state now."""
 
         async def connected() -> list[PeerID]:
             members = self.swarm.neighbourhood.connected()
-            return [m.peer for m in members if m.key != self.me and m.role is Role.NODE]
+            return [m.peer for m in members if m.key != self.me and m.role is not Role.AUXILIARY]
 
         return self._wait(connected())
 
-    def download(self, donors: Sequence[PeerID], timeout: float, max_nbytes: int, awaited: bool = False) -> Downloaded:
-        """See `download_state`. The rounds that follow on the state are followed from the beginning, so that the result
-        of one of them can be had if it is over before the download is. If this peer wants to be `awaited`, the first of
-        them begins only when it is there, or `matchmaking_time` after the call."""
+    def download(
+        self,
+        donors: Sequence[PeerID],
+        timeout: float,
+        max_nbytes: int,
+        wanted: Callable[[Tip], bool],
+        awaited: bool = False,
+    ) -> Downloaded:
+        """See `download_state`. If this peer wants to be `awaited`, it takes a state that no round has followed on yet:
+        that round begins only when this peer is there, or `matchmaking_time` after the call."""
 
-        def chosen(tip: Tip) -> None:
-            if tip.outranks(self.swarm.tip):
-                self.swarm.move(tip)
-            if awaited and self.swarm.tip == tip:
-                self.dht.node.spawn(self._be_awaited(tip))
+        async def download() -> Downloaded:
+            with self.swarm.watching(donor.key for donor in donors):
+                return await download_state(
+                    self.dht.node,
+                    self._state_service,
+                    donors,
+                    timeout=timeout,
+                    rng=self._random,
+                    max_nbytes=max_nbytes,
+                    wanted=wanted,
+                    reserve=self.swarm.be_awaited if awaited else None,
+                )
 
-        return self._wait(
-            download_state(
-                self.dht.node,
-                self._state_service,
-                donors,
-                timeout=timeout,
-                rng=self._random,
-                max_nbytes=max_nbytes,
-                chosen=chosen,
-            )
-        )
-
-    async def _be_awaited(self, tip: Tip) -> None:
-        try:
-            await self.swarm.report(Progress(tip, 0.0, 0.0))
-        except (P2PError, AveragingError, TimeoutError) as error:
-            log.debug("could not ask to be waited for: %s", error)
+        return self._wait(download())
 
     def follow(self, tip: Tip, after: Tip | None = None) -> bool:
-        """This peer's state is `tip` now; what it heard of better ones is forgotten, and will be heard again if they
-        still exist. With `after`, only if the swarm has not gone on from there: returns whether it did so."""
+        """This peer's state is `tip` now. With `after`, it has made that alone, and goes there only if the swarm has
+        not gone on from there: returns whether it did so."""
 
         async def follow() -> bool:
-            if after is not None and self.swarm.tip != after:
+            if after is not None and (self.swarm.tip != after or self.swarm.participant.missed is not None):
                 return False
-            self.swarm.behind = None
-            commit = self.swarm.participant.commit
-            # Where the swarm has committed the round that follows on `tip`, its result can still be fetched.
-            if self.swarm.tip != tip and (commit is None or commit.tip != tip):
-                self.swarm.move(tip)
+            if self.swarm.tip != tip:
+                self.swarm.move(tip, made=after is not None)
             return True
 
         return self._wait(follow())
+
+    def ask_where_they_are(self, peers: Iterable[PeerID]) -> None:
+        """Hear at which states these are now."""
+
+        async def ask() -> None:
+            await asyncio.gather(*map(self.swarm.neighbourhood.meet_peer, peers))
+
+        self._wait(ask())
 
     def tell_state_changed(self) -> None:
         """This peer's state is at another tip than it was; in any thread."""
@@ -201,7 +231,7 @@ class Run:
             while self.swarm.tip == tip:
                 await self.swarm.news()
 
-        return self.dht.reactor.submit(past())
+        return self._submit(past())
 
     def wait_for_call(self, timeout: float) -> bool:
         """Wait until the round of the swarm's tip is called; whether it was within `timeout` seconds."""
@@ -224,10 +254,10 @@ class Run:
         return self._wait(catch_up())
 
     def forget_behind(self) -> None:
-        """Nobody could bring the better state that was heard of: stop waiting for it."""
+        """Nobody could bring the better state that was heard of: go on without it for a while."""
 
         async def forget() -> None:
-            self.swarm.behind = None
+            self.swarm.forget_behind()
 
         self._wait(forget())
 
@@ -248,10 +278,7 @@ class Run:
                 log.warning("leaving the run took longer than %g s", timeout)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if self._left:
-            coroutine.close()
-            raise AveragingError("the run was left")
-        future = self.dht.reactor.submit(coroutine)
+        future = self._submit(coroutine)
         self._under_way.add(future)
         if self._left:  # since `stop` looked what is under way
             future.cancel()
@@ -264,3 +291,15 @@ class Run:
             raise
         finally:
             self._under_way.discard(future)
+
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin it on the reactor. Raises AveragingError if there is no run any more."""
+        try:
+            if not self._left and self.dht.is_alive():
+                return self.dht.submit(coroutine)
+        except RuntimeError as error:
+            if self.dht.is_alive():
+                raise  # this is no process of the DHT's: it was forked
+            log.debug("%s", error)  # since it was looked at
+        coroutine.close()
+        raise AveragingError("the run was left" if self._left else "the DHT was shut down")

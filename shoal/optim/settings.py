@@ -10,7 +10,6 @@ from typing import Any
 from shoal.averaging.member import Role
 from shoal.averaging.options import term_of
 from shoal.averaging.rules import Rules
-from shoal.averaging.swarm import JOIN_TIMEOUT
 from shoal.compression import Compression, NoCompression
 
 MAX_SECONDS = 86400
@@ -142,9 +141,11 @@ class Settings:
                         f"use_local_updates=True makes every step at once with local gradients, which leaves no use "
                         f"for {name}: leave one of the two out"
                     )
-        if self.averager_opts.get("allow_state_sharing") and self.role is not Role.NODE:
-            why = "client_mode=True can't be asked for its state" if self.client_mode else "auxiliary=True has no state"
-            raise ValueError(f"averager_opts['allow_state_sharing']=True, but a peer with {why}: leave one of them out")
+        if self.averager_opts.get("allow_state_sharing") and self.auxiliary:
+            raise ValueError(
+                "averager_opts['allow_state_sharing']=True, but a peer with auxiliary=True has no state: leave one of "
+                "them out"
+            )
         if self.auxiliary:
             if self.client_mode:
                 raise ValueError("auxiliary=True lends bandwidth, client_mode=True has none to lend: choose one")
@@ -184,25 +185,16 @@ class Settings:
         )
 
     def agreed(self) -> dict[str, str]:
-        """Every option here that must be equal in a run, by its name. What a peer may choose for itself is not in it:
-        batch_size_per_step, client_mode, auxiliary, reuse_grad_buffers, offload_optimizer, and of averager_opts
-        bandwidth, sender_timeout, reducer_timeout and allow_state_sharing. Those of averager_opts that stand for an
-        argument are told as that."""
+        """Every option here that must be equal in a run, by its name: the number of samples, the modes, the codecs, and
+        what a round averages and of how many peers. The rest is each peer's own: every time-out,
+        `performance_ema_alpha`, and all of `averager_opts` but `min_group_size`, which is told as `min_peers`."""
         specs = {}
         for name in COMPRESSIONS:
             compression = getattr(self, name)
             assert compression is not None
             specs[name] = term_of(compression.spec)
-        like_whole = self.allreduce_timeout == self.averaging_timeout  # then that one is named
         return {
-            "target_batch_size": str(self.target_batch_size),
-            "matchmaking_time": f"{self.matchmaking_time:g}",
-            "averaging_timeout": f"{self.averaging_timeout:g}",
-            "allreduce_timeout": "averaging_timeout" if like_whole else f"{self.allreduce_timeout:g}",
-            "next_chunk_timeout": str(self.next_chunk_timeout),
-            "load_state_timeout": f"{self.load_state_timeout:g}",
-            "shutdown_timeout": f"{self.shutdown_timeout:g}",
-            "averager_opts": f"request_timeout {self.averager_opts.get('request_timeout', JOIN_TIMEOUT):g}",
+            "target_batch_size": _number(self.target_batch_size),
             "delay_optimizer_step": str(self.delay_optimizer_step),
             "delay_grad_averaging": str(self.delay_grad_averaging),
             "delay_state_averaging": str(self.delay_state_averaging),
@@ -210,11 +202,15 @@ class Settings:
             "use_local_updates": str(self.use_local_updates),
             "grad_averager_factory": str(self.own_averager),
             "average_opt_statistics": term_of(", ".join(self.average_opt_statistics)),
-            "performance_ema_alpha": f"{self.performance_ema_alpha:g}",
-            "max_grad_norm": str(self.max_grad_norm),
+            "max_grad_norm": _number(self.max_grad_norm),
             "min_peers": str(self.min_peers),
             **specs,
         }
+
+
+def _number(value: float | None) -> str:
+    """The number as peers compare it: 1 is 1.0."""
+    return str(value) if value is None or value != int(value) else str(int(value))
 
 
 def _check_run_id(run_id: object) -> None:

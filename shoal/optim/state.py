@@ -15,12 +15,10 @@ from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded
 from shoal.compression import Compression, TensorRole
 from shoal.flat import FlatBuffer, Layout, bytes_of
+from shoal.optim.group_options import KERNELS
 from shoal.optim.plain import plain, restored
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-
-# Options of parameter groups that say how a step is computed and not what it does: each machine has its own.
-KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 class Statistic(msgspec.Struct, array_like=True, frozen=True):
@@ -113,9 +111,16 @@ class TrainingState:
             found.append(value)
         return found
 
-    def snapshot(self, tip: Tip, compression: Compression, averaged: Collection[str] = ()) -> Snapshot:
+    def snapshot(
+        self,
+        tip: Tip,
+        compression: Compression,
+        averaged: Collection[str] = (),
+        groups: Sequence[dict[str, Any]] | None = None,
+    ) -> Snapshot:
         """A copy of everything, for a newcomer, to be sent so. Statistics whose names are not in `averaged` are sent
-        exactly: nothing would make them equal again.
+        exactly: nothing would make them equal again. `groups` are the options of the parameter groups to send; by
+        default those that they hold now.
 
         Raises ValueError if the optimizer holds something that is not plain data, or if the compression has no codec
         for a tensor."""
@@ -126,7 +131,8 @@ class TrainingState:
         tensors += self.extra_tensors
         memory = FlatBuffer(Layout.of(tensors).on("cpu"))
         memory.copy_from([tensor.detach() for tensor in tensors])
-        groups = [self._options(group) for group in self.optimizer.param_groups]
+        if groups is None:
+            groups = [self._options(group) for group in self.optimizer.param_groups]
         values = [
             (index, name, value)
             for index, parameter in enumerate(self.parameters)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
+from blake3 import blake3
 
 from shoal.averaging.contribution import Contribution, Outcome
 from shoal.averaging.errors import AveragingError, Behind, Rejected
@@ -31,11 +33,13 @@ class Averaged:
     Attributes:
         tip: the state after it.
         outcome: of the round; None if this peer goes on alone.
+        options: with which the step is made.
         donors: if this peer's state was not that of the others: those to download it from. No step is made then.
     """
 
     tip: Tip
     outcome: Outcome | None
+    options: bytes = b""
     donors: tuple[PeerID, ...] = ()
 
     @property
@@ -72,16 +76,18 @@ class EpochEnd:
     ) -> None:
         self._settings, self._run, self._rules, self._replica = settings, run, rules, replica
         self._vector, self._gradients, self._machine = vector, gradients, machine
-        self.stopped = False
+        self._options = b""  # this peer's own
+        self.stopped = self._told_cost = False
 
     def stop(self) -> None:
         """Average no more: what is under way ends without a result as soon as the run is left."""
         self.stopped = True
 
     def take(self) -> None:
-        """Make what the state is now what this peer brings, where it may be averaged whatever the others hold. In the
-        trainer's thread, which goes on changing it."""
+        """Make what the state is now what this peer brings, where it may be averaged whatever the others hold, and the
+        options of the groups what it votes for. In the trainer's thread, which goes on changing both."""
         epoch = self._replica.tip.epoch
+        self._options = b"" if self._gradients is None else self._replica.options.own(epoch)
         if self._rules.due_sizes and self._rules.is_due(epoch):
             self._replica.take_buffers()
         if self._rules.state_always and self._rules.may_average_state(epoch):
@@ -103,7 +109,8 @@ class EpochEnd:
             gradients = self._gradients.average(self._settings.averaging_timeout, lambda: self._run.past(before))
         # What they were averaged to is one more thing on which the bits of the step depend.
         machine = f"{gradients.hex()} {self._machine.name}"[:256] if gradients else self._machine.name
-        until = time.monotonic() + self._settings.averaging_timeout
+        patience = self._settings.averaging_timeout
+        until = time.monotonic() + patience
         contribution = Contribution(
             weight=samples,
             open=self._vector.open,
@@ -111,6 +118,7 @@ class EpochEnd:
             tip=self._replica.tip,
             machine=machine,
             state=b"" if self._gradients is None else self._replica.digest,
+            options=self._options,
         )
         while True:
             try:
@@ -118,15 +126,34 @@ class EpochEnd:
             except (Behind, Rejected):
                 raise
             except AveragingError as error:
-                if self.stopped:
+                if self.stopped or not self._run.dht.is_alive():
                     return None
+                until = max(until, self._run.got_on_at + patience)  # it failed, but it had got on until then
                 if time.monotonic() >= until:
                     return self._alone(samples, error)
                 # Whoever is put out of a round gets its result as one who missed it.
                 log.warning("%s: trying again", error)
                 continue
+            self._tell_cost(outcome)
             donors = self._of_other_gradients(outcome, gradients.hex()) or self._disagrees_with(outcome, machine)
-            return Averaged(outcome.commit.next_tip, outcome, donors)
+            donors = donors or self._of_unknown_options(outcome)
+            return Averaged(outcome.commit.next_tip, outcome, outcome.begin.options, donors)
+
+    def _tell_cost(self, outcome: Outcome) -> None:
+        """A round that gets on is waited for, however long it takes; what that costs is said once."""
+        if self._told_cost or outcome.allreduce_seconds < self._settings.averaging_timeout:
+            return
+        self._told_cost = True
+        log.warning(
+            "a round of %d peers took %.0f s: this peer sent %.0f MB and received %.0f MB. To spend less time on that, "
+            "compress what is sent (grad_compression=shoal.compression.Float16Compression(), or an 8-bit codec), make "
+            "fewer epochs of the same samples (a larger target_batch_size), or let each peer go on meanwhile "
+            "(use_local_updates=True or delay_grad_averaging=True)",
+            len(outcome.begin.members),
+            outcome.allreduce_seconds,
+            outcome.bytes_sent / 1e6,
+            outcome.bytes_received / 1e6,
+        )
 
     def few_are_here(self) -> bool:
         """Wait for `min_peers`, at most for `matchmaking_time`; whether they have not come."""
@@ -149,6 +176,7 @@ class EpochEnd:
             self._replica.step(
                 self._gradients,
                 averaged.tip,
+                averaged.options,
                 with_state=averaged.with_state,
                 max_norm=self._settings.max_grad_norm,
             )
@@ -163,13 +191,14 @@ class EpochEnd:
             log.warning("no average (%s), and min_peers=%d: the next step tries again", error, self._settings.min_peers)
             return None
         before = self._replica.tip
-        tip = before.after(self._replica.digest, samples)
+        # Others may go on alone from the same state with as many samples, and so may this peer, a second time.
+        tip = before.after(blake3(b"shoal alone\0" + self._run.me + os.urandom(32)).digest(), samples)
         if not self._run.follow(tip, after=before):
             return None
         log.warning("no average (%s): going on with this peer's own gradients", error)
         if self._gradients is not None:
             self._gradients.use_local()
-        return Averaged(tip, None)
+        return Averaged(tip, None, self._options)
 
     def _of_other_gradients(self, outcome: Outcome, mine: str) -> tuple[PeerID, ...]:
         """If this peer's average (`mine` names it), which was had before the round, is not that of the most: the
@@ -185,6 +214,19 @@ class EpochEnd:
             return ()
         log.warning("this peer's gradients are not the average that the others have: downloading the state")
         return tuple(member.peer for member, name in zip(begin.members, names, strict=True) if name == common)
+
+    def _of_unknown_options(self, outcome: Outcome) -> tuple[PeerID, ...]:
+        """If most members step with other options than this peer's, of which BEGIN has only a hash: all other members,
+        to download the state from after the step that they make."""
+        name = "" if self._gradients is None else self._replica.options.unknown_of(outcome.begin.options)
+        if not name:
+            return ()
+        log.warning(
+            "%s of the parameter groups differs from that of most peers of the run, and takes too much to be told in "
+            "1 kB: downloading their state, and theirs with it. Set it alike on all peers",
+            name,
+        )
+        return tuple(m.peer for m in outcome.begin.members if m.key != self._run.me and m.contributes)
 
     def _disagrees_with(self, outcome: Outcome, machine: str) -> tuple[PeerID, ...]:
         """If the state from which this round began is another here than it must be: the members to download it from.

@@ -31,8 +31,12 @@ class EpochVector:
         self._gradients = gradients if isinstance(gradients, GradientBuffers) else None
 
     def open(self, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
-        """The exchange of a round. Raises RuleBroken if it averages what is not due, or by another plan."""
+        """The exchange of a round. Raises RuleBroken if it averages what is not due, or by another plan, or if no step
+        can be made with its options."""
         epoch = begin.tip.epoch
+        stepped = not self._rules.state_always and any(member.contributes for member in begin.members)
+        if stepped and not self._rules.options_fit(begin.options):
+            raise RuleBroken("BEGIN has options for the step that the parameter groups can't have")
         if begin.with_state and not self._rules.may_average_state(epoch):
             raise RuleBroken(f"BEGIN averages the state at the end of epoch {epoch}, where that is not due")
         if begin.with_state and not self._rules.state_always:

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from shoal.p2p import tcp
 from shoal.p2p.flood import FloodGauge
 from shoal.p2p.identity import PeerID
 
@@ -32,6 +33,7 @@ class Connection:
         proven: of a dialled connection: done when the other side has proven to own the key that was dialled.
         greeted: of a dialled connection: done when the other side has said hello, or in error.
         messages: how many came over it.
+        large_in, large_out: bytes of the large messages that came over it, and that were queued to it.
         sent: bytes that were queued to it, at least.
         acked: bytes that the other side had acknowledged when that was last looked at.
         gauge: watches for a message that never ends.
@@ -51,7 +53,21 @@ class Connection:
     proven: asyncio.Future[None] | None = None
     greeted: asyncio.Future[None] | None = None
     messages: int = 0
+    large_in: int = 0
+    large_out: int = 0
     sent: int = 0
     acked: int = 0
+    looked: tuple[int, int] = (-1, 0)  # messages and bytes that had come when `moved` was last asked
+    under_way: int = 0  # bytes that came while no message was complete, over all times that it was asked
     gauge: FloodGauge = field(default_factory=FloodGauge)
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
+
+    def moved(self) -> int:
+        """See `Transport.moved`."""
+        acknowledged, received = tcp.counts(self.fd)
+        messages, before = self.looked
+        if messages == self.messages:
+            self.under_way += max(0, received - before)
+        self.looked = (self.messages, received)
+        self.sent = max(self.sent, acknowledged)  # which has ZeroMQ's own bytes in it
+        return self.large_in + self.under_way + max(0, self.large_out - (self.sent - acknowledged))

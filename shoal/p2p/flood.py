@@ -6,17 +6,12 @@ hands over nothing before the last one. So this compares what the kernel receive
 
 from __future__ import annotations
 
-import os
-import socket
-import struct
 from dataclasses import dataclass
 
 from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_HEADER_BYTES
 
 MAX_MESSAGE_BYTES = 2 * (MAX_HEADER_BYTES + MAX_BUFFERS * MAX_BUFFER_BYTES)  # with room for framing, encryption, acks
 INTERVAL = 0.5  # seconds between two looks
-_COUNTS = struct.Struct("=QQ")
-_OFFSET = 120  # of tcpi_bytes_acked and tcpi_bytes_received in Linux's struct tcp_info
 
 
 @dataclass(slots=True)
@@ -41,26 +36,3 @@ class FloodGauge:
             return False
         suspected, self._suspected = self._suspected, received - self._received > MAX_MESSAGE_BYTES
         return suspected and self._suspected
-
-
-def bytes_received(fd: int) -> int:
-    """Payload bytes that the kernel has received over TCP connection `fd`; 0 if it is none any more."""
-    return _counts(fd)[1]
-
-
-def bytes_acknowledged(fd: int) -> int:
-    """Payload bytes of which the other side of TCP connection `fd` has said that they came; 0 if it is none any more.
-
-    What is sent and not acknowledged takes memory here, be it ZeroMQ's or the kernel's.
-    """
-    return _counts(fd)[0]
-
-
-def _counts(fd: int) -> tuple[int, int]:
-    try:
-        with socket.socket(fileno=os.dup(fd)) as duplicate:
-            info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _OFFSET + _COUNTS.size)
-    except OSError:
-        return 0, 0
-    acknowledged, received = _COUNTS.unpack_from(info, _OFFSET)
-    return acknowledged, received

@@ -14,6 +14,9 @@ MAGIC = "shoal"
 VERSION = 1
 INSTANCE_BYTES = 8
 _MAX_REASON = 1024
+# The first of two frames by which the transports of connected peers talk to each other; no msgpack begins like this, so
+# no message of a node does.
+LATER = b"\xc1shoal"
 
 
 class Hello(msgspec.Struct, tag=0, array_like=True, frozen=True):
@@ -38,8 +41,22 @@ class Refusal(msgspec.Struct, tag=1, array_like=True, frozen=True):
     reason: Annotated[str, msgspec.Meta(max_length=_MAX_REASON)]
 
 
+class Taken(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    """Another process has said hello with the receiver's identity, and is not the one that is `instance`.
+
+    It is the answer to the hello of the one that came later, and a question to the one that is connected: does it live?
+    """
+
+    instance: Annotated[bytes, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
+
+
+class Alive(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """The answer to `Taken` of the one that is connected."""
+
+
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Hello | Refusal)
+_decoder = msgspec.msgpack.Decoder(Hello | Refusal | Taken)
+_later_decoder = msgspec.msgpack.Decoder(Taken | Alive)
 
 
 def hello(peer: PeerID, instance: bytes) -> zmq.Frame:
@@ -52,16 +69,50 @@ def refusal(reason: str) -> zmq.Frame:
     return zmq.Frame(_encoder.encode(Refusal(reason[:_MAX_REASON])), copy=True)
 
 
+def taken(instance: bytes) -> zmq.Frame:
+    """The frame that says that `instance` has the receiver's identity, too."""
+    return zmq.Frame(_encoder.encode(Taken(instance)), copy=True)
+
+
+def alive() -> zmq.Frame:
+    """The frame that answers it."""
+    return zmq.Frame(_encoder.encode(Alive()), copy=True)
+
+
+def is_later(frames: Sequence[zmq.Frame]) -> bool:
+    """Whether a connected peer's transport says this to this one's."""
+    return len(frames) == 2 and len(frames[0]) == len(LATER) and frames[0].bytes == LATER
+
+
+def parse_later(frames: Sequence[zmq.Frame]) -> Taken | Alive:
+    """What it says. Raises ValueError that says what it is instead."""
+    try:
+        said: Taken | Alive = _later_decoder.decode(frames[1].buffer)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"not a message of a transport: {error}") from error
+    return said
+
+
 def parse(frames: Sequence[zmq.Frame]) -> Hello:
     """The hello in a first message. Raises ValueError that says what it is instead."""
+    said = parse_answer(frames)
+    if isinstance(said, Taken):
+        raise ValueError("not a hello, but an answer to one")
+    return said
+
+
+def parse_answer(frames: Sequence[zmq.Frame]) -> Hello | Taken:
+    """As `parse`, of what a dialler is answered."""
     if len(frames) != 1:
         raise ValueError(f"a hello is one frame, not {len(frames)}")
     try:
-        said: Hello | Refusal = _decoder.decode(frames[0].buffer)
+        said: Hello | Refusal | Taken = _decoder.decode(frames[0].buffer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not a hello: {error}") from error
     if isinstance(said, Refusal):
         raise ValueError(f"it refused: {said.reason}")
+    if isinstance(said, Taken):
+        return said
     if (said.magic, said.version) != (MAGIC, VERSION):
         raise ValueError(f"it speaks {said.magic!r} version {said.version}, this peer {MAGIC!r} version {VERSION}")
     return said

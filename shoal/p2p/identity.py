@@ -17,9 +17,12 @@ from nacl.signing import SigningKey, VerifyKey
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
-# multibase base32 of CIDv1(libp2p-key, identity multihash, protobuf PublicKey{type: Ed25519, data: key}): one of the
-# two text forms that libp2p specifies (RFC 0001), so tools of that field read our ids. Base58 would need more code.
-_TEXT_PREFIX = bytes([0x01, 0x72, 0x00, 0x24, 0x08, 0x01, 0x12, 0x20])
+# As libp2p specifies peer ids (RFC 0001): identity multihash of protobuf PublicKey{type: Ed25519, data: key}. Its text
+# is multibase base32 of that as a CIDv1 (libp2p-key), or, older, its base58.
+_MULTIHASH_PREFIX = bytes([0x00, 0x24, 0x08, 0x01, 0x12, 0x20])
+_TEXT_PREFIX = bytes([0x01, 0x72]) + _MULTIHASH_PREFIX
+_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+_BASE58_LENGTH = 52  # of a multihash with that prefix, whatever the key
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -27,11 +30,19 @@ class PeerID:
     """A peer's name: its ed25519 public key, `key`, 32 bytes. Ordered and hashable by those bytes.
 
     `str(peer_id)` is its text form (libp2p's CIDv1 in base32, 65 characters), `PeerID.parse` reads it back.
+
+    Args:
+        key: those 32 bytes, or libp2p's 38 bytes of a peer id (`to_bytes`).
+
+    Raises:
+        ValueError: for anything else.
     """
 
     key: bytes
 
     def __post_init__(self) -> None:
+        if isinstance(self.key, bytes) and self.key.startswith(_MULTIHASH_PREFIX) and len(self.key) != KEY_BYTES:
+            object.__setattr__(self, "key", self.key[len(_MULTIHASH_PREFIX) :])
         if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:
             raise ValueError(f"a peer id is the {KEY_BYTES} bytes of an ed25519 public key, not {self.key!r}")
 
@@ -46,9 +57,35 @@ class PeerID:
         """The last eight characters of the text form: enough to tell peers apart in a log."""
         return str(self)[-8:]
 
+    def to_bytes(self) -> bytes:
+        """libp2p's bytes of this peer id (38); `PeerID` takes them."""
+        return _MULTIHASH_PREFIX + self.key
+
+    def to_base58(self) -> str:
+        """libp2p's older text form of this peer id, `12D3KooW…` (52 characters)."""
+        number, digits = int.from_bytes(self.to_bytes()), ""
+        while number:
+            number, digit = divmod(number, len(_BASE58))
+            digits = _BASE58[digit] + digits
+        return "1" + digits  # each zero byte at the front is a "1", and there is one
+
+    @classmethod
+    def from_base58(cls, text: str) -> PeerID:
+        """The peer id that `to_base58` writes so. Raises ValueError if it is none of an ed25519 key."""
+        number = 0
+        if len(text) == _BASE58_LENGTH and set(text) <= set(_BASE58):
+            for digit in text:
+                number = number * len(_BASE58) + _BASE58.index(digit)
+        raw = number.to_bytes(1 + len(_MULTIHASH_PREFIX) + KEY_BYTES)
+        if not raw.startswith(b"\0" + _MULTIHASH_PREFIX):
+            raise ValueError(f"{text!r} is not a peer id: expected '12D3KooW…', an ed25519 libp2p key in base58")
+        return cls(raw[1:])
+
     @classmethod
     def parse(cls, text: str) -> PeerID:
-        """The peer id that `text` writes. Raises ValueError if it writes none."""
+        """The peer id that `text` writes, in either of libp2p's forms. Raises ValueError if it writes none."""
+        if text.startswith("12D3KooW"):
+            return cls.from_base58(text)
         try:
             raw = base64.b32decode(text[1:].upper() + "=" * (-(len(text) - 1) % 8))
         except ValueError as error:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
+from contextvars import Context
 
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.identity import PeerID
+from shoal.p2p.movement import LARGE_BYTES
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Buffer, Transport, check_size
 
@@ -28,11 +31,14 @@ class MemoryNetwork:
         self._listening: dict[tuple[str, int], PeerID] = {}
         self._ports = 1024
         self._last_arrival: dict[tuple[PeerID, PeerID], float] = {}
-        self._cut: set[frozenset[PeerID]] = set()
+        self._cut: set[tuple[PeerID, PeerID]] = set()  # from the first nothing comes to the second
+        self._connections = itertools.count()
+        self.moved: dict[frozenset[PeerID], int] = {}  # bytes of large messages that arrived, of each pair
 
-    def cut(self, one: PeerID, other: PeerID) -> None:
-        """Nothing passes between the two from now on; both see the other lost after `lost_after` seconds."""
-        self._cut.add(frozenset((one, other)))
+    def cut(self, one: PeerID, other: PeerID, *, one_way: bool = False) -> None:
+        """Nothing passes between the two from now on, or nothing from `one` to `other` if `one_way`; both see the other
+        lost after `lost_after` seconds."""
+        self._cut |= {(one, other)} if one_way else {(one, other), (other, one)}
         for near, far in ((one, other), (other, one)):
             if near in self.transports:
                 asyncio.get_running_loop().call_later(self.lost_after, self._heartbeat_missed, near, far)
@@ -45,15 +51,16 @@ class MemoryNetwork:
         """The peer's process dies: what it sent still arrives, it sends and receives nothing more, all see it lost."""
         transport = self.transports.pop(peer)
         self._listening = {address: owner for address, owner in self._listening.items() if owner != peer}
-        for other in sorted(transport.connections):
-            self._close(peer, other, "its process ended")
+        for other, number in sorted(transport.connections.items()):
+            self._close(peer, other, number, "its process ended")
         transport.dead = True
 
     def is_cut(self, one: PeerID, other: PeerID) -> bool:
-        return frozenset((one, other)) in self._cut
+        """Whether nothing comes from `one` to `other`."""
+        return (one, other) in self._cut
 
     def _heartbeat_missed(self, near: PeerID, far: PeerID) -> None:
-        if self.is_cut(near, far) and near in self.transports:
+        if (self.is_cut(near, far) or self.is_cut(far, near)) and near in self.transports:
             self.transports[near].lost(far, "no heartbeat")
 
     def _arrive(self, source: PeerID, target: PeerID, size: int, event: Callable[[], None]) -> None:
@@ -62,22 +69,32 @@ class MemoryNetwork:
         link = (source, target)
         when = max(loop.time() + self.delay(source, target, size), self._last_arrival.get(link, 0.0))
         self._last_arrival[link] = when
-        loop.call_at(when, event)
+        loop.call_at(when, event, context=Context())  # what is under way belongs to neither peer
 
     def _deliver(self, source: PeerID, target: PeerID, header: bytes, buffers: Sequence[bytes]) -> None:
+        number = self.transports[source].connections[target]
+
         def event() -> None:
             transport = self.transports.get(target)
-            if transport is not None and source in transport.connections and not self.is_cut(source, target):
+            if transport is None or self.is_cut(source, target):
+                return
+            if transport.connections.get(source) == number:
+                pair = frozenset((source, target))
+                self.moved[pair] = self.moved.get(pair, 0) + (size if size >= LARGE_BYTES else 0)
                 transport.received(source, header, buffers)
 
-        self._arrive(source, target, len(header) + sum(map(len, buffers)), event)
+        size = len(header) + sum(map(len, buffers))
+        self._arrive(source, target, size, event)
 
-    def _close(self, source: PeerID, target: PeerID, reason: str) -> None:
-        """`source` ends its connection to `target`, which sees it after what `source` had sent."""
+    def _close(self, source: PeerID, target: PeerID, number: int, reason: str) -> None:
+        """`source` ends the connection of that number to `target`, which sees it after what `source` had sent."""
 
         def event() -> None:
-            if target in self.transports and not self.is_cut(source, target):
-                self.transports[target].lost(source, reason)
+            transport = self.transports.get(target)
+            if transport is None or self.is_cut(source, target):
+                return
+            if transport.connections.get(source) == number:
+                transport.lost(source, reason)
 
         self._arrive(source, target, 0, event)
 
@@ -88,7 +105,7 @@ class MemoryTransport(Transport):
     def __init__(self, network: MemoryNetwork, peer_id: PeerID) -> None:
         self.network = network
         self.peer_id = peer_id
-        self.connections: set[PeerID] = set()
+        self.connections: dict[PeerID, int] = {}  # by their numbers, of which both ends have the same
         self.dead = False
         network.transports[peer_id] = self
 
@@ -103,6 +120,8 @@ class MemoryTransport(Transport):
     async def dial(self, address: Multiaddr) -> None:
         if address.peer_id is None:
             raise ValueError(f"{address} does not say whom to expect: it must end in /p2p/<peer id>")
+        if address.peer_id == self.peer_id:
+            raise PeerUnreachable(f"{address} is this peer itself")
         if address.peer_id in self.connections:
             return
         found = self.network._listening.get((address.host, address.port))
@@ -110,16 +129,26 @@ class MemoryTransport(Transport):
             address.peer_id, self.peer_id, 0
         )
         await asyncio.sleep(there_and_back)
-        if found is None or found not in self.network.transports or self.network.is_cut(self.peer_id, found):
+        network = self.network
+        if (
+            found is None
+            or found not in network.transports
+            or network.is_cut(self.peer_id, found)
+            or network.is_cut(found, self.peer_id)
+        ):
             raise PeerUnreachable(f"nobody answers at {address}")
         if found != address.peer_id:
             raise HandshakeFailed(f"{address}: another peer answers there")
-        if not self.dead:
-            self.connections.add(found)
-            self.network.transports[found].connections.add(self.peer_id)
+        if not self.dead and found not in self.connections:
+            other = network.transports[found]
+            other.lost(self.peer_id, "it has connected anew")  # if the end of the connection before is still to come
+            self.connections[found] = other.connections[self.peer_id] = next(network._connections)
 
     def is_connected(self, peer: PeerID) -> bool:
         return peer in self.connections
+
+    def moved(self, peer: PeerID) -> int:
+        return self.network.moved.get(frozenset((self.peer_id, peer)), 0) if peer in self.connections else 0
 
     def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = ()) -> None:
         check_size(header, buffers)
@@ -132,8 +161,7 @@ class MemoryTransport(Transport):
 
     def disconnect(self, peer: PeerID) -> None:
         if peer in self.connections and not self.dead:
-            self.connections.discard(peer)
-            self.network._close(self.peer_id, peer, "the peer disconnected")
+            self.network._close(self.peer_id, peer, self.connections.pop(peer), "the peer disconnected")
 
     async def close(self) -> None:
         for peer in sorted(self.connections):
@@ -145,6 +173,5 @@ class MemoryTransport(Transport):
         self._on_message(source, memoryview(header), [memoryview(buffer) for buffer in buffers])
 
     def lost(self, peer: PeerID, reason: str) -> None:
-        if peer in self.connections:
-            self.connections.discard(peer)
+        if self.connections.pop(peer, None) is not None:
             self._on_lost(peer, reason)

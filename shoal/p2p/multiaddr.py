@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from shoal.p2p.identity import PeerID
 
@@ -12,23 +12,45 @@ MAX_LENGTH = 512
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}))*\.?")
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True, order=True, init=False)
 class Multiaddr:
     """Where a peer listens, and who must answer there.
+
+    Args:
+        address: `"/ip4/<address>/tcp/<port>"`, or with `/p2p/<peer id>` at its end; or another `Multiaddr`.
 
     Attributes:
         protocol: of the host: "ip4", "ip6", "dns4", "dns6" or "dns".
         host: an address or a host name.
         port: of TCP; 0 means "any free one" and makes sense only for listening.
         peer_id: who answers there; None in an address to listen on.
+
+    Raises:
+        ValueError: that says what is wrong with `address`.
     """
 
-    protocol: str
-    host: str
-    port: int
-    peer_id: PeerID | None = None
+    protocol: str = field(init=False)
+    host: str = field(init=False)
+    port: int = field(init=False)
+    peer_id: PeerID | None = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __init__(self, address: str | Multiaddr) -> None:
+        text = str(address)
+        parts = text.split("/") if len(text) <= MAX_LENGTH else []
+        if len(parts) not in (5, 7) or parts[0] or parts[3] != "tcp" or (len(parts) == 7 and parts[5] != "p2p"):
+            raise ValueError(f"{text[:MAX_LENGTH]!r} is not an address: use /ip4/<address>/tcp/<port>[/p2p/<peer id>]")
+        try:
+            if not (parts[4].isascii() and parts[4].isdigit()):
+                raise ValueError(f"{parts[4]!r} is not a TCP port")
+            peer_id = PeerID.parse(parts[6]) if len(parts) == 7 else None
+            fields = (parts[1], parts[2], int(parts[4]), peer_id)
+            for name, value in zip(self.__slots__, fields, strict=True):
+                object.__setattr__(self, name, value)
+            self._check()
+        except ValueError as error:
+            raise ValueError(f"{text!r} is not an address: {error}") from error
+
+    def _check(self) -> None:
         if self.protocol in ("ip4", "ip6"):
             version = 4 if self.protocol == "ip4" else 6
             # A zone ("%eth0") means something on one machine only.
@@ -42,30 +64,44 @@ class Multiaddr:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"{self.port} is not a TCP port")
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only its own machine can reach it."""
+        if self.protocol in ("ip4", "ip6"):
+            return ipaddress.ip_address(self.host).is_loopback
+        return self.host.rstrip(".") == "localhost"
+
     def __str__(self) -> str:
         tail = f"/p2p/{self.peer_id}" if self.peer_id is not None else ""
         return f"/{self.protocol}/{self.host}/tcp/{self.port}{tail}"
 
-    @classmethod
-    def parse(cls, text: str | Multiaddr) -> Multiaddr:
-        """The address that `text` writes. Raises ValueError that says what is wrong with it."""
-        if isinstance(text, Multiaddr):
-            return text
-        parts = text.split("/") if len(text) <= MAX_LENGTH else []
-        if len(parts) not in (5, 7) or parts[0] or parts[3] != "tcp" or (len(parts) == 7 and parts[5] != "p2p"):
-            raise ValueError(f"{text[:MAX_LENGTH]!r} is not an address: use /ip4/<address>/tcp/<port>[/p2p/<peer id>]")
-        try:
-            if not (parts[4].isascii() and parts[4].isdigit()):
-                raise ValueError(f"{parts[4]!r} is not a TCP port")
-            peer_id = PeerID.parse(parts[6]) if len(parts) == 7 else None
-            return cls(parts[1], parts[2], int(parts[4]), peer_id)
-        except ValueError as error:
-            raise ValueError(f"{text!r} is not an address: {error}") from error
-
-    def with_peer(self, peer_id: PeerID) -> Multiaddr:
-        """This address, of that peer."""
-        return replace(self, peer_id=peer_id)
+    def with_peer(self, peer_id: PeerID | None) -> Multiaddr:
+        """This address, of that peer; None: of nobody in particular."""
+        tail = f"/p2p/{peer_id}" if peer_id is not None else ""
+        return Multiaddr(f"/{self.protocol}/{self.host}/tcp/{self.port}{tail}")
 
     def with_port(self, port: int) -> Multiaddr:
         """This address with another port."""
-        return replace(self, port=port)
+        return Multiaddr(f"/{self.protocol}/{self.host}/tcp/{port}").with_peer(self.peer_id)
+
+    def encapsulate(self, other: str | Multiaddr) -> Multiaddr:
+        """This address, and then `other`: `address.encapsulate(f"/p2p/{peer_id}")`, as in py-multiaddr. Raises
+        ValueError if the two are no address together."""
+        return Multiaddr(f"{self}{other}")
+
+    def decapsulate(self, other: str | Multiaddr) -> Multiaddr:
+        """This address without the last `other` in it, and without what comes after, as in py-multiaddr. Raises
+        ValueError if `other` is not in it, or if no address is left (py-multiaddr has parts of addresses, too)."""
+        before, found, _ = f"{self}/".rpartition(f"{other}/")
+        if not found:
+            raise ValueError(f"{other} is not in {self}")
+        return Multiaddr(before)
+
+    def value_for_protocol(self, protocol: str) -> str:
+        """What `protocol` ("ip4", "tcp", "p2p", …) has in this address, as text, as in py-multiaddr. Raises LookupError
+        for one that is not in it."""
+        _, *parts = str(self).split("/")
+        values = dict(zip(parts[::2], parts[1::2], strict=True))
+        if protocol not in values:
+            raise LookupError(f"there is no /{protocol}/ in {self}")
+        return values[protocol]

@@ -13,9 +13,11 @@ import msgspec
 
 from shoal.p2p.errors import P2PError, PeerLost, PeerUnreachable, Refused, Unavailable
 from shoal.p2p.identity import Identity, PeerID
+from shoal.p2p.movement import Movement
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.race import first_to_succeed
 from shoal.p2p.transport import Buffer, Transport
+from shoal.p2p.twins import Twins
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ MAX_CALLS_PER_PEER = 512  # requests of one peer that are being handled
 MAX_KNOWN_PEERS = 16384
 MAX_ADDRESSES_PER_PEER = 8
 DIAL_TIMEOUT = 10.0
+MAX_EXTENSIONS = 20  # of a request's time-out, because of large messages that pass meanwhile
 
 _NOTICE, _REQUEST, _REPLY, _FAILURE = range(4)
 # What decoding bytes from the network can raise; msgspec gives up on deep nesting with RecursionError.
@@ -48,13 +51,17 @@ class Service:
     Args:
         name: at most 128 characters; unique on a node.
         messages: a msgspec struct type with a tag, or a union of them: requests, replies and notices alike.
+        undecodable: told who sent what can't be decoded, and what is wrong with it.
     """
 
-    def __init__(self, name: str, messages: Any) -> None:
+    def __init__(
+        self, name: str, messages: Any, undecodable: Callable[[PeerID, str], None] = lambda peer, reason: None
+    ) -> None:
         if len(name) > MAX_SERVICE_NAME:
             raise ValueError(f"the service name {name!r} is longer than {MAX_SERVICE_NAME} characters")
         self.name = name
         self.decoder = msgspec.msgpack.Decoder(messages)
+        self.undecodable = undecodable
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +108,7 @@ class Node:
         self._services: dict[str, tuple[Service, Handler]] = {}
         self._calls: dict[int, _Call] = {}
         self._next_call = 1
+        self._heard: dict[PeerID, float] = {}  # when a connected peer last said something
         self._dialling: dict[PeerID, asyncio.Task[None]] = {}
         self._handling: dict[PeerID, int] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -134,6 +142,11 @@ class Node:
     def is_connected(self, peer: PeerID) -> bool:
         """Whether a message to `peer` can be sent now; always true of this node itself."""
         return peer == self.peer_id or self.transport.is_connected(peer)
+
+    def heard(self, peer: PeerID) -> float:
+        """When the last message of that peer came, on the loop's clock; minus infinity if none has come since it was
+        last lost."""
+        return self._heard.get(peer, float("-inf"))
 
     async def connect(self, peer: PeerID, timeout: float = DIAL_TIMEOUT) -> None:
         """Make sure that there is a connection to `peer`, dialling its known addresses a little apart.
@@ -174,6 +187,18 @@ class Node:
         except TimeoutError:
             raise PeerUnreachable(f"{address} did not answer within {DIAL_TIMEOUT / 2:g} s") from None
 
+    async def look_for_twin(self, address: Multiaddr) -> None:
+        """Dial an address of this very peer: if another process with its identity answers, both say so (`Twins`)."""
+        try:
+            await self._dial_address(address.with_peer(self.peer_id))
+        except P2PError as error:
+            log.debug("%s: %s", address, error)
+
+    @property
+    def twins(self) -> Twins:
+        """The identities that two processes use at the same time."""
+        return self.transport.twins
+
     def on_lost(self, callback: LostCallback) -> Callable[[], None]:
         """Have `callback(peer, reason)` called when a connected peer is lost; returns a function that ends that."""
         self._lost_callbacks.append(callback)
@@ -205,7 +230,9 @@ class Node:
         """Send a request and return its reply, connecting first if need be.
 
         Raises Refused with the other side's reason (Unavailable if it did not judge the message), PeerUnreachable,
-        PeerLost, TimeoutError after `timeout` seconds, and P2PError if the reply is not an `expect`.
+        PeerLost, TimeoutError after `timeout` seconds, and P2PError if the reply is not an `expect`. As long as large
+        messages pass between the two, request or reply wait behind them: the time-out counts from then on, at most
+        MAX_EXTENSIONS times.
         """
         body = (await self.call_for_buffers(peer, service, message, timeout=timeout, buffers=buffers)).body
         if not isinstance(body, expect):
@@ -223,16 +250,28 @@ class Node:
         buffers: Sequence[Buffer] = (),
     ) -> Reply:
         """As `call`, for replies that carry buffers."""
-        async with asyncio.timeout(timeout):
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout
+        async with asyncio.timeout_at(until):
             await self.connect(peer)
-            number, self._next_call = self._next_call, self._next_call + 1
-            future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-            self._calls[number] = _Call(peer, service, future)
-            try:
-                self._post([peer], _REQUEST, service.name, number, min(timeout, MAX_TIMEOUT), message, buffers)
-                return await future
-            finally:
-                del self._calls[number]
+        number, self._next_call = self._next_call, self._next_call + 1
+        future: asyncio.Future[Reply] = loop.create_future()
+        self._calls[number] = _Call(peer, service, future)
+        movement = Movement(self.transport.moved(peer))
+        try:
+            self._post([peer], _REQUEST, service.name, number, min(timeout, MAX_TIMEOUT), message, buffers)
+            for _ in range(MAX_EXTENSIONS):
+                await asyncio.wait([future], timeout=until - loop.time())
+                if future.done():
+                    return future.result()
+                if not movement.goes_on(self.transport.moved(peer)):
+                    break
+                until = loop.time() + timeout
+            raise TimeoutError
+        finally:
+            del self._calls[number]
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # it came in the moment in which nobody waited any more
 
     def _post(
         self,
@@ -272,6 +311,7 @@ class Node:
         if self.closed:
             return
         self.bytes_received += sum(buffer.nbytes for buffer in buffers)
+        self._heard[peer] = asyncio.get_running_loop().time()
         try:
             envelope = self._envelopes.decode(header)
         except _UNDECODABLE as error:
@@ -288,12 +328,15 @@ class Node:
             if envelope.service not in self._services:
                 raise Unavailable(f"unknown service {envelope.service!r}")
             service, handler = self._services[envelope.service]
-            message = service.decoder.decode(envelope.body)
+            try:
+                message = service.decoder.decode(envelope.body)
+            except _UNDECODABLE as error:
+                reason = f"not a message of {envelope.service!r}: {error}"
+                service.undecodable(peer, reason)
+                raise Refused(reason) from error
             answer = handler(peer, message, buffers)
         except Refused as error:
             self._decline(peer, envelope, error)
-        except _UNDECODABLE as error:
-            self._refuse(peer, envelope.service, envelope.call, f"not a message of {envelope.service!r}: {error}")
         except Exception:  # a defect of ours: it must end neither the connection nor the loop
             log.exception("handling a message of %r to %r failed", peer, envelope.service)
             self._decline(peer, envelope, Unavailable("internal error"))
@@ -359,7 +402,9 @@ class Node:
             except _UNDECODABLE as error:
                 failure = Failure(f"an undecodable refusal: {error}", judged=False)
             if call is None or call.peer != peer:
-                log.warning("%r refused a message to %r: %s", peer, envelope.service, failure.reason)
+                # One that was not judged has come too late: to a run that was left, say.
+                level = logging.WARNING if failure.judged else logging.DEBUG
+                log.log(level, "%r refused a message to %r: %s", peer, envelope.service, failure.reason)
             elif not call.future.done():
                 call.future.set_exception((Refused if failure.judged else Unavailable)(failure.reason))
         elif call is not None and call.peer == peer and not call.future.done():
@@ -369,6 +414,7 @@ class Node:
                 call.future.set_exception(P2PError(f"{peer!r} sent an invalid reply: {error}"))
 
     def _on_lost(self, peer: PeerID, reason: str) -> None:
+        self._heard.pop(peer, None)
         for call in list(self._calls.values()):
             if call.peer == peer and not call.future.done():
                 call.future.set_exception(PeerLost(f"{peer!r} was lost: {reason}"))

@@ -23,11 +23,12 @@ from typing import ParamSpec
 
 import zmq
 
-from shoal.p2p import flood
+from shoal.p2p import flood, tcp
 from shoal.p2p.connection import Connection
 from shoal.p2p.context import ZAP_DOMAIN
 from shoal.p2p.forks import Sockets
 from shoal.p2p.identity import Identity
+from shoal.p2p.movement import LARGE_BYTES
 from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_HEADER_BYTES
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ RECEIVE_QUEUE = 128  # messages per connection; then TCP holds up the sender
 MAX_CONNECTIONS = 4096  # accepted ones
 HELLO_TIMEOUT = 10.0  # seconds from accepting a connection to its first message
 LINGER = 0.5  # seconds that what is queued has to leave when a socket is closed
-HEARTBEATS_MISSED = 3  # until a connection counts as lost
+KEEPALIVE_SECONDS = 2  # between two questions of the kernel over an idle connection
 _CURVE_OVERHEAD = 64  # bytes, at most, that encryption adds to a frame
 _NEVER = 10**9  # milliseconds (and more) until a reconnection, which is not wanted: by then the session is closed
 _BATCH = 64  # messages handled in one go, before the loop may do something else
@@ -69,7 +70,6 @@ class Router:
         context: of ZeroMQ.
         identity: whose keys encrypt.
         accepts: True to bind, False to dial.
-        heartbeat_seconds: between two heartbeats over an idle connection.
         on_frames: called with each message, before which its connection is known.
         on_ended: called with a connection and the reason when it has ended and all that it brought was handed over.
         on_idle: called when everything that had arrived was handed over.
@@ -81,7 +81,6 @@ class Router:
         identity: Identity,
         *,
         accepts: bool,
-        heartbeat_seconds: float,
         on_frames: Callable[[Connection, Frames], None],
         on_ended: Callable[[Connection, str], None],
         on_idle: Callable[[], None],
@@ -101,15 +100,17 @@ class Router:
         self._next_number = count(1)
 
         self.socket = context.socket(zmq.ROUTER)
-        heartbeat = round(heartbeat_seconds * 1000)
         options = {
             zmq.ROUTER_MANDATORY: 1,
             zmq.SNDHWM: SEND_QUEUE,
             zmq.RCVHWM: RECEIVE_QUEUE,
             zmq.MAXMSGSIZE: max(MAX_BUFFER_BYTES, MAX_HEADER_BYTES) + _CURVE_OVERHEAD,
-            zmq.HEARTBEAT_IVL: heartbeat,
-            zmq.HEARTBEAT_TIMEOUT: HEARTBEATS_MISSED * heartbeat,
-            zmq.HEARTBEAT_TTL: HEARTBEATS_MISSED * heartbeat,
+            # ZeroMQ's own heartbeats wait behind the frame that is being sent: on a slow line that is too long.
+            zmq.TCP_KEEPALIVE: 1,
+            zmq.TCP_KEEPALIVE_IDLE: KEEPALIVE_SECONDS,
+            zmq.TCP_KEEPALIVE_INTVL: KEEPALIVE_SECONDS,
+            zmq.TCP_KEEPALIVE_CNT: 3,
+            zmq.TCP_MAXRT: round(tcp.LEAST_PATIENCE * 1000),
             zmq.HANDSHAKE_IVL: round(HELLO_TIMEOUT * 1000),
             # With a maximum, the interval has no random part: see `connect`.
             zmq.RECONNECT_IVL_MAX: 2 * _NEVER,
@@ -133,7 +134,7 @@ class Router:
         self._monitor.connect(self._monitor_endpoint)
         self._loop.add_reader(self.socket.fileno(), self._drain)
         self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
-        self._look_for_floods()
+        self._look()
         self._read_monitor()  # a socket signals what arrives only after it was once found empty
 
     # -- making and ending connections
@@ -214,7 +215,9 @@ class Router:
         """Queue a message; False if the queue is full. One to a connection that ended is dropped."""
         if connection.reason:
             return True
-        connection.sent += sum(len(frame) for frame in frames)
+        size = sum(len(frame) for frame in frames)
+        connection.sent += size
+        connection.large_out += size if size >= LARGE_BYTES else 0
         if connection.sent - connection.acked > SEND_QUEUE_BYTES and not self._has_room(connection):
             return False
         try:
@@ -238,7 +241,7 @@ class Router:
         What it acknowledged exceeds what it was sent by ZeroMQ's own bytes, so that much more may wait; whenever that
         is noticed, the count begins anew.
         """
-        connection.acked = flood.bytes_acknowledged(connection.fd)
+        connection.acked = tcp.counts(connection.fd)[0]
         connection.sent = max(connection.sent, connection.acked)
         # A kernel that does not count says 0; a connection that was greeted has acknowledged something.
         return not connection.acked or connection.sent - connection.acked <= SEND_QUEUE_BYTES
@@ -286,6 +289,8 @@ class Router:
             if connection.fd < 0:
                 self._connected(connection, int(frames[1].get(zmq.SRCFD)))
             connection.messages += 1
+            size = sum(len(frame) for frame in frames)
+            connection.large_in += size if size >= LARGE_BYTES else 0
             self._on_frames(connection, frames[1:])
 
     def _first_of_accepted(self, frames: list[zmq.Frame]) -> None:
@@ -305,11 +310,12 @@ class Router:
             self._by_routing_id[connection.routing_id] = connection
             self._received(frames)
 
-    def _look_for_floods(self) -> None:
+    def _look(self) -> None:
         for connection in list(self._by_fd.values()):
-            if connection.gauge.is_flooding(flood.bytes_received(connection.fd), connection.messages):
+            tcp.set_patience(connection.fd)
+            if connection.gauge.is_flooding(tcp.counts(connection.fd)[1], connection.messages):
                 self.cut(connection, "it sent a message over its bound")
-        self._next_look = self._loop.call_later(flood.INTERVAL, self._look_for_floods)
+        self._next_look = self._loop.call_later(flood.INTERVAL, self._look)
 
     # -- events
 

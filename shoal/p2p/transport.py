@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from shoal.p2p.errors import MessageTooLarge
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.twins import Twins
 
 Buffer = bytes | bytearray | memoryview
 
@@ -26,6 +27,8 @@ class Transport(ABC):
 
     - messages of one peer arrive whole, in the order sent, or not at all and then the peer is reported lost;
     - `on_message` names the authenticated sender; the views that it is given stay valid as long as they are referenced;
+    - a connected peer is not replaced by another process with its identity, for as long as it lives: that other one is
+      refused, and all three are told (`twins`);
     - `on_lost(peer, reason)` is called once when a peer is not connected any more, whoever dialled, after the last
       message that had arrived from it; a peer to which this side disconnected is not reported.
     """
@@ -36,6 +39,7 @@ class Transport(ABC):
         """Name the handlers; called once, before anything else."""
         self._on_message = on_message
         self._on_lost = on_lost
+        self.twins = Twins(self.peer_id)
 
     @abstractmethod
     async def listen(self, address: Multiaddr) -> Multiaddr:
@@ -51,6 +55,12 @@ class Transport(ABC):
     @abstractmethod
     def is_connected(self, peer: PeerID) -> bool:
         """Whether messages can be sent to that peer now."""
+
+    @abstractmethod
+    def moved(self, peer: PeerID) -> int:
+        """Bytes of large messages (`movement.LARGE_BYTES`) that have passed between this peer and that one so far, both
+        ways, those that are under way included, about; 0 if it is not connected. While it grows, what has not come is
+        late and not lost."""
 
     @abstractmethod
     def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = ()) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -26,9 +27,27 @@ from shoal.p2p.transport import Buffer, Transport, check_size
 log = logging.getLogger(__name__)
 
 REFUSAL_TIME = 1.0  # seconds that a refused peer has to read why
+ALIVE_TIMEOUT = 3.0  # seconds that a connected peer has to show that it lives, when another says to be the same one
 _FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 
+_TAKEN = "another process with the same identity is connected already"
+
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(frozen=True, slots=True)
+class _Rival:
+    """Who says to be a peer of which another start is connected.
+
+    Attributes:
+        connection: its connection; it waits for an answer to its hello, or to be told that it is welcome.
+        instance: which start it is.
+        timer: after which the connected one counts as lost.
+    """
+
+    connection: Connection
+    instance: bytes
+    timer: asyncio.TimerHandle
 
 
 class ZeroMQTransport(Transport):
@@ -39,24 +58,26 @@ class ZeroMQTransport(Transport):
     dial each other at once have two connections; when either is lost, both are ended and the peer is reported lost,
     because messages may have been lost with it.
 
-    Heartbeats are answered by ZeroMQ's own threads: they tell of a machine or a network that is gone, not of a process
-    whose Python hangs.
+    Of two processes with one identity, the first stays connected. When another start of a connected peer says hello,
+    the connected one is asked whether it lives (`greeting.Taken`), and the other waits. If it answers within 3 s, both
+    use one identity at the same time: the other is refused. If its connection ends or it is silent, it was started
+    anew: it is lost, and the other takes its place.
+
+    The kernel asks after the other side (`router.KEEPALIVE_SECONDS`), so a machine or a network that is gone is
+    noticed, however long a large message takes on a slow line. A process that hangs is not: its kernel still answers.
 
     Args:
         identity: who this peer is.
-        heartbeat_seconds: between heartbeats over an idle connection; it counts as lost when three were missed.
     """
 
-    def __init__(self, identity: Identity, heartbeat_seconds: float = 2.0) -> None:
-        if not 0.01 <= heartbeat_seconds <= 600:
-            raise ValueError(f"heartbeat_seconds is {heartbeat_seconds}, not within 0.01 and 600")
+    def __init__(self, identity: Identity) -> None:
         self.identity = identity
         self.peer_id = identity.peer_id
-        self.heartbeat_seconds = heartbeat_seconds
         self._instance = os.urandom(greeting.INSTANCE_BYTES)
         self._peers: dict[PeerID, list[Connection]] = {}
         self._greeting: WeakValueDictionary[PeerID, asyncio.Lock] = WeakValueDictionary()
         self._hellos: dict[Connection, Frames] = {}  # of accepted connections, not looked at yet
+        self._rivals: dict[PeerID, _Rival] = {}  # who says to be a connected peer, while that one is asked
         self._shared: SharedContext | None = None
         self._listener: Router | None = None
         self._dialler: Router | None = None
@@ -82,8 +103,6 @@ class ZeroMQTransport(Transport):
         peer = address.peer_id
         if peer is None:
             raise ValueError(f"{address} does not say whom to expect: it must end in /p2p/<peer id>")
-        if peer == self.peer_id:
-            raise PeerUnreachable(f"{address} is this peer itself")
         try:
             server_key = peer.curve_key()
         except ValueError as error:
@@ -146,6 +165,9 @@ class ZeroMQTransport(Transport):
     def disconnect(self, peer: PeerID) -> None:
         for connection in self._peers.pop(peer, ()):
             self._drop(connection, "this side disconnected")
+        if peer in self._rivals and not self._closed:
+            # Not before the caller has dealt with the loss.
+            asyncio.get_running_loop().call_soon(self._admit, peer)
 
     async def close(self) -> None:
         if self._closed:
@@ -160,10 +182,16 @@ class ZeroMQTransport(Transport):
                 router.close()
         self._peers.clear()
         self._hellos.clear()
+        for rival in self._rivals.values():
+            rival.timer.cancel()
+        self._rivals.clear()
         if self._shared is not None:
             await self._shared.release()
 
     # -- messages
+
+    def moved(self, peer: PeerID) -> int:
+        return sum(connection.moved() for connection in self._peers.get(peer, ()))
 
     def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = ()) -> None:
         check_size(header, buffers)
@@ -180,6 +208,8 @@ class ZeroMQTransport(Transport):
     def _on_frames(self, connection: Connection, frames: Frames) -> None:
         connections = self._peers.get(connection.peer) if connection.peer else None
         if connection.peer and connections and connection in connections:
+            if greeting.is_later(frames):
+                return self._on_later(connection, connection.peer, frames)
             header, *buffers = (frame.buffer for frame in frames)
             try:
                 check_size(header, buffers)
@@ -198,6 +228,10 @@ class ZeroMQTransport(Transport):
 
     def _on_ended(self, connection: Connection, reason: str) -> None:
         self._hellos.pop(connection, None)
+        for peer, rival in list(self._rivals.items()):
+            if rival.connection is connection:
+                rival.timer.cancel()
+                del self._rivals[peer]
         if connection.greeted is not None and not connection.greeted.done():
             self._fail(
                 connection,
@@ -229,33 +263,100 @@ class ZeroMQTransport(Transport):
         if not proven:
             return self._refuse(connection, f"the key of this connection is not that of {peer}")
         if peer == self.peer_id:
-            return self._refuse(connection, f"{peer} is this peer itself: do two processes use one identity?")
+            if hello.instance == self._instance:
+                return self._refuse(connection, f"{peer} is this peer itself")
+            self.twins.found(peer)
+            return self._refuse(connection, _TAKEN, greeting.taken(self._instance))
         earlier = self._peers.get(peer, [])
-        if any(other.router.accepts or other.instance != hello.instance for other in earlier):
+        if any(other.instance != hello.instance for other in earlier):
+            return self._hold(connection, peer, hello.instance)
+        if earlier:
+            self._lives(peer)
+        if any(other.router.accepts for other in earlier):
             self._lose(peer, "it connected anew")
-        if not connection.router.send(connection, [greeting.hello(self.peer_id, self._instance)]):
-            return
-        connection.instance = hello.instance
-        self._establish(connection, peer)
+        self._welcome(connection, peer, hello.instance)
 
     def _on_welcome(self, connection: Connection, frames: Frames) -> None:
         """The first message of a dialled connection."""
-        assert connection.peer is not None
+        peer = connection.peer
+        assert peer is not None
         if connection.greeted is None or connection.greeted.done():
             return
         try:
-            hello = greeting.parse(frames)
+            said = greeting.parse_answer(frames)
         except ValueError as error:
             return self._fail(connection, HandshakeFailed(f"{connection.endpoint}: {error}"))
-        if hello.peer != connection.peer.key:
+        if isinstance(said, greeting.Taken):
+            self.twins.found(self.peer_id)
+            self._fail(connection, HandshakeFailed(f"{connection.endpoint}: it refused: {_TAKEN}"))
+        elif said.peer != peer.key:
             self._fail(connection, HandshakeFailed(f"{connection.endpoint}: its hello names another peer"))
+        elif any(other.instance != said.instance for other in self._peers.get(peer, [])):
+            self._hold(connection, peer, said.instance)
         else:
-            earlier = self._peers.get(connection.peer, [])
-            if any(other.instance != hello.instance for other in earlier):
-                self._lose(connection.peer, "it was started anew")
-            connection.instance = hello.instance
+            self._welcome(connection, peer, said.instance)
+
+    def _welcome(self, connection: Connection, peer: PeerID, instance: bytes) -> None:
+        """The other end is `peer`, and no other start of it is connected."""
+        if connection.greeted is not None:
+            if connection.greeted.done():
+                return
             connection.greeted.set_result(None)
-            self._establish(connection, connection.peer)
+        elif not connection.router.send(connection, [greeting.hello(self.peer_id, self._instance)]):
+            return
+        connection.instance = instance
+        self._establish(connection, peer)
+
+    # -- two processes with one identity
+
+    def _hold(self, connection: Connection, peer: PeerID, instance: bytes) -> None:
+        """Another start of a connected peer is at the other end: ask the connected one whether it lives."""
+        if peer in self._rivals:
+            return self._reject(connection, "another process says to be that peer, too: try again", None)
+        earlier = self._peers[peer][0]
+        timer = asyncio.get_running_loop().call_later(ALIVE_TIMEOUT, self._lose, peer, "it was started anew")
+        self._rivals[peer] = _Rival(connection, instance, timer)
+        earlier.router.send(earlier, [zmq.Frame(greeting.LATER), greeting.taken(instance)])
+
+    def _on_later(self, connection: Connection, peer: PeerID, frames: Frames) -> None:
+        """A connected peer's transport says something."""
+        try:
+            said = greeting.parse_later(frames)
+        except ValueError as error:
+            connection.muted = True
+            return connection.router.cut(connection, f"it broke the bounds: {error}")
+        if isinstance(said, greeting.Taken):
+            self.twins.found(self.peer_id)
+            connection.router.send(connection, [zmq.Frame(greeting.LATER), greeting.alive()])
+        else:
+            self._lives(peer)
+
+    def _lives(self, peer: PeerID) -> None:
+        """The start of `peer` that is connected has spoken: whoever else says to be that peer is another process."""
+        rival = self._rivals.pop(peer, None)
+        if rival is not None:
+            rival.timer.cancel()
+            self.twins.found(peer)
+            self._reject(rival.connection, _TAKEN, greeting.taken(self._peers[peer][0].instance))
+
+    def _reject(self, connection: Connection, reason: str, answer: zmq.Frame | None) -> None:
+        if connection.greeted is None:
+            self._refuse(connection, reason, answer)
+        else:
+            self._fail(connection, HandshakeFailed(f"{connection.endpoint}: {reason}"))
+
+    def _admit(self, peer: PeerID) -> None:
+        """The start of `peer` that was connected is lost: the other one takes its place, unless a third has."""
+        rival = self._rivals.pop(peer, None)
+        if rival is None:
+            return
+        rival.timer.cancel()
+        if peer in self._peers:
+            self._reject(rival.connection, "another process says to be that peer, too: try again", None)
+        else:
+            self._welcome(rival.connection, peer, rival.instance)
+
+    # -- after the greeting
 
     def _establish(self, connection: Connection, peer: PeerID) -> None:
         connection.peer = peer
@@ -263,10 +364,10 @@ class ZeroMQTransport(Transport):
             connection.timer.cancel()
         self._peers.setdefault(peer, []).append(connection)
 
-    def _refuse(self, connection: Connection, reason: str) -> None:
+    def _refuse(self, connection: Connection, reason: str, answer: zmq.Frame | None = None) -> None:
         log.info("refused a connection: %s", reason)
         connection.muted = True
-        connection.router.send(connection, [greeting.refusal(reason)])
+        connection.router.send(connection, [answer or greeting.refusal(reason)])
         if connection.timer is not None:
             connection.timer.cancel()
         loop = asyncio.get_running_loop()
@@ -290,6 +391,7 @@ class ZeroMQTransport(Transport):
         for connection in self._peers.pop(peer):
             self._drop(connection, reason)
         self._on_lost(peer, reason)
+        self._admit(peer)
 
     # -- sockets
 
@@ -300,7 +402,6 @@ class ZeroMQTransport(Transport):
             self._shared.context,
             self.identity,
             accepts=accepts,
-            heartbeat_seconds=self.heartbeat_seconds,
             on_frames=self._on_frames,
             on_ended=self._on_ended,
             on_idle=self._on_idle,

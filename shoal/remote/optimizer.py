@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
-from shoal.functional import functional_optim_map
+from shoal.functional import functional_optim_map, refuse_functional_form
 from shoal.remote import worker
 from shoal.remote.calls import call_all
 
@@ -55,7 +55,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         functional_optim_map: `shoal.functional.functional_optim_map`, where PyTorch's recipe looks for it.
 
     Raises:
-        TypeError: for what is not an RRef.
+        TypeError: for what is not an RRef, for a functional form in the place of the class for which it stands, and for
+            LBFGS, which needs a closure.
         ValueError: if there is no parameter.
         RemoteOptimizerError: if the optimizer cannot be made on some worker; it says why.
 
@@ -77,6 +78,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         **kwargs: Any,
     ) -> None:
         functional = functional_optim_map.get(optimizer_class)
+        if functional is None:
+            refuse_functional_form(optimizer_class)
+            if isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.LBFGS):
+                raise TypeError(
+                    f"{optimizer_class.__qualname__} evaluates the loss again and again in a step, and makes one "
+                    "vector of all parameters: choose an optimizer that steps each parameter by its own gradient"
+                )
         if functional is None and optimizer_class not in _warned:
             _warned.add(optimizer_class)
             logger.warning(

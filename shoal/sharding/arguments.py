@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.optim import LBFGS
+
+from shoal.functional import refuse_functional_form
 
 Partition = Literal["auto", "elements", "parameters"]
 
@@ -31,6 +35,23 @@ def checked(params: Any) -> list[Any]:
     if groups and len(groups) < len(given):
         raise TypeError("params is an iterable of tensors or of parameter groups, not of both")
     return given
+
+
+def checked_class(optimizer_class: Any) -> None:
+    """Refuses optimizers that cannot be sharded.
+
+    Raises:
+        TypeError: if it is LBFGS or derives from it, or is the functional form of an optimizer.
+    """
+    made = optimizer_class
+    while isinstance(made, partial):
+        made = made.func
+    refuse_functional_form(made)
+    if isinstance(made, type) and issubclass(made, LBFGS):
+        raise TypeError(
+            f"{made.__qualname__} makes one vector of all parameters, so each rank would step its share by a direction "
+            f"and a step size of its own: use {made.__qualname__} itself, on all ranks, after DDP has reduced gradients"
+        )
 
 
 def may_cut(partition: Partition, element_wise: bool, world_size: int) -> bool:

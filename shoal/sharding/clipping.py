@@ -14,16 +14,30 @@ from shoal.sharding.partition import Slice
 
 @torch.no_grad()
 def clip(
-    gradients: Mapping[Slice, Tensor | None], max_norm: float, norm_type: float, communication: Communication
+    gradients: Mapping[Slice, Tensor | None],
+    max_norm: float,
+    norm_type: float,
+    communication: Communication,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Scales the gradients of all ranks so that their common norm is at most ``max_norm``; returns the norm before.
 
-    The factor is that of ``torch.nn.utils.clip_grad_norm_``, and equal to the bit on all ranks.
+    The norm is of ``dtype``, which is equal on all ranks: a rank may hold gradients of some dtypes only.
+
+    The factor is equal to the bit on all ranks. It is that of ``torch.nn.utils.clip_grad_norm_`` to float rounding: the
+    norm is added up share by share here, and parameter by parameter there.
     """
     held = [gradient for gradient in gradients.values() if gradient is not None]
-    norms = [torch.linalg.vector_norm(gradient, norm_type).float().cpu() for gradient in held]
-    mine = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device="cpu")
-    norm: Tensor = torch.linalg.vector_norm(torch.cat(communication.exchange(mine.reshape(1))()), norm_type)
+    # Sums of 16-bit numbers leave their range; float64 would lose its digits in anything less.
+    norms = [
+        torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32)).double()
+        for gradient in held
+    ]
+    mine = torch.zeros((), dtype=torch.float64, device="cpu")
+    if norms:
+        mine = torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms]), norm_type)
+    every = torch.cat(communication.exchange(mine.reshape(1))())
+    norm: Tensor = torch.linalg.vector_norm(every, norm_type).to(dtype)
     factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
     for gradient in held:
         gradient.mul_(factor)

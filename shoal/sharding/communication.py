@@ -9,9 +9,10 @@ Elsewhere (NCCL, tensors on other devices) the backend's own broadcast and reduc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,9 @@ WINDOW: Final = 4
 
 # Tags keep apart what two threads of a rank may send at the same time.
 GRADIENTS, PARAMETERS, STATES, OVERLAP = 0x5A0, 0x5A1, 0x5A2, 0x5B0
+
+_threads: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""How many of each process group have sent gradients from a thread of their own."""
 
 
 def run_in_window(starts: Iterable[Callable[[], Finish]]) -> None:
@@ -66,6 +70,12 @@ class Communication:
         reached = device.type in backends
         self.device = device if reached or not backends else torch.device(next(iter(backends)))
         self._spare: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self._gradients = GRADIENTS
+
+    def send_from_thread(self) -> None:
+        """Gives gradients a tag of their own: others of this process group may send theirs at the same time."""
+        _threads[self.group] = _threads.get(self.group, 0) + 1
+        self._gradients = GRADIENTS + (_threads[self.group] << 16) % 2**31
 
     def share(self, parcel: Parcel, tensors: Mapping[int, Tensor], tag: int = PARAMETERS) -> Finish:
         """Brings a parcel from its owner to all other ranks.
@@ -101,25 +111,27 @@ class Communication:
 
         return finish
 
-    def add_up(self, parcel: Parcel, tensors: Mapping[int, Tensor], total: Sequence[Tensor]) -> Finish:
+    def add_up(self, parcel: Parcel, tensors: Mapping[int, Tensor], total: Tensor | None) -> Finish:
         """Adds a parcel of all ranks up on its owner, in the order of ranks after the owner's own.
 
         Args:
             parcel: slices of ``tensors``.
             tensors: by number, 1-D and contiguous: what this rank adds.
-            total: on the owner, where each slice's sum goes: one 1-D tensor per slice, which may be that of
-                ``tensors``; empty on the others.
+            total: on the owner, where the sum goes: 1-D, the slices one after the other, which may be the memory of
+                ``tensors`` if there is one slice only; None on the others.
         """
         first = tensors[parcel.slices[0].tensor]
         if not self._direct(first):
             return self._reduce(parcel, tensors, total, first)
         if parcel.owner != self.rank:
             if len(parcel.slices) == 1:
-                works: Works = [(parcel.owner, self._send(first[parcel.slices[0].span.slice], parcel.owner, GRADIENTS))]
+                works: Works = [
+                    (parcel.owner, self._send(first[parcel.slices[0].span.slice], parcel.owner, self._gradients))
+                ]
                 return lambda: _wait(works)
             buffer, spare = self._buffer(parcel.numel, first)
             torch.cat([tensors[part.tensor][part.span.slice] for part in parcel.slices], out=buffer)
-            works = [(parcel.owner, self._send(buffer, parcel.owner, GRADIENTS))]
+            works = [(parcel.owner, self._send(buffer, parcel.owner, self._gradients))]
 
             def sent() -> None:
                 _wait(works)
@@ -131,22 +143,24 @@ class Communication:
         for rank in range(self.ranks):
             if rank != self.rank:
                 buffer, spare = self._buffer(parcel.numel, first)
-                incoming.append((rank, self._receive(buffer, rank, GRADIENTS), buffer, spare))
+                incoming.append((rank, self._receive(buffer, rank, self._gradients), buffer, spare))
 
         def added() -> None:
-            sums = [tensors[part.tensor][part.span.slice] for part in parcel.slices]
+            assert total is not None
+            if len(parcel.slices) == 1:
+                summed = first[parcel.slices[0].span.slice]
+            else:
+                summed = torch.cat([tensors[part.tensor][part.span.slice] for part in parcel.slices], out=total)
             for rank, work, buffer, spare in incoming:
                 _wait([(rank, work)])
-                at = 0
-                for one, target in zip(sums, total, strict=True):
-                    torch.add(one, buffer[at : at + len(one)], out=target)
-                    at += len(one)
+                summed = torch.add(summed, buffer, out=total)
                 self._recycle(spare)
-                sums = list(total)
+            if summed is not total:  # a rank alone
+                total.copy_(summed)
 
         return added
 
-    def _reduce(self, parcel: Parcel, tensors: Mapping[int, Tensor], total: Sequence[Tensor], like: Tensor) -> Finish:
+    def _reduce(self, parcel: Parcel, tensors: Mapping[int, Tensor], total: Tensor | None, like: Tensor) -> Finish:
         parts = [tensors[part.tensor][part.span.slice] for part in parcel.slices]
         # A copy: on the ranks that do not own it, some backends leave partial sums in the tensor.
         buffer, spare = self._buffer(parcel.numel, like)
@@ -156,11 +170,8 @@ class Communication:
 
         def finish() -> None:
             _wait([(None, work)])
-            if total:
-                at = 0
-                for target in total:
-                    target.copy_(buffer[at : at + len(target)])
-                    at += len(target)
+            if total is not None:
+                total.copy_(buffer)
             self._recycle(spare)
 
         return finish
@@ -179,8 +190,8 @@ class Communication:
             return gathered
         headers = [header if rank == self.rank else torch.empty_like(header) for rank in range(self.ranks)]
         others = [rank for rank in range(self.ranks) if rank != self.rank]
-        works: Works = [(rank, self._send(header, rank, GRADIENTS)) for rank in others]
-        works += [(rank, self._receive(headers[rank], rank, GRADIENTS)) for rank in others]
+        works: Works = [(rank, self._send(header, rank, self._gradients)) for rank in others]
+        works += [(rank, self._receive(headers[rank], rank, self._gradients)) for rank in others]
 
         def exchanged() -> list[Tensor]:
             _wait(works)

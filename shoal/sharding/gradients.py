@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from shoal.sharding.join import JoinHook
 from shoal.sharding.shard import Shard
+
+if TYPE_CHECKING:
+    from shoal.sharding.zero import ZeroRedundancyOptimizer
 
 
 class Gradients(ABC):
@@ -22,6 +26,17 @@ class Gradients(ABC):
 
     are_lent: ClassVar[bool]
 
+    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+        # Weak, so that the optimizer goes with its last reference, and its hooks with it, and not when somebody
+        # collects garbage.
+        self._owner = weakref.ref(zero)
+
+    @property
+    def _zero(self) -> ZeroRedundancyOptimizer:
+        zero = self._owner()
+        assert zero is not None
+        return zero
+
     @abstractmethod
     def watch(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Takes note of the parameters of new groups. Communicates."""
@@ -29,6 +44,10 @@ class Gradients(ABC):
     @abstractmethod
     def prepare(self, shard: Shard) -> list[int]:
         """Gives the gradients to the local optimizer; returns the buckets that the step may change, on any rank."""
+
+    @abstractmethod
+    def lend(self) -> None:
+        """After the local step, before the parameters go to all ranks: helps those that have joined to theirs."""
 
     @abstractmethod
     def used(self) -> None:

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import cycle
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 import torch
@@ -33,8 +33,10 @@ from torch.distributed.algorithms.join import JoinHook as JoinHook
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from shoal.sharding.join_ddp import divide_by_all_ranks, gradients_kept
+from shoal.sharding.join_ddp import divide_by_all_ranks, divide_by_live
+from shoal.sharding.join_optimizer import Companion
 
 PATIENCE = 1000
 """Iterations that a joined rank shadows before it warns."""
@@ -59,6 +61,28 @@ class CountingJoinHook(JoinHook, ABC):
     def main_hook(self) -> None:
         """One iteration, when other joinables of the `Join` need messages."""
         self.shadow()
+
+
+class LendingJoinHook(JoinHook):
+    """A hook that gets, by its own messages, what the live ranks step with."""
+
+
+class _Config(_JoinConfig):
+    """What torch's code reads, and what Shoal's may ask for.
+
+    Attributes:
+        models: those that are to be told of this joinable's heartbeats.
+        all_live: whether nobody had joined at the step that this joinable has announced last.
+    """
+
+    models: Sequence[DistributedDataParallel] = ()
+    all_live: Callable[[], bool] | None = None
+
+
+def all_live_of(joinable: Joinable) -> Callable[[], bool] | None:
+    """What says whether anybody had joined at the last announcement of this optimizer; None if it announces nothing."""
+    found: Callable[[], bool] | None = getattr(joinable._join_config, "all_live", None)
+    return found
 
 
 def raise_if_joined(joinable: Joinable, live: int, ranks: int) -> None:
@@ -107,9 +131,11 @@ class Join:
 
     * Joinables that are optimizers (Shoal's `ZeroRedundancyOptimizer`, torch's) are shadowed when the others step them:
       gradient accumulation with `no_sync`, steps left out, and optimizers in any place of the list do not hang.
-    * A joined rank steps its shard with the reduced gradients of the live ranks. (torch's `DistributedDataParallel`
-      drops these on joined ranks, which in torch's `Join` step with their own last gradients again and again.)
-    * After the block joinables are as before: no messages, and the mean is over all ranks again.
+    * A joined rank steps its shard with the options and the gradients with which the live ranks step theirs, clipped if
+      they are. (In torch's `Join` it steps with its own last gradients again and again.)
+    * After the block joinables are as before: no messages, and the mean is over all ranks again. The options of sharded
+      optimizers are those of a rank that joined last, wherever schedulers have left the others. (Schedulers themselves
+      are not known here: load the state of one of a rank that joined last on all.)
     * When all joinables are Shoal's with Shoal's own gradient reduction, there are no messages (`CountingJoinHook`).
 
     Args:
@@ -153,6 +179,14 @@ class Join:
         optimizers = [n for n, joinable in enumerate(joinables) if isinstance(joinable, Optimizer) and not counting[n]]
         self._announced = [n for n in optimizers if type(self._hooks[n]).main_hook is not JoinHook.main_hook]
         self._heard = [n for n in range(len(joinables)) if n not in optimizers]
+        self._models = [joinable for joinable in joinables if isinstance(joinable, DistributedDataParallel)]
+        # Shoal's own optimizers lend by themselves, in torch's Join too.
+        self._companions = {
+            n: Companion(optimizer, self._group, self._device)
+            for n in self._announced
+            if not isinstance(self._hooks[n], LendingJoinHook) and isinstance(optimizer := joinables[n], Optimizer)
+        }
+        self._announcement: tuple[torch.Tensor, dist.Work] | None = None
         self._announcing, self._as_before = ExitStack(), ExitStack()
 
     @staticmethod
@@ -169,16 +203,23 @@ class Join:
             RuntimeError: a rank has run out, with ``throw_on_early_termination``.
         """
         work: dist.Work | None = TorchJoin.notify_join_context(joinable)
+        for model in getattr(joinable._join_config, "models", ()):
+            divide_by_live(model, work)
         return work
 
     def __enter__(self) -> Self:
         leader = self._heard[0] if self._needs_messages and self._heard else None
         for n, joinable in enumerate(self._joinables):
             self._as_before.callback(setattr, joinable, "_join_config", joinable._join_config)
-            joinable._join_config = _JoinConfig(self._enable, self._throw, is_first_joinable=n == leader)
+            joinable._join_config = _Config(self._enable, self._throw, is_first_joinable=n == leader)
+            if n == leader:
+                joinable._join_config.models = self._models
         if self._enable:
+            if leader is not None and isinstance(self._joinables[leader], DistributedDataParallel):
+                self._announcing.callback(self._lead(self._joinables[leader]).remove)
             for order, n in enumerate(self._announced):
                 optimizer: Any = self._joinables[n]
+                optimizer._join_config.all_live = self._all_live
                 handle = optimizer.register_step_pre_hook(partial(self._before_step, order))
                 self._announcing.callback(handle.remove)
         return self
@@ -193,6 +234,18 @@ class Join:
             is_last = self._follow_messages() if self._needs_messages else self._follow_counts()
             for hook in self._hooks:
                 hook.post_hook(is_last)
+
+    def _lead(self, model: Any) -> RemovableHandle:
+        """Lets Join, and not `model` itself, send its heartbeats: so every model is told how many ranks are live."""
+        config = model._join_config
+        model._join_config = _Config(config.enable, config.throw_on_early_termination, is_first_joinable=False)
+        heart: Any = SimpleNamespace(_join_config=config, join_device=self._device, join_process_group=self._group)
+
+        def beat(*_: Any) -> None:
+            Join.notify_join_context(heart)
+
+        handle: RemovableHandle = model.register_forward_pre_hook(beat, prepend=True)
+        return handle
 
     # --- a live rank -------------------------------------------------------------------------------
 
@@ -213,44 +266,53 @@ class Join:
 
     def _announce(self, order: int) -> None:
         message = torch.full((1,), announcement(order, self._ranks), device=self._device)
-        work = dist.all_reduce(message, group=self._group, async_op=True)
-        if self._throw:
-            work.wait()
-            _, live = read_announcement(message.item(), self._ranks)
-            if live < self._ranks:
+        self._announcement = message, dist.all_reduce(message, group=self._group, async_op=True)
+        companion = self._companions.get(self._announced[order])
+        if (self._throw or companion is not None) and not self._all_live():
+            if companion is not None and not self._throw:
+                companion.share_step(live=True)
+            else:
                 raise RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+
+    def _all_live(self) -> bool:
+        """Whether nobody had joined when the last step was announced."""
+        assert self._announcement is not None
+        message, work = self._announcement
+        work.wait()
+        return read_announcement(message.item(), self._ranks)[1] == self._ranks
 
     # --- a rank that has joined --------------------------------------------------------------------
 
     def _follow_messages(self) -> bool:
         """Shadow what is announced until nobody is live. Returns whether this rank was among the last to join."""
-        models = [joinable for joinable in self._joinables if isinstance(joinable, DistributedDataParallel)]
         heartbeats = messages = 0
-        with ExitStack() as keeping:
-            for model in models if self._announced else []:
-                keeping.enter_context(gradients_kept(model))
-            while True:
-                message = torch.zeros(1, device=self._device)
-                work = dist.all_reduce(message, group=self._group, async_op=True)
-                work.wait()
-                heard = message.item()
-                if heard == 0:
-                    break
-                messages += 1
-                if self._throw:
-                    if heard > 0:  # the second all-reduce of torch's heartbeat
-                        dist.all_reduce(torch.ones(1, device=self._device), group=self._group)
-                    raise RuntimeError(f"Rank {self._rank} exhausted all inputs.")
-                if heard > 0:
-                    for n in self._heard:
-                        self._hooks[n].main_hook()
-                    heartbeats += 1
-                    self._warn(heartbeats)
-                else:
-                    order, _ = read_announcement(heard, self._ranks)
-                    self._hooks[self._announced[order]].main_hook()
-        for model in models:
+        while True:
+            message = torch.zeros(1, device=self._device)
+            work = dist.all_reduce(message, group=self._group, async_op=True)
+            work.wait()
+            heard = message.item()
+            if heard == 0:
+                break
+            messages += 1
+            if self._throw:
+                if heard > 0:  # the second all-reduce of torch's heartbeat
+                    dist.all_reduce(torch.ones(1, device=self._device), group=self._group)
+                raise RuntimeError(f"Rank {self._rank} exhausted all inputs.")
+            if heard > 0:
+                for n in self._heard:
+                    self._hooks[n].main_hook()
+                heartbeats += 1
+                self._warn(heartbeats)
+            else:
+                order, _ = read_announcement(heard, self._ranks)
+                number = self._announced[order]
+                if number in self._companions:
+                    self._companions[number].share_step(live=False)
+                self._hooks[number].main_hook()
+        for model in self._models:
             divide_by_all_ranks(model, work)
+        for companion in self._companions.values():
+            companion.share_options(was_last=messages == 0)
         return messages == 0
 
     def _follow_counts(self) -> bool:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.sharding.communication import Communication
+from shoal.sharding.communication import Communication, Finish
 from shoal.sharding.memory import flat_like
-from shoal.sharding.options import numbers_of, take_numbers
+from shoal.sharding.options import Groups, numbers_of, take_numbers
 from shoal.sharding.parameters import Parameters
 from shoal.sharding.partition import Slice
 
@@ -30,40 +29,56 @@ class Lent:
 
 
 def lend(
-    communication: Communication, parameters: Parameters, groups: Sequence[dict[str, Any]], *, live: bool
-) -> Lent | None:
-    """In a `Join`, before every step: the first live rank sends each joined rank its options and gradients.
+    communication: Communication, parameters: Parameters, groups: Groups, all_live: Callable[[], bool] | None
+) -> Finish:
+    """In a `Join`, on a live rank before its step: takes note of the options, and begins to ask who has joined.
 
-    Nothing but a small header is sent while all are live. Gradients must be equal on all live ranks.
+    While all are live at most a small header is sent, and the local optimizer may step before anybody waits. Gradients
+    must be equal on all live ranks.
 
     Args:
         communication: of the process group.
         parameters: with the gradients.
-        groups: the parameter groups; a joined rank's take the options of the live ones.
-        live: whether this rank has inputs of its own.
+        groups: the parameter groups.
+        all_live: says, on all ranks alike, that nobody has joined, so that nobody need ask; waits as long as it must.
 
     Returns:
-        What this rank got, if it has joined.
+        To be called after the local step and before the parameters are gathered: the first live rank then sends its
+        options and gradients to those that have joined.
     """
-    updated = set(parameters.updated())
-    has_gradient = [param.grad is not None for param in parameters.params]
-    is_updated = [number in updated for number in range(len(parameters.buckets))]
-    facts = torch.tensor([live, *has_gradient, *is_updated], dtype=torch.float64, device="cpu")
-    headers = communication.exchange(torch.cat([facts, numbers_of(groups)]))()
-    alive = [rank for rank, header in enumerate(headers) if header[0]]
-    joined = [rank for rank, header in enumerate(headers) if not header[0]]
-    if not joined or not alive:
+    header = _header(parameters, groups, live=True)
+    asked = communication.exchange(header) if all_live is None else None
+
+    def finish() -> None:
+        if all_live is not None and all_live():
+            return
+        alive, joined = _alive_and_joined((asked or communication.exchange(header))())
+        if communication.rank == alive[0]:
+            for rank in joined:
+                for part in _of_rank(parameters, rank):
+                    param = parameters.params[part.tensor]
+                    if param.grad is not None:
+                        communication.send_all(flat_like(param.grad, param)[part.span.slice], rank)
+
+    return finish
+
+
+def borrow(communication: Communication, parameters: Parameters, groups: Groups) -> Lent | None:
+    """On a rank that has joined, at the same time: what the first live one lends; None if none is live.
+
+    The groups take its options.
+    """
+    headers = communication.exchange(_header(parameters, groups, live=False))()
+    alive, _ = _alive_and_joined(headers)
+    if not alive:
         return None
-    leader, params = headers[alive[0]], len(has_gradient)
-    given = leader[1 : params + 1].bool().tolist()
-    if communication.rank == alive[0]:
-        for rank in joined:
-            for part in _of_rank(parameters, rank):
-                param = parameters.params[part.tensor]
-                if param.grad is not None:
-                    communication.send_all(flat_like(param.grad, param)[part.span.slice], rank)
-    if live:
-        return None
+    params, buckets = len(parameters.params), len(parameters.buckets)
+    leader = headers[alive[0]]
+    given, chosen, options = (
+        leader[1 : params + 1],
+        leader[params + 1 : params + 1 + buckets],
+        leader[params + 1 + buckets :],
+    )
     gradients: dict[Slice, Tensor | None] = {}
     for part in _of_rank(parameters, communication.rank):
         if given[part.tensor]:
@@ -71,10 +86,33 @@ def lend(
             gradient = torch.empty(len(part.span), dtype=param.dtype, device=param.device)
             communication.receive_all(gradient, alive[0])
             gradients[part] = gradient
-    buckets = len(parameters.buckets)
-    take_numbers(groups, leader[params + 1 + buckets :])
-    chosen = leader[params + 1 : params + 1 + buckets].bool().tolist()
-    return Lent(gradients, [number for number, yes in enumerate(chosen) if yes])
+    take_numbers(groups, options)
+    return Lent(gradients, [number for number, yes in enumerate(chosen.tolist()) if yes])
+
+
+def agree(communication: Communication, groups: Groups, *, was_last: bool) -> None:
+    """After a `Join`: all take the options of a rank that joined last.
+
+    A joined rank has those of the last step, and a scheduler may have gone on after it.
+    """
+    flag = torch.tensor([was_last], dtype=torch.float64, device="cpu")
+    headers = communication.exchange(torch.cat([flag, numbers_of(groups)]))()
+    last = next((header for header in headers if header[0]), None)
+    if last is not None and not was_last:
+        take_numbers(groups, last[1:])
+
+
+def _header(parameters: Parameters, groups: Groups, *, live: bool) -> Tensor:
+    updated = set(parameters.updated())
+    has_gradient = [param.grad is not None for param in parameters.params]
+    is_updated = [number in updated for number in range(len(parameters.buckets))]
+    facts = torch.tensor([live, *has_gradient, *is_updated], dtype=torch.float64, device="cpu")
+    return torch.cat([facts, numbers_of(groups)])
+
+
+def _alive_and_joined(headers: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    alive = [rank for rank, header in enumerate(headers) if header[0]]
+    return alive, [rank for rank, header in enumerate(headers) if not header[0]]
 
 
 def _of_rank(parameters: Parameters, rank: int) -> list[Slice]:

@@ -31,6 +31,8 @@ def flat_like(value: Tensor, param: Tensor) -> Tensor:
     """
     if value.layout is not torch.strided:
         value = value.to_dense()
+    elif value.is_contiguous() and param.is_contiguous():
+        return value.detach().view(-1)
     if value.stride() != param.stride() and not (value.is_contiguous() and param.is_contiguous()):
         value = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
     return flat(value)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.flat import FlatBuffer, Span
 from shoal.sharding.communication import Communication, run_in_window
-from shoal.sharding.memory import flat, is_dense
+from shoal.sharding.memory import flat, is_dense, shaped_like
 from shoal.sharding.partition import (
     Bucket,
     Parcel,
@@ -47,6 +47,7 @@ class Parameters:
         self._cut = cut
         self._sizes: list[Size] = []
         self._flat_buffers: list[FlatBuffer] | None = [] if flat_buffers else None
+        self._views: list[dict[int, Tensor]] = []  # of each flat buffer, by parameter
         self._parcels: list[list[Parcel]] = []
 
     def add(self, groups: Sequence[Sequence[Tensor]], rank: int) -> list[list[Slice]]:
@@ -101,8 +102,15 @@ class Parameters:
         if self._flat_buffers is None:
             self._parcels.append(parcels_of(bucket.shares, itemsize))
             return
-        buffer = FlatBuffer.adopt([self.params[number] for number in bucket.params])
-        starts = dict(zip(bucket.params, (entry.span.start for entry in buffer.layout.entries), strict=True))
+        params = [self.params[number] for number in bucket.params]
+        before = [param.detach() for param in params]
+        buffer = FlatBuffer.adopt(params)
+        entries = buffer.layout.entries
+        starts = dict(zip(bucket.params, (entry.span.start for entry in entries), strict=True))
+        for param, old, entry in zip(params, before, entries, strict=True):
+            if is_dense(old) and not old.is_contiguous():  # such as channels_last, for which kernels are chosen
+                param.data = shaped_like(buffer.flat[0][entry.span.slice], old).copy_(old)
+        self._views.append({number: self.params[number].detach() for number in bucket.params})
         shares: list[Share] = []
         for share in bucket.shares:
             ends = [starts[part.tensor] + part.span.stop for part in share]
@@ -115,10 +123,10 @@ class Parameters:
         if self._flat_buffers is None:
             return
         with torch.no_grad():
-            for bucket, buffer in zip(self.buckets, self._flat_buffers, strict=True):
-                for number, view in zip(bucket.params, buffer.views(), strict=True):
+            for views in self._views:
+                for number, view in views.items():
                     param = self.params[number]
-                    if param.data_ptr() != view.data_ptr():
+                    if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
                         view.copy_(param)
                         param.data = view
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,6 +15,7 @@ from shoal.sharding.buffers import Buffers
 from shoal.sharding.clipping import clip, unscale
 from shoal.sharding.gradients import Gradients
 from shoal.sharding.join import CountingJoinHook, Join, JoinHook, raise_if_joined
+from shoal.sharding.lending import agree
 from shoal.sharding.options import numbers_of, take_numbers
 from shoal.sharding.partition import Slice
 from shoal.sharding.reduction import Reduction
@@ -40,10 +42,10 @@ class ReducedGradients(Gradients):
     are_lent = True
 
     def __init__(self, zero: ZeroRedundancyOptimizer, buffers: Buffers) -> None:
-        self._zero = zero
+        super().__init__(zero)
         self._buffers = buffers
         # To those that have joined, an iteration begins with the first bucket and not with the step.
-        self.reduction = Reduction(zero._parameters, zero._communication, partial(Join.notify_join_context, zero))
+        self.reduction = Reduction(zero._parameters, zero._communication, partial(_notify, weakref.ref(zero)))
 
     @torch.no_grad()
     def watch(self, groups: Sequence[Sequence[Tensor]]) -> None:
@@ -58,6 +60,9 @@ class ReducedGradients(Gradients):
         self._tell(STEP)
         shard.prepare(gradients)
         return updated
+
+    def lend(self) -> None:
+        """Nothing to do: those that have joined were told before."""
 
     def arriving(self, shard: Shard) -> Iterator[int]:
         """Gives gradients to the local optimizer bucket by bucket, as they come; gives the numbers of those buckets."""
@@ -76,10 +81,9 @@ class ReducedGradients(Gradients):
         self._tell(STEP)
 
     def used(self) -> None:
-        """Gives buffers to all ranks, forgets gradients, and watches parameters that have begun to train."""
+        """Gives buffers to all ranks, and forgets gradients."""
         self._buffers.share(self._zero._communication, owner=self.reduction.live[0])
         self.reduction.forget()
-        self.reduction.watch()
 
     def drop(self) -> None:
         """Forgets what was reduced."""
@@ -94,7 +98,12 @@ class ReducedGradients(Gradients):
         """Every rank its own, by the norm of all."""
         gradients, _ = self._take()
         self._tell(CLIP, max_norm, norm_type)
-        return clip(gradients, max_norm, norm_type, self._zero._communication)
+        return clip(gradients, max_norm, norm_type, self._zero._communication, self.norm_dtype)
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """Of the norm of all gradients: the widest of the parameters' dtypes, at least float32."""
+        return reduce(torch.promote_types, {param.dtype for param in self._zero._all_params}, torch.float32)
 
     def unscale(self, factor: float) -> bool:
         """Multiplies them with ``factor``; whether all were finite before, on all ranks."""
@@ -134,6 +143,11 @@ class ReducedGradients(Gradients):
         return what, first, second
 
 
+def _notify(zero: weakref.ref[ZeroRedundancyOptimizer]) -> None:
+    if (alive := zero()) is not None:
+        Join.notify_join_context(alive)
+
+
 class CountingHook(CountingJoinHook):
     """Shadows an iteration: the reduction, then what is done with the gradients.
 
@@ -168,8 +182,10 @@ class CountingHook(CountingJoinHook):
                 if what == UNSCALE:
                     unscale(gradients, numbers[0], zero._communication)
                 else:
-                    clip(gradients, numbers[0], numbers[1], zero._communication)
+                    clip(gradients, numbers[0], numbers[1], zero._communication, self._gradients.norm_dtype)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """The mean is over all ranks again."""
+        """The mean is over all ranks again, and all have the options of one that joined last."""
         self._gradients.reduction.divide_by_live = False
+        with self._zero._failures.named("leaving Join"):
+            agree(self._zero._communication, self._zero.param_groups, was_last=is_last_joiner)

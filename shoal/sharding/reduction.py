@@ -11,7 +11,7 @@ With each bucket goes a header: whether this rank is live (see `Join`), and whic
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -20,9 +20,9 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from shoal.flat import keep_freed_memory
+from shoal.sharding.arrivals import Arrivals
 from shoal.sharding.communication import Communication, Finish, run_in_window
 from shoal.sharding.memory import flat_like
 from shoal.sharding.parameters import Parameters
@@ -31,6 +31,28 @@ from shoal.sharding.worker import Worker
 
 BUCKETS_UNDER_WAY: Final = 3
 """Backward waits when it is so many buckets ahead: the bound of gradient memory."""
+
+_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Who takes the gradients of each parameter: a weak reference to its `Reduction`."""
+
+
+def take_from_others(params: Iterable[Tensor], owner: Reduction | None) -> None:
+    """Ends all other reductions that take gradients of these parameters: the newest optimizer of a parameter has them.
+
+    Which is the newest is the same on all ranks; which of the others is garbage already is not.
+
+    Args:
+        params: of the newest optimizer.
+        owner: its reduction; None if it leaves gradients where they are.
+    """
+    for param in params:
+        other = _owners[param]() if param in _owners else None
+        if other is not None and other is not owner:
+            other.retire(param)
+        if owner is not None:
+            _owners[param] = weakref.ref(owner)
+        elif param in _owners:
+            del _owners[param]
 
 
 class Reduction:
@@ -53,33 +75,59 @@ class Reduction:
         self._parameters = parameters
         self._communication = communication
         self._worker = Worker() if communication.by_messages else None
+        communication.send_from_thread()
         self._room = BoundedSemaphore(BUCKETS_UNDER_WAY)
         self._jobs: list[tuple[int, Future[None]]] = []  # with the bucket's number
-        self._handles: dict[int, RemovableHandle] = {}
+        self._arrivals: list[Arrivals] = []  # by bucket
+        self._used: dict[int, bytes] = {}  # by bucket: which parameters had gradients on which rank
+        self._changed: set[int] = set()  # buckets where that was not as in the reduction before
+        self._retired = ""
         self._paused = False
         self._sent = 0  # reductions since the last take()
         self._pending: list[int] | None = None  # buckets that the current backward pass has still to send
-        self._missing: dict[int, set[int]] = {}  # gradients that they lack
         self._parcels: dict[int, list[Parcel]] = {}
         self._reduced: dict[Slice, Tensor] = {}
-        self._spare: dict[Slice, Tensor] = {}  # memory for gradients of parts of parameters
+        self._spare: dict[Slice | int, Tensor] = {}  # memory for gradients of parts of parameters, and of parcels
+        self._packed: dict[Slice | int, Tensor] = {}  # gradients of many parameters, by the parcel in which they came
         self._updated: set[int] = set()
+        # A hook of what is gone would be called, for nothing, as long as the parameter lives.
+        weakref.finalize(self, _unhook, self._arrivals).atexit = False
         self.watch()
 
     def watch(self) -> None:
-        """Hooks into the backward pass of the parameters that require a gradient by now, and makes room for those."""
-        # Twice: what else a pass frees lies between the gradients.
-        keep_freed_memory(2 * sum(param.nbytes for param in self._parameters.params if param.device.type == "cpu"))
-        this = weakref.ref(self)
+        """Hooks into the backward pass of new parameters."""
+        params, buckets = self._parameters.params, self._parameters.buckets
+        new = [number for bucket in buckets[len(self._arrivals) :] for number in bucket.params]
+        take_from_others([params[number] for number in sorted(new)], self)
+        for number in range(len(self._arrivals), len(buckets)):
+            tell = partial(_tell, weakref.ref(self), number)
+            self._arrivals.append(Arrivals({n: params[n] for n in buckets[number].params}, tell))
+            self._arrivals[number].hook_all()
+
+    def retire(self, param: Tensor) -> None:
+        """Another optimizer takes the gradients of ``param`` from now on: this one says so wherever it is used."""
+        if self._retired:
+            return
+        number = next(n for n, own in enumerate(self._parameters.params) if own is param)
+        self._retired = (
+            f"a newer ZeroRedundancyOptimizer has taken over parameter {number}, of shape {tuple(param.shape)}: "
+            "use that one, and drop this one"
+        )
+        _unhook(self._arrivals)
+
+    def _check(self) -> None:
+        """Refuses to step with what is not, or not all, of the last backward pass."""
+        if self._retired:
+            raise RuntimeError(self._retired)
+        if not self._sent:
+            return
         for number, param in enumerate(self._parameters.params):
-            if param.requires_grad and number not in self._handles:
-
-                def arrived(_: Tensor, number: int = number) -> None:
-                    reduction = this()
-                    if reduction is not None:
-                        reduction._arrived(number)
-
-                self._handles[number] = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+            if param.grad is not None:
+                raise RuntimeError(
+                    f"parameter {number}, of shape {tuple(param.shape)}, has a gradient that came when those of its "
+                    "backward pass had been sent: accumulate in no_sync(), set no .grad before or after a backward "
+                    "pass, and checkpoint with use_reentrant=False"
+                )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -89,6 +137,9 @@ class Reduction:
             yield
         finally:
             self._paused = before
+            if not before:
+                for arrivals in self._arrivals:
+                    arrivals.remember_sums()
 
     def take(self) -> tuple[dict[Slice, Tensor | None], list[int]]:
         """Waits for the reduced gradients of this rank's share; the buckets where any rank had gradients.
@@ -96,6 +147,8 @@ class Reduction:
         Reduces what is in ``param.grad`` if no backward pass has since the last time. Nothing is forgotten before
         :meth:`forget`.
         """
+        self._end_pass()
+        self._check()
         if not self._sent:
             self.reduce_now()
         self._wait()
@@ -103,6 +156,8 @@ class Reduction:
 
     def arriving(self) -> Iterator[int]:
         """As :meth:`take`, but bucket by bucket: the number of each once it is reduced, and had gradients anywhere."""
+        self._end_pass()
+        self._check()
         if not self._sent:
             self.reduce_now()
         if self._sent > 1 or not self._jobs:  # added up from several reductions, or here already
@@ -122,6 +177,7 @@ class Reduction:
 
     def forget(self) -> bool:
         """Drops reduced gradients, once they have all come; whether there were any reductions."""
+        self._end_pass()
         self._wait()
         had, self._sent = self._sent > 0, 0
         # Fresh memory costs a page fault per 4 KiB. That of whole parameters is autograd's.
@@ -130,9 +186,23 @@ class Reduction:
             for part, total in self._reduced.items()
             if len(part.span) < self._parameters.params[part.tensor].numel()
         }
+        self._spare |= self._packed
+        self._packed.clear()
         self._reduced.clear()
         self._updated.clear()
+        if had:
+            self._move_hooks()
         return had
+
+    def _move_hooks(self) -> None:
+        # Where all ranks have gradients of the same parameters each time, one hook is enough; where they change, a pass
+        # may use none of those that have hooks, and would be sent with the next one.
+        for number, arrivals in enumerate(self._arrivals):
+            if number in self._changed:
+                arrivals.hook_all()
+            else:
+                arrivals.hook_last()
+        self._changed.clear()
 
     def reduce_now(self) -> None:
         """Reduces what is in ``param.grad``, all at once."""
@@ -169,13 +239,10 @@ class Reduction:
                 )
         self._announce()
         self._pending = self._training()
-        params = self._parameters.params
-        self._missing = {
-            number: {n for n in self._parameters.buckets[number].params if params[n].requires_grad}
-            for number in self._pending
-        }
+        for arrivals in self._arrivals:
+            arrivals.begin()
 
-    def _arrived(self, number: int) -> None:
+    def _arrived(self, bucket: int, number: int) -> None:
         if self._paused:
             return
         if self._pending is None:
@@ -183,16 +250,22 @@ class Reduction:
             # The engine's own way to be called when the whole backward pass is done; DDP uses it as well.
             torch.autograd.Variable._execution_engine.queue_callback(self._send_rest)
         assert self._pending is not None
-        for missing in self._missing.values():
-            missing.discard(number)
-        while self._pending and not self._missing[self._pending[0]]:
+        self._arrivals[bucket].came(number)
+        while self._pending and self._arrivals[self._pending[0]].complete:
             self._send(self._pending.pop(0), live=True)
+
+    def _end_pass(self) -> None:
+        """After a backward pass that raised, of whose end the engine has not told: other ranks wait for the rest."""
+        if self._pending is not None:
+            self._send_rest()
 
     def _send_rest(self) -> None:
         pending, self._pending = self._pending or [], None
         self._sent += 1
         for number in pending:
             self._send(number, live=True)
+        for arrivals in self._arrivals:
+            arrivals.forget_sums()
 
     def _send(self, number: int, *, live: bool) -> None:
         bucket = self._parameters.buckets[number]
@@ -226,6 +299,10 @@ class Reduction:
         header = torch.tensor([live, *(n in gradients for n in bucket.params)], dtype=torch.float32, device="cpu")
         by_rank = torch.stack(communication.exchange(header)())
         self.live = [rank for rank in range(communication.ranks) if by_rank[rank, 0]]
+        used = bytes(by_rank[:, 1:].bool().flatten().tolist())
+        if self._used.setdefault(number, used) != used:
+            self._used[number] = used
+            self._changed.add(number)
         had_gradient = dict(zip(bucket.params, by_rank[:, 1:].any(dim=0).tolist(), strict=True))
         if not any(had_gradient.values()):
             return
@@ -233,31 +310,41 @@ class Reduction:
         for n in bucket.params:
             if n not in gradients:
                 gradients[n] = torch.zeros(params[n].numel(), dtype=params[n].dtype, device=params[n].device)
-        share = bucket.shares[communication.rank]
-        own = {part.tensor: (part, self._total(part, gradients[part.tensor])) for part in share}
         if number not in self._parcels:
             self._parcels[number] = parcels_of(bucket.shares, params[bucket.params[0]].itemsize)
+        own: dict[Slice, Tensor] = {}
+        large = {part.tensor: part for part in bucket.shares[communication.rank]}
 
         def start(parcel: Parcel) -> Finish:
             if parcel.owner != communication.rank:
-                return communication.add_up(parcel, gradients, ())
-            totals = []
-            for part in parcel.slices:
-                whole, total = own[part.tensor]
-                totals.append(total[part.span.start - whole.span.start : part.span.stop - whole.span.start])
-            finish = communication.add_up(parcel, gradients, totals)
+                return communication.add_up(parcel, gradients, None)
+            if len(parcel.slices) > 1:
+                total = self._spare.pop(id(parcel), None)
+                if total is None:
+                    total = gradients[parcel.slices[0].tensor].new_empty(parcel.numel)
+                self._packed[id(parcel)] = total
+                own.update(
+                    zip(parcel.slices, torch.split(total, [len(part.span) for part in parcel.slices]), strict=True)
+                )
+            else:
+                (part,) = parcel.slices
+                whole = large[part.tensor]
+                if whole not in own:
+                    own[whole] = self._total(whole, gradients[whole.tensor])
+                total = own[whole][part.span.start - whole.span.start : part.span.stop - whole.span.start]
+            finish = communication.add_up(parcel, gradients, total)
 
             def mean() -> None:
                 finish()
-                for total in totals:  # here, where it is still in the processor's cache
-                    total.div_(count)
+                total.div_(count)  # here, where it is still in the processor's cache
 
             return mean
 
         run_in_window(partial(start, parcel) for parcel in self._parcels[number])
+        own |= {part: gradients[part.tensor] for part in large.values() if not part.span}
         gradients.clear()
         self._updated.add(number)
-        for part, total in own.values():
+        for part, total in own.items():
             if had_gradient[part.tensor]:
                 before = self._reduced.get(part)
                 self._reduced[part] = total if before is None else before.add_(total)
@@ -268,3 +355,13 @@ class Reduction:
             return gradient
         spare = self._spare.pop(part, None)
         return gradient.new_empty(len(part.span)) if spare is None else spare
+
+
+def _tell(reduction: weakref.ref[Reduction], bucket: int, number: int) -> None:
+    if (alive := reduction()) is not None:
+        alive._arrived(bucket, number)
+
+
+def _unhook(arrivals: list[Arrivals]) -> None:
+    for one in arrivals:
+        one.unhook()

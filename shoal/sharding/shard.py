@@ -2,7 +2,8 @@
 
 A slice that is a whole parameter is given to the optimizer as that parameter; only where a share begins or ends inside
 a parameter is it a view. Everything that torch.optim does per tensor (counters, skipping what has no gradient) is thus
-done per parameter here as well, and cuts are where vector registers and cache lines begin: the numbers are the same.
+done per parameter here as well. Cuts are at multiples of 64 bytes, where torch's kernels in one thread, and its fused
+kernels in any number, round each element as they do in the whole parameter.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from shoal.sharding import consolidation
-from shoal.sharding.arguments import Partition, checked, may_cut
+from shoal.sharding.arguments import Partition, checked, checked_class, may_cut
 from shoal.sharding.buffers import Buffers
 from shoal.sharding.communication import Communication
 from shoal.sharding.element_wise import is_element_wise
@@ -21,7 +21,7 @@ from shoal.sharding.failures import Failures
 from shoal.sharding.gradients import Gradients
 from shoal.sharding.join import Join, JoinHook
 from shoal.sharding.options import copy_options
-from shoal.sharding.own_gradients import OwnGradients
+from shoal.sharding.own_gradients import AgreeingHook, OwnGradients
 from shoal.sharding.parameters import Parameters
 from shoal.sharding.partition import Slice
 from shoal.sharding.reduced_gradients import ReducedGradients
@@ -42,8 +42,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Args:
         params: tensors or parameter groups, as for ``optimizer_class``.
-        optimizer_class: any subclass of ``torch.optim.Optimizer``, called with the parameter groups of this rank's
-            share (groups may be empty) and ``defaults``.
+        optimizer_class: a subclass of ``torch.optim.Optimizer`` that steps each parameter by its own gradient and
+            state, called with the parameter groups of this rank's share (groups may be empty) and ``defaults``. One
+            that computes something of all parameters in its step (LBFGS, which is refused, or a common step size or
+            norm) would compute it of its share alone.
         process_group: the ranks that share; None for all.
         parameters_as_bucket_view: move the parameters into flat buffers, which travel without being packed.
         overlap_with_ddp: step inside DDP's backward pass: see `hook_with_zero_step`. `step` then does nothing.
@@ -69,7 +71,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         process_group, rank, world_size, global_rank: as torch's.
 
     Raises:
-        TypeError: if ``params`` is not an iterable of tensors or of groups.
+        TypeError: if ``params`` is not an iterable of tensors or of groups; for LBFGS, which makes one vector of all
+            parameters; and for a functional optimizer.
         ValueError: if it is empty, a parameter is not strided, or arguments do not fit together.
     """
 
@@ -89,6 +92,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         given = checked(params)
+        checked_class(optimizer_class)
         self._built = False
         Optimizer.__init__(self, given, defaults)
         Joinable.__init__(self)
@@ -228,6 +232,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _finish(self, updated: list[int]) -> None:
         """After the local step: brings the parameters in the buckets ``updated`` to all ranks."""
+        self._gradients.lend()
         self._shard.finish(drop_gradients=self._gradients.are_lent)
         copy_options(self.optim.param_groups, self.param_groups)
         with torch.no_grad():
@@ -257,7 +262,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Scales all gradients so that their norm, as of one vector, is at most ``max_norm``.
 
         As ``torch.nn.utils.clip_grad_norm_``, which cannot see gradients that are with their owners. With
-        ``reduce_scatter`` every rank must call it, between backward and `step`.
+        ``reduce_scatter`` every rank must call it, between backward and `step`; the norm is then added up in another
+        order than torch's, and equal to it to float rounding.
 
         Args:
             max_norm: the bound.
@@ -265,7 +271,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             error_if_nonfinite: raise if the norm is not finite.
 
         Returns:
-            The norm before; with ``reduce_scatter`` as float32 on the CPU.
+            The norm before; with ``reduce_scatter`` on the CPU, in the widest dtype of the parameters and at least
+            float32.
 
         Raises:
             RuntimeError: if the norm is not finite and that was to be an error, or a rank was lost.
@@ -338,7 +345,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             kwargs: of `Join`. With ``reduce_scatter``, ``divide_by_initial_world_size`` (default True) says whether
                 gradients are divided by the number of ranks, or by the number of live ones.
         """
-        return JoinHook() if self._overlap_with_ddp else self._gradients.join_hook(**kwargs)
+        return AgreeingHook(self) if self._overlap_with_ddp else self._gradients.join_hook(**kwargs)
 
     @property
     def join_device(self) -> torch.device:

@@ -7,9 +7,10 @@ import itertools
 import selectors
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context, ContextVar
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 SHOWN_TASKS = 16
 
@@ -70,6 +71,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._now = 0.0
         self._until = until
         self._numbers = itertools.count(1)
+        self._held: dict[object, list[asyncio.Handle]] = {}  # who stands still, and what it is to do then
         super().__init__(_NeverWaiting(self._advance))
         self.set_task_factory(self._make_task)
 
@@ -83,6 +85,51 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             f"{func!r} was to run in a thread, which a simulation refuses: its result would depend on real time. "
             "Do the work on the loop, in pieces with `await asyncio.sleep(0)` between them if it is long."
         )
+
+    def hold(self, whose: object) -> None:
+        """Until `go_on`, nothing is done that belongs to this owner: it is done then, in the same order."""
+        self._held.setdefault(whose, [])
+
+    def go_on(self, whose: object) -> None:
+        """Do what this owner could not do while it was held, if it was."""
+        for handle in self._held.pop(whose, ()):
+            self._ready.append(handle)  # type: ignore[attr-defined]
+
+    def is_held(self, whose: object) -> bool:
+        """Whether this owner stands still."""
+        return whose in self._held
+
+    def unless_held(self, whose: object, callback: Callable[..., object], *args: Any) -> None:
+        """Call it now, or when this owner goes on."""
+        if whose in self._held:
+            self.call_soon(callback, *args)
+        else:
+            callback(*args)
+
+    def call_soon(
+        self, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
+    ) -> asyncio.Handle:
+        """As asyncio's; what belongs to an owner that is held waits for it."""
+        handle = super().call_soon(callback, *args, context=context)
+        whose = owner.get() if context is None else context.get(owner)
+        if whose in self._held:
+            self._held[whose].append(self._ready.pop())  # type: ignore[attr-defined]
+        return handle
+
+    def call_at(
+        self, when: float, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """As asyncio's; what belongs to an owner that is held waits for it."""
+
+        def due() -> None:
+            whose = owner.get()
+            if whose in self._held:
+                self._held[whose].append(handle)
+            else:
+                callback(*args)
+
+        handle = super().call_at(when, due, context=context)
+        return handle
 
     def _make_task(
         self,
@@ -128,4 +175,10 @@ def run(coroutine: Coroutine[Any, Any, T], *, until: float = 3600.0) -> T:
     Raises `Deadlock` if it can never end, `OutOfTime` if it has not ended by `until`; both say which tasks wait where.
     """
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(until)) as runner:
-        return runner.run(coroutine)
+        try:
+            return runner.run(coroutine)
+        finally:
+            loop = runner.get_loop()
+            assert isinstance(loop, VirtualLoop)
+            for held in list(loop._held):
+                loop.go_on(held)  # so that its tasks can be cancelled

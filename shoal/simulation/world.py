@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -15,6 +16,7 @@ from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
+from shoal.p2p.transport import LostHandler, MessageHandler
 from shoal.simulation.clock import Task, VirtualLoop, owner
 
 EPOCH = 1_700_000_000.0  # what the wall clock says at virtual time 0, in seconds since 1970
@@ -92,14 +94,15 @@ class World:
 
     # -- peers
 
-    async def spawn_node(self) -> Node:
-        """A new peer: a node that listens. Its identity follows from the seed and how many there were before it."""
-        number = len(self._names)
+    async def spawn_node(self, again: PeerID | None = None) -> Node:
+        """A new peer: a node that listens. Its identity follows from the seed and how many there were before it; or it
+        is the one of `again`, which was killed."""
+        number = len(self._names) if again is None else self._names[again]
         identity = Identity(blake3(f"{self.seed}/peer {number}".encode()).digest())
         self._names[identity.peer_id] = number
         transport = _Transport(self.network, identity.peer_id, self)
         node = self.nodes[identity.peer_id] = _Node(identity, transport)
-        await node.listen(Multiaddr("ip4", f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", 0))
+        await node.listen(Multiaddr(f"/ip4/10.{number >> 16}.{number >> 8 & 255}.{number & 255}/tcp/0"))
         return node
 
     def introduce(self, nodes: Iterable[Node] | None = None) -> None:
@@ -116,19 +119,28 @@ class World:
         """
         self.log(f"kill {self.name(peer)}")
         self.network.kill(peer)
+        self._loop.go_on(peer)
         node = self.nodes.pop(peer)
         node.closed = True
         for task in sorted(asyncio.all_tasks(self._loop), key=hash):
             if isinstance(task, Task) and task.owner == peer:
                 task.cancel()
 
+    def hold(self, peer: PeerID, seconds: float) -> None:
+        """The peer's Python stands still for so long: what comes meanwhile waits in its machine, whose connections
+        stay, and so do its timers."""
+        self.log(f"hold {self.name(peer)} for {seconds:g} s")
+        self._loop.hold(peer)
+        self._loop.call_later(seconds, self._loop.go_on, peer)
+
     # -- links
 
-    def cut(self, one: PeerID, other: PeerID) -> None:
-        """Nothing passes between the two from now on; both see the other lost after `lost_after` seconds."""
-        self.log(f"cut {self.name(one)} {self.name(other)}")
+    def cut(self, one: PeerID, other: PeerID, *, one_way: bool = False) -> None:
+        """Nothing passes between the two from now on, or nothing from `one` to `other` if `one_way`; both see the other
+        lost after `lost_after` seconds."""
+        self.log(f"cut {self.name(one)} {'to' if one_way else 'and'} {self.name(other)}")
         self._cut[one, other] = None
-        self.network.cut(one, other)
+        self.network.cut(one, other, one_way=one_way)
 
     def partition(self, groups: Sequence[Iterable[PeerID]]) -> None:
         """Cut every link between peers of different groups. Peers in no group keep all their links."""
@@ -178,11 +190,24 @@ class _Node(Node):
 
 
 class _Transport(MemoryTransport):
-    """Records what arrives; what the arrival sets off belongs to the peer at which it arrives."""
+    """Records what arrives; what the arrival sets off belongs to the peer at which it arrives, and waits while that one
+    stands still."""
 
     def __init__(self, network: MemoryNetwork, peer_id: PeerID, world: World) -> None:
         super().__init__(network, peer_id)
         self._world = world
+
+    def start(self, on_message: MessageHandler, on_lost: LostHandler) -> None:
+        def call(handler: Callable[..., None], *args: Any) -> None:
+            with _acting(self.peer_id):
+                self._world._loop.unless_held(self.peer_id, handler, *args)
+
+        super().start(partial(call, on_message), partial(call, on_lost))
+
+    async def dial(self, address: Multiaddr) -> None:
+        while self._world._loop.is_held(address.peer_id):  # noqa: ASYNC110  # in virtual time
+            await asyncio.sleep(0.1)  # it greets as soon as it goes on
+        await super().dial(address)
 
     def received(self, source: PeerID, header: bytes, buffers: Sequence[bytes]) -> None:
         hasher = blake3(header)
@@ -191,10 +216,8 @@ class _Transport(MemoryTransport):
         size = len(header) + sum(map(len, buffers))
         names = f"{self._world.name(source)} to {self._world.name(self.peer_id)}"
         self._world.log(f"{names}: {size} bytes {hasher.hexdigest(8)}")
-        with _acting(self.peer_id):
-            super().received(source, header, buffers)
+        super().received(source, header, buffers)
 
     def lost(self, peer: PeerID, reason: str) -> None:
         self._world.log(f"{self._world.name(self.peer_id)} lost {self._world.name(peer)}: {reason}")
-        with _acting(self.peer_id):
-            super().lost(peer, reason)
+        super().lost(peer, reason)

@@ -54,6 +54,7 @@ def begin_of(
         chunk_elements=CHUNK,
         starts=divide(chunks, group),
         with_state=False,
+        timeout=60.0,
     )
 
 

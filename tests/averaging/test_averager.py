@@ -128,7 +128,7 @@ def test_float16_compression_keeps_peers_equal() -> None:
 def test_too_few_peers_raise_and_change_nothing() -> None:
     tensor = torch.randn(3)
     before = tensor.clone()
-    with averagers([[tensor]]) as (peer,), pytest.raises(shoal.AveragingError, match="no result within 1 s"):
+    with averagers([[tensor]]) as (peer,), pytest.raises(shoal.AveragingError, match=r"no result within \d"):
         peer.step(timeout=1.0, scheduled_time=shoal.get_dht_time() + 0.2)
     assert torch.equal(tensor, before)
 
@@ -137,7 +137,9 @@ def test_peers_of_another_layout_or_codec_are_refused_by_name() -> None:
     tensors = [[torch.randn(4)], [torch.randn(4)], [torch.randn(5)]]
     with averagers(tensors, min_matchmaking_time=5.0) as peers:
         futures = [peer.step(wait=False, timeout=20.0) for peer in peers]
-        with pytest.raises(shoal.AveragingError, match="schema hash"):
+        with pytest.raises(
+            shoal.AveragingError, match=r"averaged_tensors\[0\] is float32\[5\] here, and float32\[4\] there"
+        ):
             futures[2].result(60)
         assert len(futures[0].result(60)) == len(futures[1].result(60)) == 2
     codecs = [shoal.compression.NoCompression()] * 2 + [shoal.compression.Float16Compression()]

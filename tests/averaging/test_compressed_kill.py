@@ -7,6 +7,8 @@ import pytest
 from tests.averaging.compressions import COMPRESSIONS
 from tests.averaging.processes import all_round, running
 
+pytestmark = [pytest.mark.alone, pytest.mark.long]
+
 ELEMENTS = 8_000_000
 
 

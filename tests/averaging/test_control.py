@@ -6,14 +6,18 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 
 import shoal
-from shoal.averaging.control import AveragingStage, StepControl
+from shoal.averaging.control import AveragingStage, Gathered, StepControl
+from shoal.dht.records import get_dht_time
 from tests.averaging.test_averager import averagers
+
+pytestmark = pytest.mark.alone
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
@@ -32,6 +36,7 @@ def assert_all(tensors: list[list[torch.Tensor]], value: float) -> None:
     assert torch.allclose(tensors[0][0], torch.tensor(value))
 
 
+@pytest.mark.long
 def test_the_stages_of_a_round_that_waits_for_two_triggers() -> None:
     tensors = filled(0.0, 1.0, 2.0, 3.0)
     # Silence of so long is a fault elsewhere; waiting for a user is none.
@@ -77,6 +82,7 @@ def test_the_weight_may_be_set_until_the_trigger() -> None:
         assert_all(tensors, 11 / 3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("client", [False, True])
 def test_who_cancels_before_the_round_is_not_in_it(client: bool) -> None:
     tensors = filled(0.0, 1.0, 2.0, 3.0)
@@ -112,6 +118,7 @@ def test_who_cancels_in_the_round_leaves_the_rest_able_to_finish() -> None:
         assert_all(tensors, 1.5)
 
 
+@pytest.mark.long
 def test_who_cancels_brings_nothing_however_late_the_reactor_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = filled(5.0, 1.0, 2.0)
     with averagers(tensors, min_matchmaking_time=20.0) as peers:
@@ -143,6 +150,7 @@ def test_a_step_that_is_cancelled_and_shut_down_at_once_leaves_no_complaint(capl
     assert not caplog.records
 
 
+@pytest.mark.long
 def test_a_peer_that_never_triggers_costs_the_others_no_more_than_its_own_deadline() -> None:
     tensors = filled(0.0, 1.0, 2.0)
     with averagers(tensors, min_matchmaking_time=20.0) as peers:
@@ -157,6 +165,7 @@ def test_a_peer_that_never_triggers_costs_the_others_no_more_than_its_own_deadli
         assert_all(tensors[1:], 1.5)
 
 
+@pytest.mark.long
 def test_the_time_may_be_moved() -> None:
     tensors = filled(0.0, 1.0, 5.0)
     with averagers(tensors) as peers:
@@ -199,3 +208,18 @@ def test_pairs_are_made_of_those_who_did_not_cancel() -> None:
                 control.allow_allreduce()
             results = [control.result(20.0) for control in controls[2:]]
             assert all(set(result) == {peer.peer_id for peer in peers[2:]} for result in results)
+
+
+def test_what_waits_for_a_cancel_ends_with_it_and_with_the_step() -> None:
+    async def scenario() -> None:
+        cancelled, finished = (StepControl(get_dht_time(), get_dht_time() + 9) for _ in range(2))
+        waiting = asyncio.gather(cancelled.wait_for_cancel(), finished.wait_for_cancel())
+        await asyncio.sleep(0)
+        assert cancelled.cancel()
+        work: Future[Gathered] = Future()
+        finished.attach(work, lambda: None)
+        work.set_result({})
+        await asyncio.wait_for(waiting, 5)
+        await cancelled.wait_for_cancel()
+
+    asyncio.run(scenario())

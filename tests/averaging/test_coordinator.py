@@ -105,6 +105,7 @@ def test_it_begins_as_soon_as_all_that_are_expected_have_joined() -> None:
     assert begin.starts[0] == 0
     assert begin.starts[-1] == 8
     assert coordinator.wake_at() == 2.0 + RULES.round_timeout
+    assert begin.timeout == RULES.round_timeout
     assert coordinator.gathered[key(3)] == b"g3"
 
 
@@ -384,7 +385,7 @@ def test_a_round_that_does_not_end_is_aborted() -> None:
     assert coordinator.tick(59.9) == []
     actions = coordinator.tick(60.0)
     assert told(actions, Abort) == set(keys(1, 2))
-    assert the(actions, Abort).reason == "the round did not end within 60 s"
+    assert the(actions, Abort).reason == "the round has not got on for 60 s"
     assert coordinator.phase is Phase.ABORTED
     assert done(coordinator, 1) == done(coordinator, 2) == []
 
@@ -595,6 +596,14 @@ def test_a_successor_asks_first_under_a_higher_ballot_and_brings_the_begin() -> 
     assert coordinator.wake_at() == 61.0
     assert done(coordinator, 1) == done(coordinator, 2) == done(coordinator, 3) == []
     assert coordinator.commit is None, "it decided before it had asked"
+
+
+def test_a_successor_goes_by_the_time_of_the_one_that_began_the_round() -> None:
+    begin = msgspec.structs.replace(BEGIN, timeout=7.0)
+    coordinator = Coordinator.successor(key(1), begin, 1, keys(4), RULES)
+    coordinator.start_survey(1.0)
+    assert coordinator.wake_at() == 8.0
+    assert the(coordinator.tick(8.0), Abort).reason == "the round has not got on for 7 s"
 
 
 def test_a_commit_that_the_dead_one_sent_to_a_single_member_is_the_decision() -> None:

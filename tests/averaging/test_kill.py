@@ -9,7 +9,11 @@ import pytest
 from tests.averaging.processes import all_round, running
 from tests.peers import PeerProcess
 
-ELEMENTS = 25_000_000
+pytestmark = pytest.mark.alone
+
+ELEMENTS = 3_000_000
+PART_SIZE_BYTES = 1 << 17
+"""92 parts, so that a peer can be killed in the middle of them."""
 
 
 def coordinator_of(peers: list[PeerProcess]) -> PeerProcess:
@@ -21,14 +25,14 @@ def coordinator_of(peers: list[PeerProcess]) -> PeerProcess:
     ("victim_is", "where", "number"),
     [
         ("coordinator", "part", 20),  # in the middle, when it is the coordinator, a reducer and a sender
-        ("coordinator", "begin", 2),  # has told BEGIN to two of four
-        ("coordinator", "commit", 1),  # has told COMMIT to one of four
+        pytest.param("coordinator", "begin", 2, marks=pytest.mark.long),  # has told BEGIN to two of four
+        pytest.param("coordinator", "commit", 1, marks=pytest.mark.long),  # has told COMMIT to one of four
         ("other", "result", 12),  # a reducer that has sent half of its results
-        ("other", "part", 30),  # a sender that has sent less than half of its parts
+        pytest.param("other", "part", 30, marks=pytest.mark.long),  # a sender that has sent less than half of its parts
     ],
 )
 def test_survivors_commit_the_same(victim_is: str, where: str, number: int) -> None:
-    with running(4, ELEMENTS, min_matchmaking_time=15.0) as peers:
+    with running(4, ELEMENTS, min_matchmaking_time=15.0, part_size_bytes=PART_SIZE_BYTES) as peers:
         healthy = []
         for _ in range(3):
             answers = all_round(peers)

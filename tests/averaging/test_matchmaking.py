@@ -8,8 +8,10 @@ import pytest
 
 from tests.averaging.processes import all_round, running
 
+pytestmark = pytest.mark.alone
 
-@pytest.mark.parametrize("min_matchmaking_time", [1.0, 60.0])
+
+@pytest.mark.parametrize("min_matchmaking_time", [pytest.param(1.0, marks=pytest.mark.long), 60.0])
 def test_begin_follows_the_last_join(min_matchmaking_time: float) -> None:
     with running(4, 100_000, min_matchmaking_time=min_matchmaking_time) as peers:
         delays = []
@@ -22,6 +24,7 @@ def test_begin_follows_the_last_join(min_matchmaking_time: float) -> None:
         assert median(delays) < 0.05, delays
 
 
+@pytest.mark.long
 def test_a_member_that_does_not_come_is_waited_for_so_long_and_no_longer() -> None:
     with running(3, 1000, min_matchmaking_time=2.0) as peers:
         all_round(peers)

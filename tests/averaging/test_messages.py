@@ -22,6 +22,8 @@ from shoal.averaging.messages import (
     Call,
     Commit,
     Committed,
+    Describe,
+    Description,
     Digests,
     Done,
     Elsewhere,
@@ -83,6 +85,8 @@ GOOD: list[msgspec.Struct] = [
     Follows(BALLOT),
     Waiting(ROUND),
     Unjoin(),
+    Describe(),
+    Description(),
 ]
 
 decoder = msgspec.msgpack.Decoder(Message)
@@ -101,7 +105,7 @@ def test_a_message_survives_the_wire(message: msgspec.Struct) -> None:
 
 def test_every_message_has_a_number_of_its_own() -> None:
     tags = [kind.__struct_config__.tag for kind in get_args(Message)]
-    assert len(set(tags)) == len(tags) == 27
+    assert len(set(tags)) == len(tags) == 29
 
 
 BAD_AMOUNTS = [-1.0, -1e-300, math.nan, math.inf, -math.inf, 2e300, "1", None]
@@ -133,6 +137,9 @@ def of(kind: type[msgspec.Struct], field: str, *values: Any) -> list[Any]:
         *of(Join, "attempt", -1, 1 << 52, 1.5),
         *of(Join, "machine", LONG, b"\xff"),
         *of(Join, "state", bytes(33), "x"),
+        *of(Join, "options", bytes(1025), "x"),
+        *of(Begin, "options", bytes(1025), "x"),
+        *of(Begin, "timeout", 0.0, -1.0, math.nan, math.inf, 86401.0, None),
         *of(Join, "view", bytes(33)),
         *of(Join, "tip", *BAD_TIPS),
         *of(Hello, "tip", *BAD_TIPS),
@@ -316,5 +323,5 @@ def test_what_a_role_means() -> None:
 
 
 def test_a_commit_names_the_tip_after_it() -> None:
-    assert COMMIT.next_tip == TIP.after(ROOT, 3.0)
+    assert COMMIT.next_tip == TIP.after(COMMIT.round + ROOT, 3.0)
     assert have_of(BALLOT).commit is None

@@ -201,7 +201,7 @@ def test_a_commit_moves_it_on_and_what_was_of_the_old_tip_is_void() -> None:
     participant = in_round()
     commit = commit_of()
     participant.advance(commit)
-    assert participant.tip == TIP.after(digest("r"), 3.0)
+    assert participant.tip == TIP.after(commit.round + digest("r"), 3.0)
     assert participant.commit is commit
     assert (participant.begin, participant.ballot, participant.attempt) == (None, None, 0)
     with pytest.raises(RuleBroken, match="another state"):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from shoal.averaging.messages import Join
-from shoal.averaging.rules import Rules
+from shoal.averaging.rules import Rules, usual_options
 from tests.averaging.rounds import digest, join_of, member
 
 RULES = Rules(sizes=(64,), matchmaking_time=1.0, round_timeout=1.0, due_sizes=(8,), state_sizes=(16, 32))
@@ -56,3 +56,35 @@ def test_of_what_the_vector_consists() -> None:
     assert every.vector(1, False) == (64, 8)
     assert not every.may_average_state(2)
     assert every.may_average_state(3)
+
+
+VOTES: list[tuple[list[tuple[bytes, float]], bytes]] = [
+    ([], b""),
+    ([(b"", 5.0)], b""),  # an auxiliary
+    ([(b"a", 1.0), (b"", 9.0)], b"a"),
+    ([(b"a", 1.0), (b"a", 1.0), (b"b", 9.0)], b"a"),
+    ([(b"b", 9.0), (b"a", 1.0), (b"a", 1.0)], b"a"),
+    ([(b"a", 1.0), (b"b", 2.0)], b"b"),
+    ([(b"a", 2.0), (b"b", 1.0)], b"a"),
+    ([(b"a", 2.0), (b"b", 1.0), (b"a", 1.0), (b"b", 1.0)], b"a"),
+    ([(b"a", 2.0), (b"b", 1.5), (b"a", 1.0), (b"b", 1.75)], b"b"),
+    ([(b"a", 1.0), (b"b", 1.0)], b"b"),  # whoever coordinates decides alike
+    ([(b"b", 1.0), (b"a", 1.0)], b"b"),
+    ([(b"a", 0.0)], b"a"),  # one that has overflowed makes the step as well
+]
+
+
+@pytest.mark.parametrize(("told", "chosen"), VOTES)
+def test_the_options_that_most_hold(told: list[tuple[bytes, float]], chosen: bytes) -> None:
+    asked = [
+        msgspec.structs.replace(join_of(member(number), weight=weight), options=options)
+        for number, (options, weight) in enumerate(told, 1)
+    ]
+    assert usual_options(asked) == chosen
+    assert RULES.options(asked) == chosen
+
+
+def test_options_that_no_step_can_be_made_with_have_no_vote() -> None:
+    asked = [msgspec.structs.replace(join_of(member(number)), options=b"bad") for number in (1, 2)]
+    asked.append(msgspec.structs.replace(join_of(member(3)), options=b"good"))
+    assert changed(RULES, options_fit=lambda options: options != b"bad").options(asked) == b"good"

@@ -6,9 +6,14 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from tests.averaging.processes import all_round, running
 
+pytestmark = pytest.mark.alone
 
+
+@pytest.mark.long
 def test_a_stopped_process_is_left_out_and_comes_back() -> None:
     with running(4, 200_000, min_matchmaking_time=30.0, next_chunk_timeout=1.5) as peers:
         all_round(peers)

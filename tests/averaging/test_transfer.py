@@ -116,7 +116,7 @@ def test_on_a_real_loop_too():
         network = MemoryNetwork()
         nodes = [Node(identity, MemoryTransport(network, identity.peer_id)) for identity in (Identity(), Identity())]
         for node in nodes:
-            await node.listen(Multiaddr("ip4", "127.0.0.1", 0))
+            await node.listen(Multiaddr("/ip4/127.0.0.1/tcp/0"))
         nodes[0].learn(nodes[1].peer_id, nodes[1].addresses)
         donate(nodes[1])
         assert_same(await download(nodes[0], nodes[1:], timeout=30), snapshot())
@@ -253,21 +253,26 @@ def test_with_nobody_to_ask_or_nobody_that_answers_it_says_so():
             raise AssertionError
 
         silent.serve(transfer_service(NAME), never)
-        with pytest.raises(DownloadFailed, match=r"no state within 100 s\..*has not answered"):
+        with pytest.raises(DownloadFailed, match=r"nothing of a state has come for 100 s\..*has not answered"):
             await download(newcomer, [silent], timeout=100)
         assert asyncio.get_running_loop().time() < 110
 
     run(scenario())
 
 
-def test_time_up_in_the_middle_says_how_far_it_came():
+def test_time_counts_from_the_last_chunk_and_its_end_says_how_far_it_came():
     async def scenario() -> None:
-        newcomer, donors = await swarm(World(8, bandwidth=1e6), 1)
+        newcomer, donors = await swarm(World(8, bandwidth=1e6, lost_after=1e6), 1)
         donate(donors[0], snapshot(chunks=40))
+        loop, transport = asyncio.get_running_loop(), newcomer.transport
+        assert isinstance(transport, MemoryTransport)
+        loop.call_later(30.0, transport.network.cut, newcomer.peer_id, donors[0].peer_id)
         with pytest.raises(
-            DownloadFailed, match=r"no state within 20 s\. \d\d of \d\d chunks .* epoch 7 .* are missing"
+            DownloadFailed,
+            match=r"nothing of a state has come for 10 s\. \d\d of \d\d chunks .* epoch 7 .* are missing",
         ):
-            await download(newcomer, donors, timeout=20)
+            await download(newcomer, donors, timeout=10)
+        assert 30 < loop.time() < 45, "it was not given up while chunks came"
 
     run(scenario())
 

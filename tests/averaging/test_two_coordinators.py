@@ -6,6 +6,8 @@ import pytest
 
 from tests.averaging.processes import all_round, running
 
+pytestmark = pytest.mark.alone
+
 # Who forgets whom. Each may leave two peers, or all four, believing that they coordinate. What they know still joins
 # them all, be it through others or, where nobody knows anybody, through the directory.
 FORGOTTEN = [
@@ -17,6 +19,7 @@ FORGOTTEN = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_unequal_views_never_give_a_state_two_results() -> None:
     with running(4, 100_000, min_matchmaking_time=3.0) as peers:

@@ -75,7 +75,7 @@ def memory(which: str) -> int:
 def main() -> None:
     torch.set_num_threads(1)
     options = json.loads(sys.argv[1])
-    dht = shoal.DHT(options.get("initial_peers", []), start=True)
+    dht = shoal.DHT(options.get("initial_peers", []), start=True, **options.get("dht", {}))
     tensor = torch.zeros(options["elements"])
     given = options["averager"]
     for name in {"compression", "state_compression"} & set(given):
@@ -96,6 +96,16 @@ def main() -> None:
                 swarm = averager._swarm
                 assert swarm is not None
                 say(coordinator=str(swarm.neighbourhood.coordinator().peer))
+            case "members":  # until it is connected to so many, itself included
+                swarm = averager._swarm
+                assert swarm is not None
+                deadline = time.monotonic() + command["seconds"]
+                started = time.monotonic()
+                while len(found := swarm.neighbourhood.connected()) != command["members"]:
+                    if time.monotonic() > deadline:
+                        break
+                    time.sleep(0.02)
+                say(members=sorted(str(member.peer) for member in found), seconds=time.monotonic() - started)
             case "forget":
                 swarm = averager._swarm
                 assert swarm is not None

@@ -11,9 +11,9 @@ from shoal.cli.demo.settings import DemoSettings
 EPOCHS = 20
 
 
-def settings(out: Path = Path("runs"), *, kill: bool = True) -> DemoSettings:
+def settings(out: Path = Path("runs"), *, kill: bool = True, epochs: int = EPOCHS) -> DemoSettings:
     """Four peers, 20 epochs: the kill comes with epoch 8, the newcomer with epoch 12."""
-    return DemoSettings(out=out, epochs=EPOCHS, kill=kill)
+    return DemoSettings(out=out, epochs=epochs, kill=kill)
 
 
 def committed(epoch: int, at: float, digest: str | None = None) -> Committed:

@@ -11,14 +11,23 @@ import pytest
 import shoal
 
 
-def shoal_command(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shoal.cli", *arguments]
+def shoal_command(
+    *arguments: str, folder: Path | None = None, module: str = "shoal.cli"
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder, check=False)
 
 
-def test_version() -> None:
-    done = shoal_command("--version")
+@pytest.mark.parametrize("module", ["shoal", "shoal.cli"])
+def test_version(module: str) -> None:
+    done = shoal_command("--version", module=module)
     assert (done.returncode, done.stdout) == (0, f"shoal {shoal.__version__}\n")
+
+
+def test_the_package_is_the_command() -> None:
+    done = shoal_command("demo", "--help", module="shoal")
+    assert done.returncode == 0
+    assert "Usage: shoal demo [OPTIONS]" in done.stdout
 
 
 def test_the_demos_parent_imports_no_torch() -> None:

@@ -14,7 +14,10 @@ import shoal
 from shoal.cli.demo.peer import Peer
 from shoal.cli.demo.settings import FEWEST_EPOCHS, Compression, PeerConfig
 
+pytestmark = pytest.mark.alone
 
+
+@pytest.mark.long
 def test_two_peers_stay_identical_and_learn(tmp_path: Path) -> None:
     """With compression, which makes it the harder to stay identical."""
     options = ("--peers", "2", "--epochs", str(FEWEST_EPOCHS), "--no-kill", "--compression", "float16")
@@ -27,9 +30,10 @@ def test_two_peers_stay_identical_and_learn(tmp_path: Path) -> None:
     )
     report = json.loads((tmp_path / "report.json").read_text())
     # Ten epochs are too few to beat a bigram model, and may be over before the newcomer has imported torch.
-    serious = [problem for problem in report["problems"] if "bigram" not in problem and "newcomer" not in problem]
-    assert serious == [], done.stdout
-    assert done.returncode == 1
+    assert report["problems"] == [], done.stdout
+    assert done.returncode == 0
+    assert any("bigram" in one for one in report["unreached"])
+    assert "as promised, as far as 10 epochs show" in done.stdout
     assert report["digests_equal"]
     assert report["epochs_compared"] >= FEWEST_EPOCHS
     assert report["loss_after"] < report["loss_before"] - 1

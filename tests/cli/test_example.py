@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = [pytest.mark.alone, pytest.mark.long]
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "train.py"
 COMMAND = [sys.executable, str(SCRIPT), "--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--epochs"]
 

@@ -13,6 +13,8 @@ import pytest
 
 import shoal
 
+pytestmark = pytest.mark.alone
+
 LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
 
 

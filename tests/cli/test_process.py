@@ -16,6 +16,8 @@ import pytest
 
 from shoal.cli.demo.process import Line, PeerProcess
 
+pytestmark = pytest.mark.alone
+
 ECHO = "import sys\nfor line in sys.stdin: print(line.strip().upper(), flush=True)"
 STUBBORN = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(100)"
 

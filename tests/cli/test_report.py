@@ -44,6 +44,19 @@ def test_problems_are_shown(tmp_path: Path) -> None:
     assert "problem: peer 1 fell over" in output.getvalue()
 
 
+def test_a_short_run_says_what_it_was_too_short_for(tmp_path: Path) -> None:
+    record = good_run()
+    record.peers[4].committed.clear()
+    console, output = make_console()
+    write_report(record, summarise(record, settings(tmp_path)), console)
+    assert "as promised, as far as 20 epochs show" in output.getvalue()
+    assert "not reached in 20 epochs: the newcomer, peer 4, committed no epoch" in output.getvalue()
+    assert "problem" not in output.getvalue()
+    record.failures.append("peer 1 fell over")
+    write_report(record, summarise(record, settings(tmp_path)), console)
+    assert "1 problem " in output.getvalue()
+
+
 def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "can_draw", lambda: False)
     record = good_run()

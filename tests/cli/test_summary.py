@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.cli.demo.messages import Downloaded, Evaluated
+from shoal.cli.demo.settings import ENOUGH_EPOCHS
 from shoal.cli.demo.summary import summarise
 from tests.cli.runs import EPOCHS, committed, good_run, settings
 
@@ -50,11 +51,17 @@ def test_a_failure_is_a_problem() -> None:
     assert summarise(record, settings()).problems == ["peer 1 ended with exit code 1: boom"]
 
 
-def test_a_loss_that_is_not_below_the_bigram_models_is_a_problem() -> None:
+@pytest.mark.parametrize(("epochs", "enough"), [(ENOUGH_EPOCHS - 1, False), (ENOUGH_EPOCHS, True)])
+def test_a_loss_that_is_not_below_the_bigram_models_is_a_problem_where_there_was_time(
+    epochs: int, enough: bool
+) -> None:
     record = good_run()
-    record.evaluations[-1] = Evaluated(epoch=EPOCHS, held_out_loss=2.4)
-    (problem,) = summarise(record, settings()).problems
-    assert "2.400 is not below" in problem
+    record.evaluations[-1] = Evaluated(epoch=epochs, held_out_loss=2.4)
+    summary = summarise(record, settings(epochs=epochs))
+    (said,) = summary.problems + summary.unreached
+    assert "2.400 is not below the bigram model's 2.400" in said
+    assert bool(summary.problems) == enough
+    assert said.endswith("it takes some 60 epochs") == (not enough)
 
 
 def test_a_loss_of_an_earlier_epoch_does_not_count_as_the_last() -> None:
@@ -78,10 +85,16 @@ def test_no_epoch_after_the_kill_is_a_problem() -> None:
     assert "no epoch was committed after the kill" in summarise(record, settings()).problems
 
 
-def test_a_newcomer_that_never_takes_part_is_a_problem() -> None:
+def test_a_newcomer_that_never_takes_part_is_a_problem_where_there_was_time() -> None:
     record = good_run()
     record.peers[4].committed.clear()
-    assert summarise(record, settings()).problems == ["the newcomer, peer 4, committed no epoch"]
+    summary = summarise(record, settings())
+    assert summary.problems == []
+    assert summary.unreached == ["the newcomer, peer 4, committed no epoch; it takes some 60 epochs"]
+    record.evaluations[-1] = Evaluated(epoch=ENOUGH_EPOCHS, held_out_loss=1.6)
+    summary = summarise(record, settings(epochs=ENOUGH_EPOCHS))
+    assert summary.problems == ["the newcomer, peer 4, committed no epoch"]
+    assert summary.unreached == []
     record.newcomer = None
     assert "no newcomer was started" in summarise(record, settings()).problems[0]
 
@@ -103,6 +116,7 @@ def test_a_run_in_which_nothing_happened_has_no_numbers_but_problems() -> None:
     assert summary.median_round_seconds is None
     assert summary.recovery_seconds is None
     assert len(summary.problems) == 4
+    assert summary.unreached == []
 
 
 def test_a_downloaded_state_counts_as_one_of_its_epoch() -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from shoal.cli.demo.record import PeerState, Record
 from shoal.cli.demo.settings import DemoSettings
 from shoal.cli.demo.summary import Summary, summarise
 from shoal.cli.demo.swarm import Swarm
+
+pytestmark = pytest.mark.alone
 
 
 class Notes:

@@ -28,6 +28,22 @@ def test_only_a_payload_of_the_exact_size_is_decoded(codec: Codec, nbytes: int, 
             codec.decode(payload, dtype, numel)
 
 
+@pytest.mark.parametrize(
+    "name", ["none", "float16", "uniform_8bit", "quantile_8bit", "blockwise_8bit", "scaled_float16"]
+)
+def test_anything_bytes_like_is_decoded(name: str) -> None:
+    """hivemind's users hold `bytes`."""
+    codec, chunk = codec_by_name(name), torch.randn(1000)
+    payload = codec.encode(chunk)
+    expected = codec.decode(payload, torch.float32, 1000)
+    for given_ in (bytes(payload), bytearray(payload), memoryview(bytes(payload)).cast("H")):
+        assert torch.equal(codec.decode(given_, torch.float32, 1000), expected)
+    with pytest.raises(ValueError, match=f"has {len(payload)} bytes, got 3"):
+        codec.decode(b"abc", torch.float32, 1000)
+    with pytest.raises(TypeError, match="bytes-like object is required, not 'str'"):
+        codec.decode("abc", torch.float32, 1000)  # type: ignore[arg-type]
+
+
 def test_sizes() -> None:
     assert NoCompression().encoded_nbytes(10, torch.float64) == 80
     assert Float16Compression().encoded_nbytes(10, torch.float64) == 20

@@ -1,4 +1,7 @@
-"""Bytes that never change: peers of other releases and machines make and read them."""
+"""Bytes that never change: peers of other releases and machines make and read them, with other kernels than these.
+
+So all that a codec computes rounds alike on every processor: `make test-capabilities` runs this with other kernels.
+"""
 
 from __future__ import annotations
 

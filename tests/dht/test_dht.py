@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,7 @@ from shoal.dht.validation import owner_marker
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.zeromq import ZeroMQTransport
 
 
 @pytest.fixture
@@ -114,6 +117,69 @@ def test_identity_is_kept_in_a_file(tmp_path: Path) -> None:
         assert dht.peer_id == peer_id
 
 
+def test_two_processes_with_one_identity_are_both_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A home folder was copied, and with it the identity of the node through which its copy is to join."""
+
+    def warned() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    options: dict[str, Any] = {"identity_path": tmp_path / "identity", "start": True}
+    with DHT(**options) as first, DHT(first.get_visible_maddrs(), **options) as second:
+        assert first.peer_id == second.peer_id
+        deadline = time.monotonic() + 10
+        while len(warned()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(warned()) == 2
+        assert all(f"another process uses the identity of this one, peer {first.peer_id}" in text for text in warned())
+    with DHT(**options) as again:
+        assert again.peer_id == first.peer_id
+    assert len(warned()) == 2, "a restart is no twin"
+
+
+def test_an_initial_peer_that_was_started_again_is_found_again(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        first = stack.enter_context(DHT(identity_path=tmp_path / "identity", start=True))
+        [address] = first.get_visible_maddrs()
+        client = stack.enter_context(DHT([address], client_mode=True, start=True))
+        first.shutdown()
+        assert not client.store("key", 1, get_dht_time() + 60)
+        host = f"/ip4/{address.host}/tcp/{address.port}"
+        again = stack.enter_context(DHT(identity_path=tmp_path / "identity", host_maddrs=[host], start=True))
+        deadline = time.monotonic() + 10
+        while not client.store("key", 1, get_dht_time() + 60):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert again.get("key").value == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("host", "options", "warned"),
+    [
+        ("dns4/other.example", {}, True),
+        ("ip4/127.0.0.1", {}, False),
+        ("dns4/other.example", {"announce_maddrs": ["/ip4/203.0.113.7/tcp/7"]}, False),
+        ("dns4/other.example", {"client_mode": True}, False),
+    ],
+)
+def test_who_joins_through_another_machine_and_listens_on_loopback_is_told_so(
+    host: str, options: dict[str, Any], warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def resolve(_transport: ZeroMQTransport, _address: Multiaddr) -> list[ipaddress.IPv4Address]:
+        return [ipaddress.IPv4Address("127.0.0.1")]
+
+    monkeypatch.setattr(ZeroMQTransport, "_resolve", resolve)
+    with DHT(start=True) as first:
+        [address] = first.get_visible_maddrs()
+        initial = f"/{host}/tcp/{address.port}/p2p/{first.peer_id}"
+        with DHT([initial], start=True, **options) as second:
+            mine = [f"/{own.protocol}/{own.host}/tcp/{own.port}" for own in second.get_visible_maddrs()]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == warned
+    if warned:
+        for part in (mine[0], initial, "listens on loopback only", "host_maddrs=['/ip4/0.0.0.0/tcp/<port>']"):
+            assert part in warnings[0]
+
+
 def test_validators(swarm: list[DHT]) -> None:
     with DHT(swarm[0].get_visible_maddrs(), start=True, record_validators=[SchemaValidator({"number": int})]) as strict:
         assert not strict.store("number", "x", get_dht_time() + 60)
@@ -199,7 +265,7 @@ def test_it_starts_when_told_to() -> None:
 
 def test_it_starts_without_waiting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = Multiaddr.parse(f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}").with_peer(Identity().peer_id)
+        address = Multiaddr(f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}").with_peer(Identity().peer_id)
         dht = DHT([address], start=True, await_ready=False)
         assert not dht.is_alive()
         assert dht.peer_id
@@ -223,7 +289,7 @@ def test_unreachable_initial_peers_are_named_in_bounded_time() -> None:
         free = socket.socket()
         free.bind(("127.0.0.1", 0))  # bound, and nobody listens
         ports = [free.getsockname()[1], silent.getsockname()[1]]
-        addresses = [Multiaddr.parse(f"/ip4/127.0.0.1/tcp/{port}").with_peer(Identity().peer_id) for port in ports]
+        addresses = [Multiaddr(f"/ip4/127.0.0.1/tcp/{port}").with_peer(Identity().peer_id) for port in ports]
         start = time.monotonic()
         with pytest.raises(PeerUnreachable, match="none of the initial peers answered") as error:
             DHT(addresses, start=True, bootstrap_timeout=2.0)
@@ -235,7 +301,7 @@ def test_unreachable_initial_peers_are_named_in_bounded_time() -> None:
 
 def test_a_start_that_takes_too_long_can_be_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = Multiaddr.parse(f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}").with_peer(Identity().peer_id)
+        address = Multiaddr(f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}").with_peer(Identity().peer_id)
         dht = DHT([address])
         with pytest.raises(TimeoutError):
             dht.run_in_background(timeout=0.2)
@@ -244,7 +310,7 @@ def test_a_start_that_takes_too_long_can_be_given_up() -> None:
 
 def test_to_wait_in_vain_for_a_start_does_not_end_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = Multiaddr.parse(f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}").with_peer(Identity().peer_id)
+        address = Multiaddr(f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}").with_peer(Identity().peer_id)
         dht = DHT([address])
         dht.run_in_background(await_ready=False)
         for _ in range(2):
@@ -300,7 +366,7 @@ def test_records_that_make_no_sense(swarm: list[DHT]) -> None:
 
 
 def test_visible_addresses() -> None:
-    public = Multiaddr.parse("/dns4/example.org/tcp/4000")
+    public = Multiaddr("/dns4/example.org/tcp/4000")
     with DHT(host_maddrs=["/ip4/0.0.0.0/tcp/0"], announce_maddrs=[public], start=True) as everywhere:
         first, *rest = everywhere.get_visible_maddrs(latest=True)
         assert first == public.with_peer(everywhere.peer_id)
@@ -346,3 +412,24 @@ def test_a_forked_child_can_ask_for_addresses_and_nothing_else() -> None:
             os.waitpid(child, 0)
             pytest.fail("the child waits for a thread that it does not have")
         assert os.waitstatus_to_exitcode(ended[1]) == 0
+
+
+def test_nodes_on_a_loop_of_the_users_own() -> None:
+    async def scenario() -> None:
+        first = await DHTNode.create()
+        second = await DHTNode.create(
+            [str(first.visible_addresses()[0])], record_validator=SchemaValidator({"n": int}), num_replicas=2
+        )
+        assert await second.store("n", 7, get_dht_time() + 60)
+        assert not await second.store("n", "seven", get_dht_time() + 60)
+        found = await first.get("n", latest=True)
+        assert found is not None
+        assert found.value == 7
+        address = str(second.visible_addresses()[0])
+        await second.shutdown()
+        with pytest.raises(PeerUnreachable):
+            await DHTNode.create([address], bootstrap_timeout=1.0)
+        alone = await DHTNode.create([address], bootstrap_timeout=1.0, ensure_bootstrap_success=False)
+        await asyncio.gather(alone.shutdown(), first.shutdown())
+
+    asyncio.run(scenario())

@@ -1,11 +1,13 @@
-"""The directory of a run's peers, which is kept in the DHT: what it warns of."""
+"""The directory of a run's peers, which is kept in the DHT: who is found in it, and what it warns of."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 
 from shoal.averaging.directory import DHTDirectory
-from shoal.averaging.member import Member, Role
+from shoal.averaging.member import MAX_MEMBERS, Member, Role
 from shoal.dht.node import DHTNode
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
@@ -44,5 +46,79 @@ def test_a_clock_that_is_behind_is_told_of_once(caplog: pytest.LogCaptureFixture
         assert [record.getMessage()[:45] for record in caplog.records if record.levelname == "WARNING"] == [
             "this machine's clock is at least 20 s behind "
         ]
+
+    run(scenario())
+
+
+def test_records_that_anybody_can_write_hide_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        world = World(3)
+        first = await join(world)
+        second = await join(world, initial=[first])
+        liar = await join(world, initial=[first])
+        key, until = "run/members", world.wall_clock() + 86400
+        assert await liar.store(key, "nobody is here", until)
+        for dht in (first, second):
+            await DHTDirectory(dht, "run", world.wall_clock).publish(member(dht))
+        assert not await liar.store(key, "nobody is here", until)
+        subkeys = [f"!{number}" for number in range(MAX_MEMBERS + 100)]  # they come before those of members
+        await liar.store_many([key] * len(subkeys), ["x"] * len(subkeys), until, subkeys)
+        newcomer = await join(world, initial=[liar])
+        assert set(await DHTDirectory(newcomer, "run", world.wall_clock).read()) == {member(first), member(second)}
+        assert not caplog.records, "nor does such a record say anything of clocks"
+
+    run(scenario())
+
+
+def test_a_peer_that_is_gone_is_listed_when_its_record_is_newer() -> None:
+    async def scenario() -> None:
+        world = World(4)
+        first = await join(world)
+        second = await join(world, initial=[first])
+        mine, its = (DHTDirectory(dht, "run", world.wall_clock) for dht in (first, second))
+        await its.publish(member(second))
+        assert await mine.read() == [member(second)]
+        await asyncio.sleep(5)
+        mine.gone(second.peer_id.key)
+        assert await mine.read() == []
+        await asyncio.sleep(5)
+        await its.publish(member(second))
+        assert await mine.read() == [member(second)]
+
+    run(scenario())
+
+
+def test_another_process_that_writes_this_peers_record_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        world = World(5)
+        dht = await join(world)
+        here, there = (DHTDirectory(dht, "run", world.wall_clock) for _ in range(2))
+        for _ in range(4):
+            await here.publish(member(dht))
+            await asyncio.sleep(7)
+            await here.read()
+            await there.publish(member(dht))
+            await asyncio.sleep(8)
+            await here.read()
+        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(warnings) == 1
+        assert f"another process uses the identity of this one, peer {dht.peer_id}" in warnings[0]
+
+    run(scenario())
+
+
+def test_what_an_earlier_start_has_written_is_no_twin(caplog: pytest.LogCaptureFixture) -> None:
+    """Also if the clock was set back meanwhile, so that the record of the earlier start outlives the new one's."""
+
+    async def scenario() -> None:
+        world = World(6)
+        dht = await join(world)
+        for behind in (0.0, 20.0):
+            directory = DHTDirectory(dht, "run", lambda behind=behind: world.wall_clock() - behind)  # type: ignore[misc]
+            for _ in range(3):
+                await directory.publish(member(dht))
+                await directory.read()
+                await asyncio.sleep(5)
+        assert "uses the identity" not in caplog.text
 
     run(scenario())

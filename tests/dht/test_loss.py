@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from contextlib import ExitStack
 
+import pytest
+
 from shoal.dht.dht import DHT
 from shoal.dht.node import DHTNode
 from shoal.dht.records import get_dht_time
@@ -27,6 +29,7 @@ async def find_all(_dht: DHT, dht_node: DHTNode) -> list[object]:
     return [one.value if one is not None else None for one in found.values()]
 
 
+@pytest.mark.long
 def test_every_key_is_found_from_every_peer_also_after_a_third_was_killed() -> None:
     rng = random.Random()
     with ExitStack() as stack:

@@ -125,7 +125,7 @@ def test_joining_by_addresses_where_nobody_answers_names_each_and_why() -> None:
         world = World(4)
         there = await join(world)
         wrong = there.visible_addresses()[0].with_peer(Identity().peer_id)
-        nobody = Multiaddr.parse("/ip4/10.1.1.1/tcp/1").with_peer(Identity().peer_id)
+        nobody = Multiaddr("/ip4/10.1.1.1/tcp/1").with_peer(Identity().peer_id)
         dht = DHTNode(await world.spawn_node(), clock=world.wall_clock)
         with pytest.raises(PeerUnreachable) as error:
             await dht.bootstrap([wrong, nobody], timeout=5)
@@ -173,7 +173,7 @@ def test_own_address_among_the_initial_peers_is_passed_over_and_one_without_peer
         world = World(7)
         dht = DHTNode(await world.spawn_node(), clock=world.wall_clock)
         await dht.bootstrap(dht.visible_addresses())
-        nobody = Multiaddr.parse("/ip4/10.1.1.1/tcp/1").with_peer(Identity().peer_id)
+        nobody = Multiaddr("/ip4/10.1.1.1/tcp/1").with_peer(Identity().peer_id)
         with pytest.raises(PeerUnreachable, match="nobody answers"):
             await dht.bootstrap([*dht.visible_addresses(), nobody])
         with pytest.raises(ValueError, match="/p2p/<peer id>"):
@@ -195,6 +195,51 @@ async def raw_peer(world: World, dht: DHTNode) -> Node:
 
 def record(key: str, subkey: str | None, value: object, expiration: float) -> DHTRecord:
     return DHTRecord(encode_key(key), encode_key(subkey) if subkey else b"", encode_value(value), expiration)
+
+
+def test_a_record_that_would_stay_for_more_than_a_day_is_not_kept() -> None:
+    async def scenario() -> None:
+        world = World(12)
+        dht = await join(world)
+        peer = await raw_peer(world, dht)
+        now = world.wall_clock()
+        records = [record("key", str(hours), 1, now + 3600 * hours) for hours in (1, 24, 25, 1000)]
+        reply = await peer.call(dht.peer_id, SERVICE, Store(Sender(True, ()), records, False), Stored, timeout=5)
+        assert reply.kept == [True, True, False, False]
+        with pytest.raises(ValueError, match="at most one day"):
+            await dht.store("key", 1, now + 90000)
+        await close([dht])
+
+    run(scenario())
+
+
+def test_a_peer_that_comes_and_goes_does_not_have_all_keys_looked_at_each_time() -> None:
+    """It needs to say no more than that it is a client, and that it is none."""
+
+    async def scenario() -> None:
+        world = World(13)
+        dht = await join(world)
+        peer = await raw_peer(world, dht)
+        for number in range(1000):
+            assert dht.storage.store(record(f"key {number}", None, 1, world.wall_clock() + 600), world.wall_clock())
+        looks: list[PeerID] = []
+        joined = dht._replication.joined
+
+        def counted(peer: PeerID) -> list[int]:
+            looks.append(peer)
+            return joined(peer)
+
+        dht._replication.joined = counted  # type: ignore[method-assign]
+        here = tuple(str(address).partition("/p2p/")[0] for address in peer.addresses)
+        await peer.connect(dht.peer_id)
+        for _ in range(200):
+            for sender in (Sender(True, ()), Sender(False, here)):
+                peer.notify([dht.peer_id], SERVICE, Ping(sender))
+        await asyncio.sleep(0.05)
+        assert 1 <= len(looks) <= 10
+        await close([dht])
+
+    run(scenario())
 
 
 def test_a_forged_subkey_is_refused_by_who_should_store_it() -> None:
@@ -282,7 +327,7 @@ def test_clients_and_senders_without_an_address_of_their_own_are_not_passed_on()
         world = World(11)
         dht = await join(world)
         node = await raw_peer(world, dht)
-        others = str(Multiaddr.parse("/ip4/10.9.9.9/tcp/9").with_peer(Identity().peer_id))
+        others = str(Multiaddr("/ip4/10.9.9.9/tcp/9").with_peer(Identity().peer_id))
         for addresses in ((), ("nonsense",), (others,), ("/ip4/10.9.9.9/tcp/0",)):
             await node.call(dht.peer_id, SERVICE, Ping(Sender(False, addresses)), Pong, timeout=5)
             assert dht.table.get(node.peer_id) is None

@@ -92,4 +92,10 @@ def test_long_keys_are_refused() -> None:
 @pytest.mark.parametrize("time", [math.nan, math.inf, -1.0, 0.0])
 def test_expiration_times_are_finite_and_positive(time: float) -> None:
     with pytest.raises(ValueError, match="get_dht_time"):
-        check_expiration(time)
+        check_expiration(time, 0.0)
+
+
+def test_expiration_times_are_at_most_one_day_ahead() -> None:
+    assert check_expiration(1000 + 86400, 1000.0) == 87400.0
+    with pytest.raises(ValueError, match=r"at most one day.*2\.0 days ahead: choose an earlier one"):
+        check_expiration(1000 + 2 * 86400, 1000.0)

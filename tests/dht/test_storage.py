@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from shoal.dht import storage as storage_module
 from shoal.dht.records import NO_SUBKEY, DHTRecord, encode_key, key_id
-from shoal.dht.storage import LocalStorage
+from shoal.dht.storage import MAX_ENTRY_RECORDS, LocalStorage
 
 KEYS = [encode_key(f"key {index}") for index in range(3)]
 SUBKEYS = [encode_key(f"subkey {index}") for index in range(3)]
+OWNED = [encode_key(f"[owner:peer {index}]") for index in range(3)]  # the storage believes what validators have checked
 
 
 def record(value: bytes = b"x", expiration: float = 10.0, key: bytes = KEYS[0], subkey: bytes = NO_SUBKEY) -> DHTRecord:
@@ -24,7 +27,7 @@ def record(value: bytes = b"x", expiration: float = 10.0, key: bytes = KEYS[0], 
 records = st.builds(
     DHTRecord,
     key=st.sampled_from(KEYS),
-    subkey=st.sampled_from(SUBKEYS),
+    subkey=st.sampled_from(SUBKEYS + OWNED),
     value=st.binary(max_size=20),
     expiration_time=st.integers(1, 60).map(float),
 )
@@ -70,13 +73,19 @@ class StorageMachine(RuleBasedStateMachine):
 
     @invariant()
     def small_is_bounded_and_counts_right(self) -> None:
-        kept = [one for identifier in self.small.key_ids() for one in self.small._entries[identifier].values()]
+        entries = self.small._entries.values()
+        kept = [one for entry in entries for one in entry.records.values()]
         assert len(self.small) == len(kept) <= 4
         assert self.small.bytes == sum(one.size for one in kept) <= 500
+        for entry in entries:
+            assert entry.bytes == sum(one.size for one in entry.records.values())
+            assert entry.owned == sum(one.subkey in OWNED for one in entry.records.values())
 
     @invariant()
     def queues_do_not_grow_without_end(self) -> None:
-        assert len(self.large._expirations) <= 2 * len(self.large) + 64 + 1
+        for storage in (self.large, self.small):
+            assert len(storage._expirations) <= 2 * len(storage) + 64 + 2
+            assert len(storage._order or []) <= 2 * len(storage) + 64 + 2
 
 
 TestStorage = StorageMachine.TestCase
@@ -94,6 +103,19 @@ def test_order_of_arrival_makes_no_difference(items: list[DHTRecord], seed: int)
         other.store(item, 0.0)
     for key in KEYS:
         assert sorted(one.get(key_id(key), 0.0), key=str) == sorted(other.get(key_id(key), 0.0), key=str)
+
+
+@given(st.lists(records | st.builds(record, expiration=st.integers(1, 60).map(float)), max_size=12), st.integers())
+def test_what_has_an_owner_is_kept_whatever_else_is_stored(items: list[DHTRecord], seed: int) -> None:
+    storage, alone = LocalStorage(), LocalStorage()
+    for item in items:
+        if item.subkey in OWNED:
+            alone.store(item, 0.0)
+    random.Random(seed).shuffle(items)
+    for item in items:
+        storage.store(item, 0.0)
+    for kept in alone.get(key_id(KEYS[0]), 0.0):
+        assert storage.holds(kept)
 
 
 def test_of_equal_expirations_the_greater_value_wins() -> None:
@@ -137,6 +159,48 @@ def test_a_dictionary_is_bounded_so_that_it_fits_into_a_reply(monkeypatch: pytes
     kept = storage.get(key_id(KEYS[0]), 0.0)
     assert sum(one.size for one in kept) <= 1000
     assert max(one.expiration_time for one in kept) == 59.0
+
+
+def test_what_has_no_owner_makes_room_for_what_has_one() -> None:
+    storage = LocalStorage(max_records=100)
+    owned = [record(b"mine", 10.0, KEYS[0], subkey) for subkey in OWNED]
+    for one in owned:
+        assert storage.store(one, 0.0)
+    for index in range(MAX_ENTRY_RECORDS + 100):
+        storage.store(record(b"x", 1000.0 + index, KEYS[0], encode_key(index)), 0.0)
+        storage.store(record(b"x", 1000.0 + index, encode_key(index)), 0.0)
+    assert len(storage) == 100
+    assert all(storage.holds(one) for one in owned)
+
+
+def test_a_full_key_keeps_what_has_an_owner() -> None:
+    storage = LocalStorage()
+    owned = [record(b"mine", 10.0, KEYS[0], subkey) for subkey in OWNED]
+    for one in owned:
+        assert storage.store(one, 0.0)
+    for index in range(MAX_ENTRY_RECORDS + 100):
+        storage.store(record(b"x", 1000.0 + index, KEYS[0], encode_key(index)), 0.0)
+    assert len(storage) == MAX_ENTRY_RECORDS
+    assert all(storage.holds(one) for one in owned)
+    assert not storage.store(record(b"x", 9.0, KEYS[0], encode_key("new")), 0.0), "it would be the first to go"
+
+
+@pytest.mark.parametrize("subkey", [encode_key, lambda index: encode_key(0), lambda index: NO_SUBKEY])
+def test_to_store_into_a_full_key_takes_hardly_longer_than_into_an_empty_one(subkey: Callable[[int], bytes]) -> None:
+    """CPU time, as a ratio: a pass over the key's records for every record would make it 15 to 200."""
+
+    def seconds(fill: int) -> float:
+        storage, number = LocalStorage(), 1000
+        for index in range(fill):
+            storage.store(record(b"x", 1e6 + index, KEYS[0], encode_key(f"full {index}")), 0.0)
+        stored = [record(index.to_bytes(2, "big"), 1e6 + fill - 1.5, KEYS[0], subkey(index)) for index in range(number)]
+        started = time.process_time()
+        for one in stored:
+            storage.store(one, 0.0)
+        return time.process_time() - started
+
+    empty, full = (min(seconds(fill) for _ in range(3)) for fill in (1, MAX_ENTRY_RECORDS))
+    assert full < 10 * empty, (full, empty)
 
 
 def test_retain_drops_the_rest() -> None:

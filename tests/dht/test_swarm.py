@@ -54,6 +54,7 @@ def test_every_key_is_found_from_every_node_also_after_a_third_is_killed_at_once
     run(scenario())
 
 
+@pytest.mark.long
 def test_replicas_are_replaced_so_that_losses_do_not_add_up() -> None:
     async def scenario() -> None:
         world = World(3)
@@ -149,6 +150,24 @@ def test_a_node_that_was_alone_for_long_joins_again_through_its_initial_peers() 
         assert await nodes[1].store("key", 1, world.wall_clock() + 60)
         assert await value_of(alone, "key") == 1
         await close([*nodes, alone])
+
+    run(scenario())
+
+
+def test_an_initial_peer_that_was_away_for_long_is_dialled_again_although_others_are_there() -> None:
+    async def scenario() -> None:
+        world = World(12)
+        nodes = await swarm(world, 3)
+        late = await join(world, initial=nodes[:2])
+        world.partition([[nodes[0].peer_id], [dht.peer_id for dht in (*nodes[1:], late)]])
+        await asyncio.sleep(2000)
+        assert late.table.get(nodes[0].peer_id) is None
+        world.heal()
+        await asyncio.sleep(61)
+        assert late.node.is_connected(nodes[0].peer_id)
+        assert await nodes[0].store("key", 1, world.wall_clock() + 60)
+        assert await value_of(nodes[1], "key") == 1, "and by that the others found it, too"
+        await close([*nodes, late])
 
     run(scenario())
 

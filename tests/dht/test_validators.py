@@ -9,6 +9,7 @@ import pytest
 
 from shoal.dht.records import MAX_VALIDATOR_BYTES, NO_SUBKEY, DHTRecord, decode_value, encode_key, encode_value
 from shoal.dht.validation import (
+    BytesWithPublicKey,
     CompositeValidator,
     RecordValidator,
     SchemaValidator,
@@ -182,3 +183,24 @@ def test_validators_sign_by_rising_priority_and_check_the_other_way_round() -> N
     assert decode_value(composite.strip_value(complete)) == 1
     for part in (b"-low", b"-high"):
         assert not composite.validate(msgspec.structs.replace(plain, value=value.replace(part, b"-none")))
+
+
+def test_a_schema_asks_for_subkeys_with_an_owner() -> None:
+    schema = SchemaValidator({"metrics": dict[BytesWithPublicKey, float]})
+    owner = owner_marker(Identity(bytes(32)).peer_id)
+    subkeys = {owner: True, owner.encode(): True, "x" + owner: True, "anna": False, b"anna": False, 7: False}
+    for subkey, valid in subkeys.items():
+        record = DHTRecord(encode_key("metrics"), encode_key(subkey), encode_value(0.5), 1e9)
+        assert schema.validate(record) is valid, subkey
+    assert not schema.validate(DHTRecord(encode_key("metrics"), encode_key(owner), encode_value("text"), 1e9))
+
+
+def test_merging_as_in_hivemind() -> None:
+    first, second = SchemaValidator({"a": int}, allow_extra_keys=False), SchemaValidator({"a": str, "b": str})
+    node = CompositeValidator([first, second])
+    record = DHTRecord(encode_key("a"), NO_SUBKEY, encode_value("text"), 1e9)
+    assert node.validate(record)
+    assert not first.validate(record), "what a node is given stays as it is"
+    assert first.merge_with(second)
+    assert first.validate(record)
+    assert not first.merge_with(SignatureValidator(Identity()))

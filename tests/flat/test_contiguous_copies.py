@@ -133,6 +133,7 @@ def test_hooks_of_the_user_see_the_gradient() -> None:
 
 
 def test_compiled_models() -> None:
+    """Equal to the bit as in `twins`: "aot_eager" calls the kernels that eager mode calls."""
     twins = Twins(optim.Adam, foreach=False)
     compiled = [torch.compile(model, backend="aot_eager") for model, _ in twins.both]
     for seed in range(3):

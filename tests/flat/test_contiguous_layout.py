@@ -28,7 +28,7 @@ def test_one_buffer_per_dtype() -> None:
     torch.stack([item.float().sum() for item in mixed]).sum().backward()
     optimizer.step()
     for item, value in zip(mixed, values, strict=True):
-        assert torch.equal(item, value - 1)
+        assert torch.equal(item, value - 1)  # the step rounds once: 1.0 times 1.0 is exact
 
 
 def test_flat_parameters_are_parameters_of_the_same_memory() -> None:
@@ -61,7 +61,7 @@ def test_channels_last_is_kept_and_other_strides_become_contiguous() -> None:
     assert convolution.weight.grad.stride() == convolution.weight.stride()
     optim.SGD(parameters.contiguous(), lr=0.5, foreach=False).step()
     for item, value in zip(all_of_them, values, strict=True):
-        assert torch.equal(item, value - 0.5 * item.grad)
+        assert torch.equal(item, value - 0.5 * item.grad)  # rounds once too: a half of a float is exact
     parameters.assert_buffer_is_valid()
 
 
@@ -145,7 +145,7 @@ def test_a_newer_contiguous_params_takes_over() -> None:
     optim.SGD(new.contiguous(), lr=0.1).step()
     new.assert_buffer_is_valid()
     assert not old.buffer_is_valid()
-    assert len(model.weight._post_accumulate_grad_hooks) == 1
+    assert sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters()) == 1
     with pytest.raises(ValueError, match="left the flat memory"):
         optim.SGD(old.contiguous(), lr=0.1).step()
 

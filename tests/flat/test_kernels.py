@@ -51,6 +51,7 @@ def trained(optimizer_class: Any, dtype: torch.dtype, threads: int, options: dic
 def test_fused_steps_are_the_same_bits_with_any_number_of_threads(
     optimizer_class: Any, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
+    """Of one kernel on the same memory: it divides the work among threads at cache lines only."""
     alone = trained(optimizer_class, dtype, 1, options)
     for threads in range(2, 9):
         assert torch.equal(trained(optimizer_class, dtype, threads, options), alone), f"{threads} threads"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import sys
 sys.modules["numpy"] = None  # an import of it fails
@@ -20,6 +22,7 @@ for codec in (NoCompression(), Float16Compression()):
 """
 
 
+@pytest.mark.long
 def test_bytes_and_codecs_work_without_numpy() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("[1.0, 1.0, 1.0]\n" * 3, "")

@@ -1,4 +1,7 @@
-"""A bound step that has little left to check: what it is, and that whatever is unusual is still found or done right."""
+"""A bound step that has little left to check: what it is, and that whatever is unusual is still found or done right.
+
+A bound step and the functional one are equal to the bit: they call the same kernel with tensors of the same shapes.
+"""
 
 from __future__ import annotations
 

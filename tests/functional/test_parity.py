@@ -1,4 +1,4 @@
-"""Against torch.optim: 100 steps with random options, bit for bit with the same kernel."""
+"""Against torch.optim: 100 steps with random options, bit for bit with the same kernel on the same shapes."""
 
 from __future__ import annotations
 

@@ -131,6 +131,7 @@ def test_the_torch_optimizer_goes_on_from_its_state_dict() -> None:
     resumed = shoal.QHM(twin.parameters(), 1.0, 0.0, 0.0)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert _train(model, data, optimizer, 5) == _train(twin, data, resumed, 5)
+    # The same kernels on copies, forward, backward and step.
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
@@ -142,7 +143,7 @@ def test_the_torch_optimizer_steps_the_functional_one_and_leaves_alone_what_has_
     alone = torch.ones(3)
     functional = QHM(0.1, 0.9, 0.7, maximize=True)
     functional.step([alone], [torch.ones(3)], functional.init([alone]))
-    assert torch.equal(first, alone)
+    assert torch.equal(first, alone)  # the same kernel on a tensor of the same shape
     assert torch.equal(second, torch.ones(3))
     assert second not in optimizer.state or not optimizer.state[second]
     assert shoal.functional_optim_map[shoal.QHM] is QHM

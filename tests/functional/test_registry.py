@@ -100,7 +100,7 @@ def test_every_form_goes_on_from_a_state_dict(form: str) -> None:
         bound.step(_grads(step))
         resumed.step(_grads(step))
     for param, other in zip(params, others, strict=True):
-        assert torch.equal(param, other)
+        assert torch.equal(param, other)  # the same operations on copies of the same parameters and state
     with pytest.raises(ValueError, match="state for parameter 7 of 2"):
         resumed.load_state_dict({"state": {7: saved["state"][0]}, "options": {}})
 
@@ -218,7 +218,7 @@ def test_a_state_dict_of_torch_optim_is_taken_over(optimizer: Any) -> None:
         theirs.grad = grad.clone()
         reference.step()
         bound.step([grad])
-    assert torch.equal(ours, theirs)
+    assert torch.equal(ours, theirs)  # torch's loop and ours, on one tensor of the same shape
 
 
 @pytest.mark.parametrize("fused", [True, False])

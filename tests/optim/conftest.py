@@ -9,7 +9,15 @@ import pytest
 from torch import nn
 
 import shoal
+from shoal.averaging import coordination
 from tests.optim.processes import Pool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Peers in processes of their own wait for each other: nothing runs beside them."""
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.alone)
 
 
 @pytest.fixture(scope="session")
@@ -31,8 +39,9 @@ def dht() -> Iterator[shoal.DHT]:
 
 
 @pytest.fixture
-def alone(dht: shoal.DHT) -> Iterator[Alone]:
+def alone(dht: shoal.DHT, monkeypatch: pytest.MonkeyPatch) -> Iterator[Alone]:
     """Makes optimizers of runs with one peer, in this process: alone(model, **arguments)."""
+    monkeypatch.setattr(coordination, "SETTLE_SECONDS", 0.0)  # nobody else is to be found
     made: list[shoal.Optimizer] = []
 
     def make(model: nn.Module, **arguments: Any) -> shoal.Optimizer:

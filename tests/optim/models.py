@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import shoal
+
 BATCH = 64
 """Samples of a fixed batch; also the target batch size of most tests."""
 
@@ -20,6 +22,13 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler
     "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50),
     "steps": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5, 9], gamma=0.5),
 }
+
+OUTSIDE: dict[str, Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]] = {
+    "none": lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+    "each step": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step)),
+    "each epoch": lambda optimizer: shoal.EpochScheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)),
+}
+"""Schedulers that a framework makes of the `shoal.Optimizer`, and steps after each batch."""
 
 
 def fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

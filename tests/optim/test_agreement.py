@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,14 +20,6 @@ DIFFERING: dict[str, Any] = {
     "target_batch_size": 128,
     "optimizer": OPTIMIZERS["adamw"],
     "scheduler": SCHEDULERS["steps"],
-    "matchmaking_time": 16.0,
-    "averaging_timeout": 61.0,
-    "allreduce_timeout": 30.0,
-    "next_chunk_timeout": 6.0,
-    "load_state_timeout": 60.0,
-    "shutdown_timeout": 6.0,
-    "averager_opts": {"request_timeout": 5.0},
-    "tracker_opts": {"min_refresh_period": 0.25},
     "delay_optimizer_step": True,
     "delay_grad_averaging": True,
     "delay_state_averaging": False,
@@ -38,7 +31,6 @@ DIFFERING: dict[str, Any] = {
     "load_state_compression": Float16Compression(),
     "average_opt_statistics": ["momentum_buffer"],
     "extra_tensors": [torch.zeros(3)],
-    "performance_ema_alpha": 0.2,
     "max_grad_norm": 1.0,
     "min_peers": 2,
 }
@@ -49,6 +41,15 @@ FREE: dict[str, Any] = {
     "reuse_grad_buffers": True,
     "offload_optimizer": True,
     "verbose": True,
+    "matchmaking_time": 16.0,
+    "averaging_timeout": 61.0,
+    "allreduce_timeout": 30.0,
+    "next_chunk_timeout": 6.0,
+    "load_state_timeout": 60.0,
+    "shutdown_timeout": 6.0,
+    "averager_opts": {"request_timeout": 5.0},
+    "tracker_opts": {"min_refresh_period": 0.25},
+    "performance_ema_alpha": 0.2,
 }
 
 SPELLINGS: list[dict[str, Any]] = [  # keys that are a peer's own, and other words for what the others have
@@ -59,12 +60,25 @@ SPELLINGS: list[dict[str, Any]] = [  # keys that are a peer's own, and other wor
     {"averager_opts": {"min_matchmaking_time": 15.0, "request_timeout": 10}},
     {"tracker_opts": {"min_refresh_period": 0.5, "max_refresh_period": 10, "daemon": False}},
     {"tracker_opts": {"status_loglevel": logging.INFO}},
+    {"target_batch_size": 64.0},
+    {"averaging_timeout": 5.0, "allreduce_timeout": 3.0, "tracker_opts": {"expected_drift_peers": 10}},
 ]
 
 
 def make(dht: shoal.DHT, **arguments: Any) -> shoal.Optimizer:
     given: dict[str, Any] = {"run_id": "agreed", "target_batch_size": 64, "optimizer": OPTIMIZERS["sgd"], **arguments}
-    return shoal.Optimizer(dht=dht, params=make_model().parameters(), **given)
+    return shoal.Optimizer(dht=dht, **{"params": make_model().parameters(), **given})
+
+
+def partly_frozen() -> list[torch.nn.Parameter]:
+    parameters = list(make_model().parameters())
+    parameters[0].requires_grad_(False)
+    return parameters
+
+
+def grouped() -> list[dict[str, Any]]:
+    parameters = list(make_model().parameters())
+    return [{"params": parameters[:2], "slow": True}, {"params": parameters[2:]}]
 
 
 @pytest.fixture(scope="module")
@@ -96,19 +110,38 @@ def test_who_differs_is_told_in_what(running: list[shoal.DHT], name: str) -> Non
     [
         ({"averager_opts": {"min_group_size": 2}}, "min_peers is 2 here, and 1 there"),
         (
-            {"tracker_opts": {"max_refresh_period": 30, "status_loglevel": logging.INFO}},
-            "tracker_opts is max_refresh_period 30 here, and as by default there",
+            {"extra_tensors": [torch.zeros(3), torch.zeros((2, 4), dtype=torch.int64)]},
+            "the number of extra_tensors is 2 here, and 0 there",
         ),
         (
-            {"extra_tensors": [torch.zeros(3), torch.zeros((2, 4), dtype=torch.int64)]},
-            "extra_tensors is float32[3], int64[2, 4] here, and none there",
+            {"params": make_model(width=24).named_parameters()},
+            "parameters[0] (0.weight) is float32[24, 10] here, and float32[20, 10] there",
         ),
+        ({"params": make_model().double().parameters()}, "parameters[0] is float64[20, 10] here, and float32[20, 10]"),
+        ({"params": make_model()[:4].parameters()}, "the number of parameters is 4 here, and 6 there"),
+        (
+            {"params": partly_frozen()},
+            "the number of trained parameters is 5 here, and 6 there; trained parameters[0] is "
+            "float32[20] here, and float32[20, 10] there",
+        ),
+        ({"params": grouped()}, "param_groups is 2 tensors with slow, 4 tensors here, and 6 tensors there"),
     ],
-    ids=str,
+    ids=lambda given: "" if isinstance(given, dict) else given[:40],
 )
 def test_what_differs_can_be_read(running: list[shoal.DHT], given: dict[str, Any], text: str) -> None:
     with pytest.raises(shoal.AveragingError, match=re.escape(text)):
         make(running[0], **given).step(batch_size=1)
+
+
+def test_the_others_are_told_as_well(running: list[shoal.DHT], caplog: pytest.LogCaptureFixture) -> None:
+    """By one line of each peer that was there."""
+    with caplog.at_level(logging.WARNING, "shoal"), pytest.raises(shoal.AveragingError):
+        make(running[0], params=make_model(width=22).parameters()).step(batch_size=1)
+    text = "is in the run with other terms: parameters[0] is float32[20, 10] here, and float32[22, 10] there"
+    deadline = time.monotonic() + 10
+    while sum(text in line for line in caplog.messages) < 2:
+        assert time.monotonic() < deadline, caplog.messages
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("given", [{name: value} for name, value in FREE.items()] + SPELLINGS, ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import shoal
-from tests.optim.models import make_model
+from tests.optim.models import backward, fixed_batch, make_model
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -125,7 +126,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"auxiliary": True, "client_mode": True}, ["auxiliary", "client_mode"]),
     ({"auxiliary": True, "batch_size_per_step": 4}, ["auxiliary", "batch_size_per_step"]),
     ({"auxiliary": True, "averager_opts": {"allow_state_sharing": True}}, ["allow_state_sharing", "auxiliary"]),
-    ({"client_mode": True, "averager_opts": {"allow_state_sharing": True}}, ["allow_state_sharing", "client_mode"]),
 ]
 
 
@@ -161,13 +161,41 @@ def test_values_that_change_nothing_are_taken(started: shoal.DHT) -> None:
     optimizer.shutdown()
 
 
-def test_verbose_tells_of_every_epoch(started: shoal.DHT, caplog: pytest.LogCaptureFixture) -> None:
+def test_verbose_tells_of_every_epoch_in_a_line_to_read(started: shoal.DHT, caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("shoal")
     level = logger.level
+    model = make_model()
     try:
-        optimizer = make(started, run_id="verbose", verbose=True)
+        optimizer = make(started, run_id="verbose", verbose=True, params=model.parameters())
+        backward(model, *fixed_batch(0))
         optimizer.step(batch_size=8)
         optimizer.shutdown()
     finally:
         logger.setLevel(level)
-    assert "EpochReport(epoch=1" in caplog.text
+    line = (
+        r"epoch 1: 8 samples of 1 peer, round \d+\.\d{3} s \(matchmaking \d+\.\d{3} s, all-reduce \d+\.\d{3} s\), "
+        r"\d+\.\d MB sent, \d+\.\d MB received, state [0-9a-f]{8}"
+    )
+    assert [message for message in caplog.messages if re.fullmatch(line, message)], caplog.messages
+    assert "EpochReport(" not in caplog.text
+
+
+def test_a_download_is_told_in_one_line() -> None:
+    report = shoal.DownloadReport(epoch=3, seconds=0.5, bytes=4_100_000, donors=2, state_digest="12ab" * 16)
+    assert str(report) == "downloaded the state of epoch 3 from 2 peers: 4.1 MB in 0.50 s, state 12ab12ab"
+
+
+def test_an_optimizer_whose_step_needs_a_closure_is_refused(started: shoal.DHT) -> None:
+    before = threading.enumerate()
+    says = (
+        r"optimizer= is a LBFGS, whose step evaluates the loss again .*choose an optimizer whose step needs no closure"
+    )
+    with pytest.raises(ValueError, match=says):
+        make(started, optimizer=torch.optim.LBFGS)
+    with pytest.raises(ValueError, match=says):
+        make(started, optimizer=torch.optim.LBFGS(make_model().parameters()), params=None)
+    with pytest.raises(ValueError, match=says):
+        shoal.TrainingStateAverager(
+            dht=started, prefix="lbfgs", optimizer=torch.optim.LBFGS, params=make_model().parameters()
+        )
+    assert threading.enumerate() == before

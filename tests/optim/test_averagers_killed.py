@@ -8,6 +8,8 @@ import pytest
 
 from tests.peers import PeerProcess
 
+pytestmark = pytest.mark.alone
+
 WORKER = "tests.optim.averager_worker"
 
 
@@ -25,9 +27,9 @@ def assert_alike(answers: list[dict[str, Any] | None]) -> None:
 @pytest.mark.parametrize(
     ("options", "where"),
     [
-        ({"averager_rank": 3}, "between"),
+        pytest.param({"averager_rank": 3}, "between", marks=pytest.mark.long),
         ({"averager_rank": 3}, "result"),
-        ({}, "result"),
+        pytest.param({}, "result", marks=pytest.mark.long),
         ({"initial_group_bits": "0"}, "result"),
     ],
 )

@@ -47,7 +47,7 @@ def test_going_on_from_a_file(alone: Alone, name: str, scheduler: str) -> None:
     assert restarted.local_epoch == 4
     assert restarted.tracker.global_epoch == 4
     train(again, restarted, range(4, 8))
-    assert torch.equal(flat(again), flat(model))
+    assert torch.equal(flat(again), flat(model))  # the same kernels on copies
     assert restarted.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     mine, theirs = restarted.state_dict(), optimizer.state_dict()
     assert mine["shoal"] == theirs["shoal"], "the lineage or the scheduler differs"
@@ -86,7 +86,7 @@ def test_state_dicts_are_torchs_too(alone: Alone) -> None:
     optimizer.step(batch_size=64)
     backward(plain, *fixed_batch(2))
     fused(local).step()
-    assert torch.equal(flat(model), flat(plain))
+    assert torch.equal(flat(model), flat(plain))  # the same fused kernel on tensors of the same shapes
 
     third = make_model()
     fresh = OPTIMIZERS["adamw"](third.parameters())
@@ -123,10 +123,10 @@ def test_what_another_averager_of_gradients_kept_is_refused(alone: Alone) -> Non
     "option",
     [
         {},
-        {"offload_optimizer": True},
-        {"delay_grad_averaging": True},
-        {"use_local_updates": True},
-        {"own_averager": "PowerSGDGradientAverager"},
+        pytest.param({"offload_optimizer": True}, marks=pytest.mark.long),
+        pytest.param({"delay_grad_averaging": True}, marks=pytest.mark.long),
+        pytest.param({"use_local_updates": True}, marks=pytest.mark.long),
+        pytest.param({"own_averager": "PowerSGDGradientAverager"}, marks=pytest.mark.long),
     ],
     ids=str,
 )

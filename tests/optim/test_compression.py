@@ -32,11 +32,14 @@ LOSSY: list[Compression] = [
     Float16Compression(), ScaledFloat16Compression(), Uniform8BitQuantization(), Quantile8BitQuantization(),
     BlockwiseQuantization(), BY_SIZE, BY_ROLE, BY_TENSOR,
 ]  # fmt: skip
+ALL_BUT_ONE_LONG = [
+    pytest.param(each, marks=[] if isinstance(each, Uniform8BitQuantization) else [pytest.mark.long]) for each in LOSSY
+]
 EPOCHS = 4
 SHARES = [(0, 8), (8, 40), (40, 64)]
 
 
-@pytest.mark.parametrize("compression", LOSSY, ids=lambda compression: type(compression).__name__)
+@pytest.mark.parametrize("compression", ALL_BUT_ONE_LONG, ids=lambda compression: type(compression).__name__)
 def test_gradients_through_every_compression(pool: Pool, compression: Compression) -> None:
     with training(pool, 3, optimizer="sgd", codec=compression.spec) as peers:
         for peer, share in zip(peers.all, SHARES, strict=True):
@@ -81,6 +84,7 @@ def test_state_is_averaged_through_a_compression(pool: Pool, compression: Compre
     assert set(by_epoch(histories)) >= {1, 2, 3, 4}
 
 
+@pytest.mark.long
 def test_a_newcomer_with_a_lossy_state_is_alike_after_the_next_round(pool: Pool) -> None:
     """It counts as unlike until the state was averaged: it is not sent to download again, and nobody else is."""
     run = {"optimizer": "adamw", "target": 64, "load_codec": Uniform8BitQuantization().spec}

@@ -57,6 +57,7 @@ def test_a_delayed_step_is_one_epoch_late(pool: Pool, option: str) -> None:
     assert (late - train_alone("adamw", "cosine", EPOCHS)).abs().max() > 1e-2, "there is no difference to see"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", ["offload_optimizer", "reuse_grad_buffers"])
 def test_where_the_memory_is_changes_nothing(pool: Pool, option: str) -> None:
     """Peers may choose for themselves."""
@@ -252,6 +253,7 @@ def test_a_kill_during_a_round_in_the_background(pool: Pool) -> None:
     assert all([event["peers"] for event in history[-3:]] == [2, 2, 2] for history in histories)
 
 
+@pytest.mark.long
 def test_mixed_swarm_where_peers_may_choose(pool: Pool) -> None:
     """batch_size_per_step, client_mode, auxiliary, reuse_grad_buffers, offload_optimizer and verbose."""
     with training(

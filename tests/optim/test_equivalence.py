@@ -30,7 +30,9 @@ def train_fixed(peers: Peers, parts: tuple[int, ...] = (1, 1, 1, 1)) -> tuple[to
     return torch.tensor(answers[0]["parameters"]), digests
 
 
-@pytest.mark.parametrize(("optimizer", "scheduler"), [("sgd", "none"), ("adamw", "cosine")])
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"), [pytest.param("sgd", "none", marks=pytest.mark.long), ("adamw", "cosine")]
+)
 def test_four_peers_train_like_one_process(pool: Pool, optimizer: str, scheduler: str) -> None:
     with training(pool, 4, optimizer=optimizer, scheduler=scheduler) as peers:
         together, digests = train_fixed(peers, parts=(1, 2, 3, 1))
@@ -54,7 +56,7 @@ def test_peers_are_bit_identical_through_a_lossy_codec(pool: Pool) -> None:
 def test_one_peer_alone_is_bit_equal_to_torch_with_its_fused_kernel(
     alone: object, optimizer: str, scheduler: str
 ) -> None:
-    """Whatever the batch size: 1/24 is no binary number."""
+    """The same kernels on tensors of the same shapes, whatever the batch size: 1/24 is no binary number."""
     assert callable(alone)
     model = make_model()
     shoal_optimizer = alone(

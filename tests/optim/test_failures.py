@@ -40,6 +40,7 @@ def test_training_goes_on_after_a_kill(pool: Pool, victim_is: str) -> None:
         assert [event["peers"] for event in history[-3:]] == [3, 3, 3]
 
 
+@pytest.mark.long
 def test_a_peer_that_hung_is_made_equal_again(pool: Pool) -> None:
     with training(pool, 4, optimizer="adamw", scheduler="cosine", next_chunk_timeout=2.0) as peers:
         for peer in peers.all:

@@ -135,7 +135,7 @@ def test_without_reuse_it_is_used_as_torchs(alone: Alone, kind: Any) -> None:
             by.update()
         assert mine.get_scale() == theirs.get_scale()
     assert optimizer.local_epoch == 5
-    assert torch.equal(flat(model), flat(plain))
+    assert torch.equal(flat(model), flat(plain))  # the same kernels, scaled by powers of two, clipped by the same norm
 
 
 def test_step_with_grad_scaler(alone: Alone) -> None:
@@ -161,6 +161,34 @@ def test_torchs_own_would_unscale_what_is_held_again_and_is_refused(alone: Alone
         theirs.step(optimizer, batch_size=64)
 
 
+NOT_SCALED = r"the loss of these gradients was not scaled: call GradScaler.scale\(loss\) before backward"
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_gradients_of_a_loss_that_was_not_scaled_are_refused_by_every_method(alone: Alone, reuse: bool) -> None:
+    model = make_model()
+    optimizer = alone(model, target_batch_size=64, optimizer=OPTIMIZERS["sgd"], reuse_grad_buffers=reuse)
+    by, before = scaler(), flat(model)
+    backward(model, *fixed_batch(0), clear=False)
+    for method in (
+        lambda: by.unscale_(optimizer),
+        lambda: by.step(optimizer, batch_size=64),
+        lambda: optimizer.step(batch_size=64, grad_scaler=by),
+        by.update,
+        lambda: by.unscale_(torch.optim.SGD(model.parameters())),
+    ):
+        with pytest.raises(RuntimeError, match=NOT_SCALED):
+            method()
+    assert optimizer.local_epoch == 0
+    assert torch.equal(flat(model), before)
+    for parameter in model.parameters():
+        parameter.grad = None
+    scaled_backward(model, by, *fixed_batch(0))
+    by.step(optimizer, batch_size=64)
+    by.update()
+    assert optimizer.local_epoch == 1
+
+
 def test_other_optimizers_are_left_to_torch() -> None:
     models = [make_model(), make_model()]
     locals_ = [OPTIMIZERS["adamw"](model.parameters()) for model in models]
@@ -172,7 +200,7 @@ def test_other_optimizers_are_left_to_torch() -> None:
             by.step(local)
             by.update()
     assert both[0].get_scale() == both[1].get_scale() == 8 * SCALE
-    assert torch.equal(flat(models[0]), flat(models[1]))
+    assert torch.equal(flat(models[0]), flat(models[1]))  # the same kernels
     half = nn.Linear(2, 1).half()
     stepped = torch.optim.SGD(half.parameters(), lr=0.1)
     both[0].scale(half(torch.ones(1, 2).half()).sum()).backward()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from statistics import median
 
+import pytest
+
 from tests.optim.processes import Pool, by_epoch, events, gaps, training, wait_until
 
 ALONE = "going on with this peer's own gradients"
@@ -26,6 +28,7 @@ def test_a_healthy_run_has_no_fallback_no_download_and_no_long_epoch(pool: Pool)
     by_epoch(histories)
 
 
+@pytest.mark.long
 def test_a_peer_that_stood_still_costs_the_others_the_time_to_notice_and_itself_a_download(pool: Pool) -> None:
     timeouts = {"averaging_timeout": 20.0, "next_chunk_timeout": 2.0, "matchmaking_time": 2.0}
     with training(pool, 3, optimizer="adamw", target=48, **timeouts) as peers:
@@ -52,6 +55,7 @@ def test_a_peer_that_stood_still_costs_the_others_the_time_to_notice_and_itself_
     by_epoch(histories)
 
 
+@pytest.mark.long
 def test_a_peer_that_stood_still_between_two_rounds_does_not_go_on_alone(pool: Pool) -> None:
     """It finds all its connections closed when it wakes, and has enough samples for an epoch of its own at once."""
     with training(pool, 3, optimizer="adamw", target=48, next_chunk_timeout=2.0, matchmaking_time=2.0) as peers:

@@ -64,6 +64,7 @@ def test_peers_step_alone_and_average_their_parameters(pool: Pool, every: int, p
     assert all(event["kind"] == "epoch" and event["samples"] == 64 for history in histories for event in history)
 
 
+@pytest.mark.long
 def test_the_trainer_goes_on_while_states_are_averaged(pool: Pool) -> None:
     """In the background; all get the same averages, and a newcomer joins in."""
     with training(pool, 2, optimizer="adamw", scheduler="steps", use_local_updates=True, target=128) as peers:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from statistics import median
 
+import pytest
+
 from tests.optim.processes import Pool, by_epoch, events, gaps, training, wait_until
 
 WIDE = 512
 """Width of the model whose state (with AdamW's) is 3 MB: its download takes several messages."""
 
 
+@pytest.mark.long
 def test_newcomer_joins_while_the_others_train(pool: Pool) -> None:
     run = {"optimizer": "adamw", "scheduler": "steps", "width": WIDE, "target": 64}
     with training(pool, 4, **run) as peers:

@@ -84,3 +84,11 @@ def test_a_slow_step_does_not_change_what_is_expected() -> None:
     assert step.seconds == pytest.approx(1.0)
     step.update(20, 2.0)
     assert step.seconds == pytest.approx(2.0), "the next one is as large as the last"
+
+
+def test_arguments_are_in_hiveminds_order() -> None:
+    ema = PerformanceEMA(0.5, 1.0, True)
+    assert ema.paused
+    assert ema.update(10, 0.1) == 1.0, "no faster than a sample per eps"
+    with pytest.raises(ValueError, match="eps=0: give a number over 0"):
+        PerformanceEMA(eps=0)

@@ -49,6 +49,7 @@ def finish(controls: list[StepControl], count: int) -> None:
 
 
 def assert_alike(averagers: list[PowerSGDGradientAverager]) -> list[torch.Tensor]:
+    """Each makes its result of the same average, with the same kernels: peers of one machine get the same bits."""
     first, *others = [result_of(averager) for averager in averagers]
     for theirs in others:
         assert all(torch.equal(a, b) for a, b in zip(first, theirs, strict=True))
@@ -152,7 +153,7 @@ def test_a_step_that_fails_in_either_half_and_is_tried_again_counts_nothing_twic
                     if attempt.exchange.book.complete:
                         failed.append(1)
                         self.complain(self._participant.me, "it is lost", fault=False)
-                        self._fail(shoal.AveragingError("this one is lost"))
+                        self.fail(shoal.AveragingError("this one is lost"))
                     return
             original(self)
 

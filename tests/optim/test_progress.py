@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 import shoal
 from shoal.averaging.errors import Behind
 from shoal.averaging.member import Member, Role
-from shoal.averaging.membership import Membership
 from shoal.averaging.messages import Count, Progress
 from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Tip
@@ -33,7 +33,7 @@ class FakeSwarm:
         self.behind: Tip | None = None
         self.called = False
         self.me = Member(bytes(32), ("/ip4/127.0.0.1/tcp/1",), Role.NODE)
-        self.membership = Membership("run", self.me)
+        self.neighbourhood = SimpleNamespace(num_clients=lambda: 0)
         self.rules = Rules((), matchmaking_time=0.5, round_timeout=1.0)
         self.others, self.others_rate, self.others_under_way, self.peers = 0.0, 0.0, 0.0, 1
         self.waits: list[float] = []  # what it says to those who ask

@@ -14,6 +14,8 @@ import shoal
 from shoal.averaging.errors import Rejected
 from shoal.optim.progress_tracker import ProgressTracker
 
+pytestmark = pytest.mark.alone
+
 TARGET = 100
 Make = Callable[..., ProgressTracker]
 
@@ -29,6 +31,7 @@ def make() -> Iterator[Make]:
                 "target_batch_size": TARGET,
                 "min_refresh_period": 0.05,
                 "default_refresh_period": 0.05,
+                "max_refresh_period": 0.2,
                 **arguments,
             }
             client = bool(arguments.get("client_mode"))
@@ -72,6 +75,7 @@ class Worker(threading.Thread):
                 samples = 0
 
 
+@pytest.mark.long
 def test_peers_that_come_and_go(make: Make) -> None:
     watching = make()
     workers = [

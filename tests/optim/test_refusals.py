@@ -28,8 +28,8 @@ def test_a_peer_with_other_options_is_refused_by_name(pool: Pool) -> None:
         assert "grad_compression is float16 here, and none there" in refusal(pool, peers, {"codec": "float16"})
         assert "optimizer is AdamW here, and SGD there" in refusal(pool, peers, {"optimizer": "adamw"})
         assert "scheduler is MultiStepLR here" in refusal(pool, peers, {"scheduler": "steps"})
-        assert "averaging_timeout is 30 here, and 60 there" in refusal(pool, peers, {"averaging_timeout": 30})
-        assert "schema hash" in refusal(pool, peers, {"width": 21})
+        assert "min_peers is 2 here, and 1 there" in refusal(pool, peers, {"min_peers": 2})
+        assert "parameters[0] is float32[21, 10] here, and float32[20, 10] there" in refusal(pool, peers, {"width": 21})
         last = max(event["epoch"] for peer in peers.all for event in events(peer)) + 3
         for peer in peers.all:
             peer.tell(do="stop", epoch=last)

@@ -17,7 +17,9 @@ SHARES = [(0, 8), (8, 40), (40, 64)]
 EPOCHS = 6
 
 
-@pytest.mark.parametrize("dht_client", [True, False], ids=["no listening DHT", "a listening DHT"])
+@pytest.mark.parametrize(
+    "dht_client", [True, pytest.param(False, marks=pytest.mark.long)], ids=["no listening DHT", "a listening DHT"]
+)
 def test_a_swarm_of_clients_and_one_node(pool: Pool, dht_client: bool) -> None:
     with training(
         pool,
@@ -47,6 +49,7 @@ def test_a_swarm_of_clients_and_one_node(pool: Pool, dht_client: bool) -> None:
     assert [role["listens"] for role in roles] == [True, not dht_client, not dht_client]
 
 
+@pytest.mark.long
 def test_an_auxiliary_reduces_and_adds_no_gradients(pool: Pool) -> None:
     with training(pool, 3, optimizer="sgd", auxiliary=[False, False, True], width=200, matchmaking_time=3.0) as peers:
         *trainers, helper = peers.all

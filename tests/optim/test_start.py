@@ -8,7 +8,11 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from tests.peers import ROOT
+
+pytestmark = pytest.mark.alone
 
 COMMAND = [sys.executable, "-m", "tests.optim.starting"]
 
@@ -23,7 +27,7 @@ def test_making_one_is_cheap_and_a_kill_leaves_nothing() -> None:
     print(measured)
     assert measured["epoch"] == 1
     assert measured["cpu"] < 1.0, "seconds of CPU from import to a constructed Optimizer, after torch"
-    assert measured["seconds"] < 3.0, "the same by the clock of a machine that may be busy"
+    assert measured["seconds"] < 15.0, "the same by the clock of a machine that may be busy: nothing is waited out"
     assert measured["memory"] < 60, "MB more than torch alone"
     assert measured["threads"] <= 6
     assert measured["python_threads"] == ["shoal-reactor"]
@@ -34,6 +38,7 @@ def test_making_one_is_cheap_and_a_kill_leaves_nothing() -> None:
         assert client.connect_ex((host, int(port))) != 0, "somebody still listens"
 
 
+@pytest.mark.long
 def test_nothing_runs_after_shutdown() -> None:
     done = subprocess.run([*COMMAND, "--stop"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout)["left"] == {"threads": 0, "python_threads": []}

@@ -68,7 +68,7 @@ def test_all_of_it_arrives_and_training_goes_on_alike() -> None:
     newcomer[1].load(downloaded(snapshot))
     for _ in range(2):
         for mine, theirs in zip(everything(newcomer), everything(donor), strict=True):
-            assert torch.equal(mine, theirs)
+            assert torch.equal(mine, theirs)  # a copy, and the same kernels afterwards
         assert newcomer[1].digest() == donor[1].digest()
         assert newcomer[1].optimizer.param_groups[0]["lr"] == donor[1].optimizer.param_groups[0]["lr"]
         assert newcomer[1].optimizer.param_groups[0]["betas"] == (0.9, 0.999)

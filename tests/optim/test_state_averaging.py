@@ -23,7 +23,7 @@ def train(peers: Peers, epochs: int = EPOCHS) -> tuple[list[dict[str, Any]], lis
 
 
 @pytest.mark.parametrize("what", ["parameters", "exp_avg_sq"])
-@pytest.mark.parametrize("averaged", [True, False])
+@pytest.mark.parametrize("averaged", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_unlike_machines_are_made_equal(pool: Pool, what: str, averaged: bool) -> None:
     """One machine's steps come out otherwise in the first epochs."""
     statistics = ("exp_avg_sq",) if what == "exp_avg_sq" else ()
@@ -65,7 +65,7 @@ def test_a_statistic_that_the_optimizer_does_not_keep(alone: Any) -> None:
         optimizer.step(batch_size=64)
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_extra_tensors_are_averaged_by_samples(pool: Pool, every: int) -> None:
     values = [1.0, 2.0, 4.0]
     with training(pool, 3, optimizer="sgd", shares_extra=True, extra=values, average_state_every=every) as peers:
@@ -94,6 +94,7 @@ def test_a_lossy_codec_of_the_state_leaves_peers_equal(pool: Pool) -> None:
     assert len({answer["parameters_digest"] for answer in answers}) == 1
 
 
+@pytest.mark.long
 def test_a_newcomer_through_a_lossy_codec_counts_as_unlike(pool: Pool) -> None:
     """It is made equal by the next average of the state, and not taken for one with a fault. What is not averaged (the
     momentum, here) would make it unlike again."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.averaging.swarm import Swarm
 from tests.optim.models import backward, fixed_batch, flat, fused, make_model
 
 Alone = Callable[..., shoal.Optimizer]
@@ -134,7 +135,7 @@ def test_parameter_groups_and_frozen_parameters(alone: Alone) -> None:
         backward(plain, *fixed_batch(epoch))
         local.step()
     assert optimizer.local_epoch == 3
-    assert torch.equal(flat(model), flat(plain))
+    assert torch.equal(flat(model), flat(plain))  # the same fused kernel on tensors of the same shapes
     assert torch.equal(weight(model, 0), frozen), "weight decay moved a frozen parameter"
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1, 0.1]
     optimizer.param_groups[1]["lr"] = 0.0  # as a scheduler of the user's own would do
@@ -176,6 +177,7 @@ def test_parameters_without_a_gradient_are_left_alone(alone: Alone) -> None:
     weight(model, 0).grad = torch.full_like(weight(model, 0), 2.0)
     optimizer.step(batch_size=32)
     optimizer.zero_grad()
+    weight(model, 4).grad = torch.ones_like(weight(model, 4))
     optimizer.step(batch_size=32)
     assert optimizer.local_epoch == 4
     assert torch.equal(weight(model, 2), untouched), "a gradient of the epoch before counted"
@@ -184,15 +186,17 @@ def test_parameters_without_a_gradient_are_left_alone(alone: Alone) -> None:
 
 def test_a_gradient_that_is_missing_counts_as_zeros(alone: Alone) -> None:
     """Where others of the epoch have one, as the samples of a batch that do not use a parameter."""
-    model = nn.Linear(1, 1, bias=False)
+    model = nn.Linear(1, 1)
     nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
     optimizer = alone(model, target_batch_size=32, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
     model.weight.grad = torch.full_like(model.weight, 4.0)
     optimizer.step(batch_size=8)
     optimizer.zero_grad()
+    model.bias.grad = torch.full_like(model.bias, 4.0)
     optimizer.step(batch_size=24)
     assert optimizer.local_epoch == 1
-    assert model.weight.item() == -1.0
+    assert (model.weight.item(), model.bias.item()) == (-1.0, -3.0)
 
 
 def test_mixed_and_sparse(alone: Alone) -> None:
@@ -288,12 +292,13 @@ def test_reports_and_progress(alone: Alone) -> None:
     assert "epoch=1" in repr(optimizer)
 
 
-def test_names_of_the_reference(alone: Alone) -> None:
+def test_names_of_the_reference(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     optimizer = alone(model, target_batch_size=64, optimizer=sgd)
     assert optimizer.opt is optimizer.optimizer
     assert optimizer.state_averager is optimizer.grad_averager is optimizer
     assert optimizer.scheduled_grads is optimizer.scheduled_state is None
+    backward(model, *fixed_batch(0))
     optimizer.step(batch_size=48)
     assert optimizer.local_progress == optimizer.tracker.local_progress
     assert optimizer.local_progress.samples_accumulated == 48
@@ -301,7 +306,7 @@ def test_names_of_the_reference(alone: Alone) -> None:
     tip = optimizer._run.tip
     for epochs, in_step in ((1, True), (2, False)):
         tip = tip.after(bytes(32), 64.0)
-        optimizer._run.swarm.behind = tip
+        monkeypatch.setattr(Swarm, "behind", tip)
         assert optimizer.tracker.global_epoch == epochs
         assert optimizer.is_synchronized_with_peers() == in_step
     assert optimizer.is_alive()

@@ -9,6 +9,8 @@ import pytest
 
 from tests.optim.processes import Pool, events, gaps, training, wait_until
 
+pytestmark = pytest.mark.long
+
 UNKNOWN = 4  # epochs until the peers know how fast each is
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ import pytest
 
 import shoal
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
+
+pytestmark = pytest.mark.alone
 
 Peers = list[shoal.Optimizer]
 
@@ -34,6 +37,7 @@ def peers(dht: shoal.DHT, count: int = 2, **arguments: Any) -> Iterator[Peers]:
         yield made
 
 
+@pytest.mark.long
 def test_matchmaking_time(dht: shoal.DHT) -> None:
     """A member that does not come is waited for no longer than this."""
     with peers(dht, matchmaking_time=1.0, averaging_timeout=30.0) as (first, second):
@@ -81,15 +85,17 @@ def test_next_chunk_timeout(dht: shoal.DHT) -> None:
         assert [type(event) for event in found] == [shoal.EpochReport]
 
 
+@pytest.mark.long
 def test_allreduce_timeout(dht: shoal.DHT, caplog: pytest.LogCaptureFixture) -> None:
-    """A round that does not end is given up, and another tried."""
+    """A round that does not get on is given up, and another tried."""
     times = {"next_chunk_timeout": 60.0, "allreduce_timeout": 1.5, "averaging_timeout": 10.0}
     with peers(dht, **times) as optimizers, caplog.at_level(logging.WARNING, "shoal"):
         deafen(optimizers[1])
         assert 1.4 <= together(optimizers, optimizers[0]) < 25.0
-    assert "the round did not end within 1.5 s: trying again" in caplog.text
+    assert "the round has not got on for 1.5 s: trying again" in caplog.text
 
 
+@pytest.mark.long
 def test_averaging_timeout(dht: shoal.DHT, caplog: pytest.LogCaptureFixture) -> None:
     with (
         peers(dht, matchmaking_time=60.0, averaging_timeout=1.5) as (first, _),
@@ -98,7 +104,7 @@ def test_averaging_timeout(dht: shoal.DHT, caplog: pytest.LogCaptureFixture) -> 
         began = time.monotonic()
         first.step(batch_size=64)
         assert 1.5 <= time.monotonic() - began < 8.0
-    assert "no result within 1.5 s" in caplog.text
+    assert re.search(r"no result within \d+(\.\d+)? s", caplog.text)
 
 
 def test_load_state_timeout(dht: shoal.DHT) -> None:
@@ -109,11 +115,12 @@ def test_load_state_timeout(dht: shoal.DHT) -> None:
 
         first._run._donor._take_snapshot = never
         began = time.monotonic()
-        with pytest.raises(shoal.AveragingError, match="no state within 1 s"):
+        with pytest.raises(shoal.AveragingError, match="nothing of a state has come for 1 s"):
             second.load_state_from_peers()
         assert 0.9 <= time.monotonic() - began < 6.0
 
 
+@pytest.mark.long
 def test_shutdown_timeout(dht: shoal.DHT, caplog: pytest.LogCaptureFixture) -> None:
     optimizer = shoal.Optimizer(
         dht=dht,

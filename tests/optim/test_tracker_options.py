@@ -11,7 +11,10 @@ import shoal
 from tests.optim.conftest import Alone
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
 
+pytestmark = pytest.mark.alone
 
+
+@pytest.mark.long
 def test_how_often_the_others_are_asked_for(alone: Alone, caplog: pytest.LogCaptureFixture) -> None:
     """With nothing to report; and at the level that was given."""
     often = {"min_refresh_period": 0.05, "default_refresh_period": 0.05, "max_refresh_period": 0.1}
@@ -39,8 +42,10 @@ def test_unknown_ones_are_refused_by_name(alone: Alone) -> None:
 
 
 def test_weight_of_the_newest_measurement(alone: Alone) -> None:
-    optimizer = alone(make_model(), optimizer=OPTIMIZERS["sgd"], target_batch_size=640, performance_ema_alpha=1.0)
+    model = make_model()
+    optimizer = alone(model, optimizer=OPTIMIZERS["sgd"], target_batch_size=640, performance_ema_alpha=1.0)
     assert isinstance(optimizer, shoal.Optimizer)
+    backward(model, *fixed_batch(0))
     speeds = []
     for pause in (0.02, 0.4):
         time.sleep(pause)

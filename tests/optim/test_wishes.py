@@ -84,6 +84,7 @@ def test_no_epoch_ends_before_enough_peers_are_there(
     first.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["GradientAverager", "PowerSGDGradientAverager"])
 @pytest.mark.parametrize("option", [{}, {"delay_grad_averaging": True}])
 def test_an_averager_of_ones_own(pool: Pool, kind: str, option: dict[str, Any]) -> None:

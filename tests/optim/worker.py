@@ -5,6 +5,7 @@ It can begin and end any number of trainings, each with a new DHT, so that tests
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import logging
@@ -22,7 +23,7 @@ import shoal
 from shoal.compression import compression_by_spec
 from shoal.flat import bytes_of
 from shoal.optim import machine as machines
-from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
+from tests.optim.models import OPTIMIZERS, OUTSIDE, SCHEDULERS, backward, fixed_batch, flat, make_model
 
 FACTORIES = {
     "GradientAverager": shoal.GradientAverager,
@@ -75,12 +76,13 @@ class Training:
         self.log = Log()
         logging.getLogger("shoal").addHandler(self.log)
         client, identity = run.pop("dht_client", False), run.pop("identity", None)
-        self.dht = shoal.DHT(initial_peers, start=True, client_mode=client, identity_path=identity)
+        listen = [f"/ip4/127.0.0.1/tcp/{run.pop('port', 0)}"]
+        self.dht = shoal.DHT(initial_peers, start=True, host_maddrs=listen, client_mode=client, identity_path=identity)
         self.model = make_model(run.pop("seed", 0), run.pop("width", 20))
         self.extra = torch.full((3,), run.pop("extra", 0.0))
         self.extras: list[list[float]] = []  # what that was after each epoch
         self.nudges = Nudges(*run.pop("nudge", ["", 0]))
-        download_seconds = run.pop("download_seconds", 0.0)
+        download_seconds, outside = run.pop("download_seconds", 0.0), run.pop("outside", "none")
         started = time.perf_counter()
         try:
             self.optimizer = self.make_optimizer(**run)
@@ -88,6 +90,7 @@ class Training:
             self.dht.shutdown()
             raise
         self.start_seconds = time.perf_counter() - started
+        self.schedule = OUTSIDE[outside](self.optimizer)
         if download_seconds:
             self.slow_down_downloads(download_seconds)
         self.events: list[dict[str, Any]] = []
@@ -95,6 +98,7 @@ class Training:
         self.thread: threading.Thread | None = None
         self.stop_at: float = float("inf")
         self.poisoned = 0
+        self.hold_seconds = 0.0
         self.dies = False  # when it coordinates
         self.errors: list[str] = []
 
@@ -142,7 +146,9 @@ class Training:
 
         self.optimizer._run.download = slow  # type: ignore[method-assign]
 
-    def heard(self, event: shoal.EpochReport | shoal.DownloadReport) -> None:
+    def heard(self, event: shoal.EpochReport | shoal.DownloadReport | shoal.ReachabilityReport) -> None:
+        if isinstance(event, shoal.ReachabilityReport):
+            return
         kind = "epoch" if isinstance(event, shoal.EpochReport) else "download"
         line = {"kind": kind, "time": time.monotonic(), "epoch": event.epoch, "digest": event.state_digest}
         if isinstance(event, shoal.EpochReport):
@@ -197,10 +203,14 @@ class Training:
                 self.poisoned -= 1
                 next(self.model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
             time.sleep(pause)
+            if self.hold_seconds:
+                ctypes.PyDLL(None).usleep(round(1e6 * self.hold_seconds))  # which keeps the GIL, as a compiler may
+                self.hold_seconds = 0.0
             if self.dies and self.coordinates():
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
                 self.optimizer.step(batch_size=batch)
+                self.schedule.step()
             except shoal.AveragingError as error:
                 self.errors.append(str(error))
                 return
@@ -303,6 +313,11 @@ def main() -> None:
                 say(**training.state())
             case "poison":
                 training.poisoned = command["steps"]
+                say(ok=True)
+            case "coordinator":
+                say(peer=str(training.optimizer._run.swarm.neighbourhood.coordinator().peer))
+            case "hold":
+                training.hold_seconds = command["seconds"]
                 say(ok=True)
             case "die as coordinator":
                 training.dies = True

@@ -12,7 +12,7 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Transport
 from shoal.p2p.zeromq import ZeroMQTransport
 
-LOOPBACK = Multiaddr("ip4", "127.0.0.1", 0)
+LOOPBACK = Multiaddr("/ip4/127.0.0.1/tcp/0")
 
 
 class Recorder:
@@ -56,9 +56,9 @@ class Recorder:
 
 
 @asynccontextmanager
-async def zeromq(*seeds: bytes | None, heartbeat_seconds: float = 2.0) -> AsyncIterator[list[Recorder]]:
+async def zeromq(*seeds: bytes | None) -> AsyncIterator[list[Recorder]]:
     """So many ends with ZeroMQ under them, as there are seeds of identities; closed at the end."""
-    ends = [Recorder(ZeroMQTransport(Identity(seed), heartbeat_seconds)) for seed in seeds]
+    ends = [Recorder(ZeroMQTransport(Identity(seed))) for seed in seeds]
     try:
         yield ends
     finally:

@@ -7,9 +7,10 @@ import asyncio
 import zmq
 
 from shoal.p2p import flood
-from shoal.p2p.flood import MAX_MESSAGE_BYTES, FloodGauge, bytes_received
+from shoal.p2p.flood import MAX_MESSAGE_BYTES, FloodGauge
 from shoal.p2p.greeting import hello
 from shoal.p2p.identity import Identity
+from shoal.p2p.tcp import counts
 from tests.p2p.recorder import LOOPBACK, zeromq
 
 
@@ -32,8 +33,8 @@ def test_messages_that_waited_for_the_loop_are_none():
 
 def test_a_descriptor_that_is_no_connection_received_nothing(tmp_path):
     with (tmp_path / "file").open("w") as file:
-        assert bytes_received(file.fileno()) == 0
-    assert bytes_received(-1) == 0
+        assert counts(file.fileno()) == (0, 0)
+    assert counts(-1) == (0, 0)
 
 
 def test_who_sends_it_is_cut_off_before_it_ends(monkeypatch):

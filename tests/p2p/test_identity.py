@@ -43,6 +43,25 @@ def test_other_text_is_refused_with_a_valueerror(text):
         PeerID.parse(text)
 
 
+def test_libp2ps_bytes_and_its_older_text_form():
+    old = "12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"  # an example of libp2p's specification of peer ids
+    peer = PeerID.from_base58(old)
+    assert PeerID.parse(old) == PeerID.parse(str(peer)) == PeerID(peer.to_bytes()) == peer
+    assert peer.to_base58() == old
+    assert peer.to_bytes()[:6].hex() == "002408011220"
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_base58_is_read_back(key):
+    assert PeerID.from_base58(PeerID(key).to_base58()) == PeerID(key)
+
+
+@pytest.mark.parametrize("text", ["", "1", "1" * 52, "z" * 52, "12D3KooW" + "0" * 44, "12D3KooW" + "z" * 43, "é" * 52])
+def test_other_base58_is_refused_with_a_valueerror(text):
+    with pytest.raises(ValueError, match="is not a peer id: expected '12D3KooW"):
+        PeerID.from_base58(text)
+
+
 def test_a_peer_id_is_32_bytes():
     with pytest.raises(ValueError, match="32 bytes"):
         PeerID(b"short")

@@ -23,10 +23,10 @@ GOOD = [
 @pytest.mark.parametrize("text", GOOD)
 @pytest.mark.parametrize("tail", ["", f"/p2p/{PEER}"])
 def test_an_address_is_written_as_it_was_read(text, tail):
-    address = Multiaddr.parse(text + tail)
+    address = Multiaddr(text + tail)
     assert str(address) == text + tail
     assert address.peer_id == (PEER if tail else None)
-    assert Multiaddr.parse(address) is address
+    assert Multiaddr(address) == address
     assert str(address.with_peer(PEER).with_port(7)).endswith(f"/tcp/7/p2p/{PEER}")
 
 
@@ -55,7 +55,7 @@ def test_an_address_is_written_as_it_was_read(text, tail):
 )
 def test_what_is_wrong_is_said(text, complaint):
     with pytest.raises(ValueError, match="is not an address") as caught:
-        Multiaddr.parse(text)
+        Multiaddr(text)
     assert complaint in str(caught.value)
 
 
@@ -67,7 +67,23 @@ PIECES = st.sampled_from(
 @given(st.text(max_size=600) | st.lists(PIECES | st.text(max_size=5), max_size=9).map("/".join))
 def test_reading_anything_gives_an_address_or_a_valueerror(text):
     try:
-        address = Multiaddr.parse(text)
+        address = Multiaddr(text)
     except ValueError:
         return
-    assert Multiaddr.parse(str(address)) == address
+    assert Multiaddr(str(address)) == address
+
+
+def test_parts_of_an_address_as_in_py_multiaddr():
+    address = Multiaddr("/dns4/example.org/tcp/80")
+    whole = address.encapsulate(f"/p2p/{PEER}")
+    assert whole == Multiaddr(f"/dns4/example.org/tcp/80/p2p/{PEER}")
+    assert whole.decapsulate(f"/p2p/{PEER}") == address
+    assert [whole.value_for_protocol(name) for name in ("dns4", "tcp", "p2p")] == ["example.org", "80", str(PEER)]
+    with pytest.raises(LookupError, match=r"there is no /p2p/ in /dns4/example\.org/tcp/80"):
+        address.value_for_protocol("p2p")
+    with pytest.raises(ValueError, match="is not an address"):
+        whole.encapsulate("/tcp/1")
+    with pytest.raises(ValueError, match="/tcp/8 is not in"):
+        whole.decapsulate("/tcp/8")
+    with pytest.raises(ValueError, match="is not an address"):
+        whole.decapsulate("/tcp/80")

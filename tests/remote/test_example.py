@@ -10,6 +10,7 @@ import pytest
 from tests.peers import ROOT
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)  # so that what waits for ever ends by the example's own patience, and says what it was
 @pytest.mark.parametrize("options", [["--trainers", "1", "--check"], ["--trainers", "2"]], ids=["one", "two"])
 def test_the_example_learns(options) -> None:

@@ -13,7 +13,7 @@ from torch.distributed import rpc
 
 from shoal import DistributedOptimizer
 from tests.remote.process import FIRST, SECOND, TRAINER
-from tests.remote.tables import Table, assert_equal, local_params, local_step, make_tables, params, step, values
+from tests.remote.tables import Table, assert_close, local_params, local_step, make_tables, params, step, values
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
@@ -40,11 +40,11 @@ def is_that_of_one_process(name: str) -> None:
     rrefs, ours = params(tables), local_params(3)
     optimizer = DistributedOptimizer(optimizer_class, rrefs, **options)
     local = optimizer_class(ours, **options)
-    assert_equal(values(rrefs), ours)
+    assert_close(values(rrefs), ours)
     for factor in (1.0, 0.3, 2.0, 1.0):
         step(optimizer, tables, factor)
         local_step(local, ours, factor)
-    assert_equal(values(rrefs), ours)
+    assert_close(values(rrefs), ours)
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, "Plain"])
@@ -61,7 +61,7 @@ def leaves_alone_what_has_no_gradient(optimizer_class: type[torch.optim.Optimize
     for used in ((0, 1, 2), (0, 2), (0,), (1,)):
         step(optimizer, tables, used=used)
         local_step(local, ours, used=used)
-        assert_equal(values(rrefs), ours)
+        assert_close(values(rrefs), ours)
 
 
 def leaves_alone_what_has_no_gradient_functional() -> None:
@@ -135,7 +135,7 @@ def takes_sparse_gradients() -> None:
         optimizer.step(context_id)
     sparse_gradients_of(local, rows).backward()
     torch.optim.Adagrad([local], lr=0.1).step()
-    assert_equal([weight.detach()], [local])
+    assert_close([weight.detach()], [local])
 
 
 def test_sparse_gradients_are_taken_where_torch_takes_them(trainer) -> None:

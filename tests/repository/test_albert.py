@@ -29,6 +29,7 @@ def run(module: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.timeout(420)
 def test_two_peers_train_and_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
     checkpoint, export = tmp_path / "albert.pt", tmp_path / "albert"

@@ -36,6 +36,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{link}: there is no such heading"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     program = "".join(PYTHON.findall(page.read_text()))
@@ -45,6 +46,14 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_says_that_its_code_is_one_script(page: Path) -> None:
+    text = page.read_text()
+    if len(PYTHON.findall(text)) > 1:
+        assert "blocks of this page are one script" in text[: text.index("```python")]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(1, len(PYTHON.findall((ROOT / "README.md").read_text()))))
 def test_the_other_examples_run(number: int, tmp_path: Path) -> None:
     example = tmp_path / "example.py"
@@ -55,6 +64,7 @@ def test_the_other_examples_run(number: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_the_example_trains_and_a_second_one_joins_it(tmp_path: Path) -> None:
     example = tmp_path / "example.py"
     example.write_text(PYTHON.findall((ROOT / "README.md").read_text())[0])

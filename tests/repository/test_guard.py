@@ -25,7 +25,8 @@ def test_forgets_a_child():
 ORPHAN = """
 import subprocess
 def test_forgets_a_child_of_a_child():
-    subprocess.run(["sh", "-c", "sleep 600 &"], check=True)
+    is_there = "until grep -q sleep /proc/$!/comm; do :; done"  # while it is being started it has no environment
+    subprocess.run(["sh", "-c", "sleep 600 & " + is_there], check=True)
 """
 FORKED = """
 import os, time

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -117,6 +118,7 @@ def alone(
     divide_by_live: bool,
     every: int = 1,
     scheduled: bool = False,
+    clip: float = 0.0,
 ) -> list[float]:
     """The same training in one process: the mean gradient of the ranks that have inputs, step by step.
 
@@ -133,6 +135,8 @@ def alone(
             for past in range(iteration + 1 - every, iteration + 1):
                 divisor = len(live) if divide_by_live else len(inputs)
                 (model(batch_of(rank, past)).square().sum() / divisor).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         if scheduled:
             schedule(optimizer_, iteration)
         optimizer_.step()
@@ -153,12 +157,15 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=RATE)
 
 
-def torch_zero(parameters: Any) -> TorchZeRO:
-    return TorchZeRO(parameters, torch.optim.Adam, lr=RATE)
+CLASSES: dict[str, Any] = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
 
-def shoal_zero(parameters: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=RATE)
+def torch_zero(parameters: Any, optimizer: str = "adam") -> TorchZeRO:
+    return TorchZeRO(parameters, CLASSES[optimizer], lr=RATE)
+
+
+def shoal_zero(parameters: Any, optimizer: str = "adam") -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(parameters, CLASSES[optimizer], lr=RATE)
 
 
 def train(
@@ -171,13 +178,15 @@ def train(
     zero: str = "torch",
     join: str = "shoal",
     scheduled: bool = False,
+    clip: float = 0.0,
+    optimizer: str = "adam",
 ) -> Any:
     """torch's DistributedDataParallel and a ZeroRedundancyOptimizer, each rank with its number of batches."""
     rank = dist.get_rank()
     model = DistributedDataParallel(build())
-    optimizer: Any = (torch_zero if zero == "torch" else shoal_zero)(model.parameters())
+    stepped: Any = (torch_zero if zero == "torch" else shoal_zero)(model.parameters(), optimizer)
     context: Any = TorchJoin if join == "torch" else Join
-    joinables = [optimizer, model] if zero_first else [model, optimizer]
+    joinables = [stepped, model] if zero_first else [model, stepped]
     done, error = 0, ""
     try:
         with context(joinables, throw_on_early_termination=throw, divide_by_initial_world_size=not divide_by_live):
@@ -189,26 +198,69 @@ def train(
                     return loss
 
                 if scheduled:
-                    schedule(optimizer, iteration)
+                    schedule(stepped, iteration)
                 last = (iteration + 1) % every == 0
                 if closure:
-                    optimizer.zero_grad()
-                    optimizer.step(evaluate)
+                    stepped.zero_grad()
+                    stepped.step(evaluate)
                 else:
                     with nullcontext() if last else model.no_sync():
                         evaluate()
+                    if clip:
+                        nn.utils.clip_grad_norm_(model.parameters(), clip)
                     if last:
-                        optimizer.step()
-                        optimizer.zero_grad()
+                        stepped.step()
+                        stepped.zero_grad()
                 done += 1
     except RuntimeError as problem:
         error = str(problem)
     return {
         "values": values(model.module),
-        "expected": alone(inputs, adam, divide_by_live, every, scheduled),
+        "expected": alone(inputs, partial(CLASSES[optimizer], lr=RATE), divide_by_live, every, scheduled, clip),
         "done": done,
         "error": error,
     }
+
+
+def two_models(inputs: Sequence[int], leader: str = "") -> Any:
+    """Two models, each with its optimizer, and the mean of the live ranks; maybe after a joinable of the user's."""
+    rank = dist.get_rank()
+    models = [DistributedDataParallel(build()) for _ in range(2)]
+    optimizers = [shoal_zero(model.parameters()) for model in models]
+    counters = [Counter()] if leader else []
+    with Join([*counters, *models, *optimizers], divide_by_initial_world_size=False):
+        for iteration in range(inputs[rank]):
+            for counter in counters:
+                counter()
+            for model in models:
+                model(batch_of(rank, iteration)).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    expected = alone(inputs, adam, divide_by_live=True)
+    return {"values": [*values(models[0]), *values(models[1])], "expected": [*expected, *expected]}
+
+
+def rates(inputs: Sequence[int], zero: str, join: str = "shoal") -> Any:
+    """A scheduler that is stepped after each batch: the learning rates after the block, and after a step more."""
+    rank = dist.get_rank()
+    module = build()
+    if zero == "reduced":
+        model: nn.Module = module
+        optimizer: Any = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, reduce_scatter=True, lr=RATE)
+    else:
+        model = DistributedDataParallel(module)
+        optimizer = (torch_zero if zero == "torch" else shoal_zero)(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    context: Any = TorchJoin if join == "torch" else Join
+    with context([optimizer] if zero == "reduced" else [model, optimizer]):
+        for iteration in range(inputs[rank]):
+            optimizer.zero_grad()
+            model(batch_of(rank, iteration)).square().sum().backward()
+            optimizer.step()
+            scheduler.step()
+    after = optimizer.param_groups[0]["lr"]
+    return {"values": values(module), "rate": after, "expected rate": RATE * 0.5 ** max(inputs)}
 
 
 def subgroup(inputs: Sequence[int]) -> Any:

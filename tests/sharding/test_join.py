@@ -34,11 +34,17 @@ STEPS: list[dict[str, Any]] = [
     {"zero": "shoal", "closure": True},
     {"zero": "shoal", "scheduled": True},
     {"zero": "shoal", "scheduled": True, "join": "torch"},
+    {"scheduled": True},
+    {"clip": 0.1, "optimizer": "sgd"},
+    {"clip": 0.1, "optimizer": "sgd", "zero": "shoal"},
+    {"clip": 0.1, "optimizer": "sgd", "zero": "shoal", "join": "torch"},
 ]
 """Ways to train with a model and a sharded optimizer ..."""
 
 STEPPED = [[4, 0, 2], [2, 4, 4]]
 """... and the inputs per rank for that."""
+
+RATES = ("torch", "shoal", "reduced")
 
 OTHERS: list[Call] = [
     ("count", {"inputs": [5, 6]}),
@@ -62,6 +68,10 @@ OTHERS: list[Call] = [
     *(("reduced", {"inputs": [4, 2, 3], "join": join, "bucket_bytes": 8}) for join in ("shoal", "torch")),
     ("reduced", {"inputs": [4, 2, 3], "divide_by_live": True}),
     ("reduced", {"inputs": [4, 2, 3], "join": "torch"}),
+    ("two_models", {"inputs": [1, 3, 4]}),
+    ("two_models", {"inputs": [1, 3, 4], "leader": "counter"}),
+    *(("rates", {"inputs": inputs, "zero": zero}) for inputs in ([1, 4, 2], [3, 3]) for zero in RATES),
+    ("rates", {"inputs": [1, 4, 2], "zero": "shoal", "join": "torch"}),
 ]
 
 
@@ -103,6 +113,7 @@ def live_counts(inputs: list[int]) -> list[int]:
     return [sum(number > iteration for number in inputs) for iteration in range(max(inputs))]
 
 
+@pytest.mark.long
 def test_the_tutorials_numbers(ask: Ask) -> None:
     said = ask("count", inputs=[5, 6])
     assert [(answer["count"], answer["max"]) for answer in said] == [(10, 11), (11, 11)]
@@ -150,8 +161,24 @@ def test_a_sharded_optimizer_stepped_otherwise(ask: Ask, inputs: list[int], step
     expect_as_alone(ask("train", inputs=inputs, **steps))
 
 
+def test_the_mean_of_live_ranks_in_every_model(ask: Ask) -> None:
+    expect_as_alone(ask("two_models", inputs=[1, 3, 4]))
+    expect_as_alone(ask("two_models", inputs=[1, 3, 4], leader="counter"))
+
+
+@pytest.mark.parametrize("inputs", [[1, 4, 2], [3, 3]], ids=str)
+@pytest.mark.parametrize("zero", RATES)
+def test_a_scheduler_leaves_all_ranks_with_the_rate_of_the_last(ask: Ask, inputs: list[int], zero: str) -> None:
+    calls = [ask("rates", inputs=inputs, zero=zero)]
+    if inputs == [1, 4, 2] and zero == "shoal":
+        calls.append(ask("rates", inputs=inputs, zero=zero, join="torch"))
+    for said in calls:
+        assert [answer["rate"] for answer in said] == [said[0]["expected rate"]] * len(inputs)
+        assert all(answer["values"] == said[0]["values"] for answer in said)
+
+
 def expect_as_alone(said: list[Any]) -> None:
-    assert all(answer["error"] == "" for answer in said)
+    assert all(answer.get("error", "") == "" for answer in said)
     assert all(answer["values"] == said[0]["values"] for answer in said)
     assert said[0]["values"] == pytest.approx(said[0]["expected"], rel=1e-12)
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.sharding.zero_ranks import Ranks, checks_of
 
-MODULES = [f"tests.sharding.zero_{name}" for name in ("parity", "states", "reduction", "training")]
+MODULES = [f"tests.sharding.zero_{name}" for name in ("parity", "states", "reduction", "training", "hooks")]
 
 pytestmark = pytest.mark.timeout(280)  # on an idle machine seconds; on a busy one a start may take a minute
 
@@ -29,7 +29,9 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
 
 
 @pytest.mark.parametrize("check", [check for module in MODULES for check in checks_of(module)])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long)]
+)
 def test_on_ranks(on_ranks: Callable[[int], Ranks], ranks: int, check: str) -> None:
     for rank, failure in enumerate(on_ranks(ranks).failures(check)):
         assert failure is None, f"rank {rank}:\n{failure}"

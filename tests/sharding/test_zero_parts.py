@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shoal
 from shoal.flat import Span
 from shoal.sharding.memory import flat, flat_like, is_dense, shaped_like
 from shoal.sharding.options import numbers_of, take_numbers
@@ -133,3 +135,28 @@ def test_elements_are_counted_in_the_order_of_memory() -> None:
         assert torch.equal(flat_like(other, tensor), flat(tensor))
     for tensor in (torch.randn(4, 6)[:, ::2], torch.randn(3, 1).expand(3, 4), torch.eye(3).to_sparse()):
         assert not is_dense(tensor)
+
+
+class Quasi(torch.optim.LBFGS):
+    """A user's own."""
+
+
+@pytest.mark.parametrize("refused", [torch.optim.LBFGS, Quasi, partial(torch.optim.LBFGS, lr=0.1)])
+def test_what_makes_one_vector_of_all_parameters_is_refused(refused: Any) -> None:
+    with pytest.raises(TypeError, match=r"(LBFGS|Quasi) makes one vector of all parameters"):
+        shoal.ZeroRedundancyOptimizer([torch.zeros(3)], refused)
+
+
+@pytest.mark.parametrize(
+    ("form", "name"), [(shoal.functional.QHM, r"shoal\.QHM"), (shoal.functional.AdamW, r"torch\.optim\.AdamW")]
+)
+def test_a_functional_form_is_refused_by_the_name_of_its_class(form: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"is the functional form of {name}: pass that"):
+        shoal.ZeroRedundancyOptimizer([torch.zeros(3)], form, lr=0.1)
+    with pytest.raises(TypeError, match=rf"is the functional form of {name}: pass that"):
+        shoal.DistributedOptimizer(form, [], lr=0.1)
+
+
+def test_an_optimizer_with_a_closure_is_not_for_workers() -> None:
+    with pytest.raises(TypeError, match="Quasi evaluates the loss again and again in a step"):
+        shoal.DistributedOptimizer(Quasi, [])

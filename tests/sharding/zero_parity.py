@@ -99,6 +99,26 @@ def check_groups_schedulers_frozen_parameters_and_closures() -> None:
     assert [group["lr"] for group in made[0].param_groups] == [group["lr"] for group in made[1].param_groups]
 
 
+def check_parity_to_the_bit_in_bfloat16() -> None:
+    """In one thread, whatever the kernel; `tests/flat/test_rounding.py` says why cuts change nothing."""
+    for optimizer_class, options in (
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.Adam, {"lr": 0.01}),
+        (torch.optim.Adam, {"lr": 0.01, "fused": True}),
+        (torch.optim.RMSprop, {"lr": 0.01, "foreach": True}),
+    ):
+        plain, ours = copies(2, torch.bfloat16)
+        optimizer: Any = optimizer_class(plain.parameters(), **options)  # type: ignore[operator]
+        wrapped = DDP(ours)
+        zero: Any = shoal.ZeroRedundancyOptimizer(wrapped.parameters(), optimizer_class, **options)
+        for network, stepped in ((DDP(plain), optimizer), (wrapped, zero)):
+            for batch in batches(3, torch.bfloat16):
+                stepped.zero_grad()
+                loss_of(network, batch).backward()
+                stepped.step()
+        assert_equal(ours.parameters(), plain.parameters(), (optimizer_class.__name__, options))
+
+
 def check_mixed_dtypes_and_memory_formats() -> None:
     for flat in (False, True):
         torch.manual_seed(1)
@@ -115,6 +135,8 @@ def check_mixed_dtypes_and_memory_formats() -> None:
         plain = [nn.Parameter(tensor.clone(memory_format=torch.preserve_format)) for tensor in tensors]
         zero: Any = shoal.ZeroRedundancyOptimizer(ours, torch.optim.Adam, parameters_as_bucket_view=flat, lr=0.1)
         optimizer = torch.optim.Adam(plain, lr=0.1)
+        assert [one.stride() for one in ours] == [other.stride() for other in plain], "channels_last is kept"
+        assert_equal(ours, plain)
         for step in range(3):
             for one, other in zip(ours, plain, strict=True):
                 gradient = torch.full_like(one, 0.1 * step) + one.detach()

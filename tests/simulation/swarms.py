@@ -22,6 +22,7 @@ from shoal.averaging.swarm import Swarm
 from shoal.averaging.tip import Tip
 from shoal.compression import CodecPlan
 from shoal.dht.node import DHTNode
+from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Node
 from shoal.simulation.world import World
 from tests.codecs import codecs_of
@@ -49,13 +50,17 @@ class Board:
 class _Place(Directory):
     def __init__(self, board: Board) -> None:
         self._board = board
+        self._gone: dict[bytes, float] = {}
 
     async def publish(self, member: Member) -> None:
         self._board.listed[member.key] = (asyncio.get_running_loop().time() + RECORD_SECONDS, member)
 
     async def read(self) -> list[Member]:
         now = asyncio.get_running_loop().time()
-        return [member for until, member in self._board.listed.values() if until > now]
+        return [m for until, m in self._board.listed.values() if until > max(now, self._gone.get(m.key, 0.0))]
+
+    def gone(self, key: bytes) -> None:
+        self._gone[key] = asyncio.get_running_loop().time() + RECORD_SECONDS
 
 
 @dataclass(eq=False)
@@ -131,11 +136,13 @@ async def spawn_peer(
     bandwidth: float = 1.0,
     terms: Terms = TERMS,
     chunk_timeout: float | None = None,
+    keeps_state: bool = False,
     start: bool = True,
+    again: PeerID | None = None,
 ) -> Peer:
     """A new peer of the run. It is listed on `board`; or in a DHT, which it joins through that peer (None: it begins a
-    DHT)."""
-    node = await world.spawn_node()
+    DHT). It has the identity of `again`, if given, which was killed."""
+    node = await world.spawn_node(again)
     dht: DHTNode | None = None
     if isinstance(board, Board):
         directory = board.place()
@@ -151,7 +158,17 @@ async def spawn_peer(
     generator = torch.Generator().manual_seed(world.rng.randrange(1 << 30))
     vector = torch.randn(elements, generator=generator)
     commits: list[Commit] = []
-    swarm = Swarm(node, directory, run_id, me, terms, rules, chunk_timeout=chunk_timeout, on_commit=commits.append)
+    swarm = Swarm(
+        node,
+        directory,
+        run_id,
+        me,
+        terms,
+        rules,
+        chunk_timeout=chunk_timeout,
+        keeps_state=keeps_state,
+        on_commit=commits.append,
+    )
     if start:
         await swarm.start()
     return Peer(world, node, swarm, vector, torch.zeros(elements), dht, commits=commits)

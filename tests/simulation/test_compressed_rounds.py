@@ -19,7 +19,7 @@ SIZES = [20_000, 48, 10_000, 9_952]  # whole multiples of 16: together 40000 ele
 PIECEWISE = PerTensorCompression([COMPRESSIONS[name] for name in ("uniform", "none", "quantile", "blockwise")])
 
 
-@pytest.mark.parametrize("seed", seeds(12))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_a_kill_at_any_moment_of_a_lossy_round(seed: int) -> None:
     compression = PIECEWISE if seed % 2 else COMPRESSIONS["uniform"]
     codecs = compression.plan(Layout.of([torch.zeros(size) for size in SIZES]), TensorRole.GRADIENT)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
+
 from shoal.dht.node import DHTNode
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
@@ -78,9 +80,11 @@ async def a_partition(seed: int) -> None:
     assert await missing(members, [*KEYS, "of the east", "of the west"]) == []
 
 
+@pytest.mark.long
 def test_every_key_is_found_after_a_third_of_the_nodes_was_killed_and_the_run_replays():
     assert run(a_third_dies(1)) == run(a_third_dies(1))
 
 
+@pytest.mark.long
 def test_both_sides_of_a_partition_work_and_become_one_again():
     run(a_partition(2))

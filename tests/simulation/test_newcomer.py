@@ -3,105 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
 import pytest
 import torch
 
-from shoal.averaging.contribution import Contribution, Fault, Outcome, SendTo
-from shoal.averaging.errors import Behind
-from shoal.averaging.exchange import Exchange
-from shoal.averaging.manifest import CHUNK_ELEMENTS
-from shoal.averaging.messages import Begin, Progress
-from shoal.averaging.rules import Rules
-from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import Snapshot, StateDonor, download_state
+from shoal.averaging.transfer import DownloadFailed
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
-from tests.codecs import codecs_of
-from tests.simulation.swarms import Board, Peer, results_by_tip, spawn_peer, spawn_swarm
-
-ELEMENTS = 2_000
-BALLAST = 24 * CHUNK_ELEMENTS  # int8: 24 chunks, together 0.3 s over the ways out of four donors at 5 MB/s
-BATCH_SECONDS = 0.04  # that a peer computes for a sample; an epoch of 40 takes four of them 0.4 s
-RULES = Rules(sizes=(ELEMENTS,), matchmaking_time=15.0, round_timeout=60.0, target_samples=40.0)
-NAME = "state/run"
-
-
-@dataclass
-class Trainer:
-    """A peer that adds each round's average to its state."""
-
-    peer: Peer
-    tip: Tip = field(default_factory=lambda: Tip.genesis("run"))  # of `state`
-    state: torch.Tensor = field(default_factory=lambda: torch.zeros(ELEMENTS))
-    ballast: torch.Tensor = field(default_factory=lambda: torch.zeros(BALLAST, dtype=torch.int8))
-    outcomes: list[Outcome] = field(default_factory=list)
-    downloaded: list[Tip] = field(default_factory=list)
-    goal: tuple[int, asyncio.Event] | None = None
-    ended: list[float] = field(default_factory=list)  # when each epoch did
-
-    async def reached(self, epoch: int) -> None:
-        """Wait until it is there."""
-        self.goal = (epoch, asyncio.Event())
-        await self.goal[1].wait()
-
-    def donate(self) -> None:
-        async def take() -> Snapshot:
-            buffers = [self.state.clone(), self.ballast.clone()]
-            return Snapshot(self.tip, b"layout", buffers, b"", codecs_of(buffers))
-
-        StateDonor(self.peer.node, NAME, take, lambda: self.tip)
-
-    async def catch_up(self, donors: list[Trainer]) -> None:
-        peers = [donor.peer.node.peer_id for donor in donors]
-        result = await download_state(self.peer.node, NAME, peers, timeout=60, rng=random.Random(1))
-        (self.state, self.ballast), self.tip = result.buffers, result.manifest.tip
-        if self.tip.outranks(self.peer.tip):
-            self.peer.swarm.move(self.tip)
-        self.downloaded.append(result.manifest.tip)
-
-    async def epoch(self) -> None:
-        peer, swarm = self.peer, self.peer.swarm
-        samples = 0.0
-        while swarm.tip == self.tip and not swarm.called:
-            await swarm.report(Progress(swarm.tip, samples, 1.0 / BATCH_SECONDS))
-            await asyncio.sleep(BATCH_SECONDS)
-            samples += 1.0
-
-        def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
-            return Exchange.of(peer.key, begin, [peer.vector], [peer.output], codecs_of([peer.vector]), send, fault)
-
-        outcome = await swarm.average(Contribution(samples, open_exchange, tip=self.tip), 30.0)
-        self.state += peer.output
-        self.ballast += 1
-        self.tip = outcome.commit.next_tip
-        self.outcomes.append(outcome)
-        self.ended.append(asyncio.get_running_loop().time())
-        if self.goal is not None and self.goal[0] == self.tip.epoch:
-            self.goal[1].set()
-
-    async def train(self, until_epoch: int) -> None:
-        while self.tip.epoch < until_epoch:
-            await self.epoch()
-
-    async def arrive(self, donors: list[Trainer], until_epoch: int) -> None:
-        while self.tip.epoch < until_epoch:
-            await self.catch_up(donors)
-            try:
-                await self.train(until_epoch)
-            except Behind:
-                continue  # the download was of a state that is two rounds old by now
+from tests.simulation.swarms import Board, results_by_tip, spawn_peer, spawn_swarm
+from tests.simulation.trainers import ELEMENTS, RULES, Trainer
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_newcomer_is_in_the_round_after_its_download(seed: int) -> None:
     async def scenario() -> None:
         world, board = World(seed, bandwidth=5e6), Board()
-        veterans = [Trainer(p) for p in await spawn_swarm(world, 4, board, elements=ELEMENTS, rules=RULES)]
+        veterans = [
+            Trainer(p) for p in await spawn_swarm(world, 4, board, elements=ELEMENTS, rules=RULES, keeps_state=True)
+        ]
         for trainer in veterans:
             trainer.donate()
         epochs = 14
@@ -109,7 +30,7 @@ def test_a_newcomer_is_in_the_round_after_its_download(seed: int) -> None:
         await veterans[0].reached(3)
         await asyncio.sleep(world.rng.uniform(0.62, 0.7))  # so that a round ends before its download does
         came = asyncio.get_running_loop().time()
-        newcomer = Trainer(await spawn_peer(world, board, elements=ELEMENTS, rules=RULES))
+        newcomer = Trainer(await spawn_peer(world, board, elements=ELEMENTS, rules=RULES, keeps_state=True))
         await asyncio.gather(newcomer.arrive(veterans, epochs), *tasks)
 
         first = newcomer.outcomes[0]
@@ -135,5 +56,52 @@ def test_a_newcomer_is_in_the_round_after_its_download(seed: int) -> None:
         assert all(torch.equal(trainer.state, newcomer.state) for trainer in everybody)
         assert all(torch.equal(trainer.ballast, newcomer.ballast) for trainer in everybody)
         assert all(len(roots) == 1 for roots in results_by_tip(t.peer for t in everybody).values())
+
+    run(scenario(), until=200.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_newcomer_whose_download_takes_longer_than_an_epoch_is_awaited(seed: int) -> None:
+    """Wherever in an epoch it asks, and however late its question comes: it takes a state that can still wait."""
+
+    async def scenario() -> None:
+        world, board = World(seed, latency=0.06, jitter=0.06), Board()
+        veterans = [
+            Trainer(p) for p in await spawn_swarm(world, 3, board, elements=ELEMENTS, rules=RULES, keeps_state=True)
+        ]
+        for trainer in veterans:
+            trainer.donate()
+        epochs = 30
+        tasks = [asyncio.create_task(trainer.train(epochs)) for trainer in veterans]
+        await veterans[0].reached(3)
+        await asyncio.sleep(world.rng.uniform(0.0, 0.5))
+        newcomer = Trainer(await spawn_peer(world, board, elements=ELEMENTS, rules=RULES, keeps_state=True))
+        newcomer.download_seconds = 5.0
+        await asyncio.gather(newcomer.arrive(veterans, epochs, awaited=True), *tasks)
+
+        assert len(newcomer.downloaded) == 2, "the second was awaited"
+        assert newcomer.downloaded[1].epoch >= newcomer.downloaded[0].epoch + 2, "a download was as fast as an epoch"
+        # It is in every round from then on, and nobody else missed one.
+        assert newcomer.outcomes[0].begin.tip == newcomer.downloaded[1]
+        assert not any(outcome.missed for trainer in [*veterans, newcomer] for outcome in trainer.outcomes)
+        assert len({trainer.tip for trainer in [*veterans, newcomer]}) == 1
+        assert all(torch.equal(trainer.state, newcomer.state) for trainer in veterans)
+
+    run(scenario(), until=200.0)
+
+
+def test_a_donor_that_hangs_is_not_waited_for() -> None:
+    async def scenario() -> None:
+        world, board = World(1), Board()
+        veteran, newcomer = [
+            Trainer(peer)
+            for peer in await spawn_swarm(world, 2, board, elements=ELEMENTS, rules=RULES, keeps_state=True)
+        ]
+        veteran.donate()
+        world.hold(veteran.peer.node.peer_id, 30.0)
+        with pytest.raises(DownloadFailed, match="no sign of life"):
+            await newcomer.catch_up([veteran])
+        assert asyncio.get_running_loop().time() < 20.0
+        await asyncio.sleep(30.0)  # it goes on, and its tasks end
 
     run(scenario(), until=200.0)

@@ -153,7 +153,7 @@ class Training:
             await swarm.news()
 
 
-@pytest.mark.parametrize("seed", seeds(16))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_samples_are_at_most_1_1_of_the_target_and_what_was_under_way(seed: int) -> None:
     """Where the group stays as it is, less than one batch is too many, and a batch is at most a tenth of the target.
     Where somebody comes, whose speed is not known, or goes, and another counts who knows of no step that is under way:

@@ -46,6 +46,7 @@ def test_64_peers_hold_the_exact_mean() -> None:
     run(scenario())
 
 
+@pytest.mark.long
 def test_64_peers_find_each_other_in_a_dht() -> None:
     async def scenario() -> None:
         world = World(2)
@@ -58,7 +59,7 @@ def test_64_peers_find_each_other_in_a_dht() -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", seeds(24))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_a_kill_at_any_moment(seed: int) -> None:
     """One or two of five or six peers die at a random moment of a round: the others commit one result soon, and go
     on."""
@@ -88,7 +89,7 @@ def test_a_kill_at_any_moment(seed: int) -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", seeds(24))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_unequal_views_give_no_tip_two_results(seed: int) -> None:
     async def scenario() -> None:
         world = World(seed, jitter=0.03)
@@ -113,7 +114,7 @@ def test_unequal_views_give_no_tip_two_results(seed: int) -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", seeds(12))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_a_peer_between_two_sides(seed: int) -> None:
     """The coordinator loses some of the others, who all still reach the rest: no tip gets two results."""
 
@@ -135,7 +136,7 @@ def test_a_peer_between_two_sides(seed: int) -> None:
     run(scenario(), until=2000.0)
 
 
-@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_a_partition_heals_to_the_tip_with_more_samples(seed: int) -> None:
     async def scenario() -> None:
         world = World(seed, lost_after=2.0)
@@ -219,6 +220,7 @@ for seed in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_a_seed_replays_exactly_in_any_process() -> None:
     def replay(hash_seed: int) -> list[str]:
         environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}

@@ -2,8 +2,8 @@
 
 What it promises: every peer is a process of its own that talks over real sockets; one of them is killed with SIGKILL
 on the way and a new one joins later; whatever ends the demo, no process that it started outlives it; and the exit code
-says whether the peers stayed identical, nobody failed unplanned and the model learned. It uses Shoal's public names
-only.
+says whether the peers stayed identical, nobody failed unplanned and the model learned (the last in runs that are long
+enough to tell). It uses Shoal's public names only.
 
 Two kinds of process. The parent imports no torch: ``command``, ``swarm`` (what happens when), ``process``, ``record``
 (what happened), ``view``, ``summary``, ``report``. A peer is ``python -m shoal.cli.demo.peer``: ``peer``, ``parent``

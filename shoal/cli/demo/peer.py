@@ -70,8 +70,12 @@ class Peer:
             averaging_timeout=30.0,
             grad_compression=codecs[self._config.compression](),
         )
-        optimizer.on_event = lambda event: self._parent.tell(as_message(event))
+        optimizer.on_event = self._tell
         return optimizer
+
+    def _tell(self, event: shoal.EpochReport | shoal.DownloadReport | shoal.ReachabilityReport) -> None:
+        if not isinstance(event, shoal.ReachabilityReport):  # which is in the log as well
+            self._parent.tell(as_message(event))
 
     def _train(self) -> None:
         every = max(1, self._config.epochs // _EVALUATIONS)

@@ -38,6 +38,8 @@ def write_report(record: Record, summary: Summary, console: Console) -> None:
         console.rule()
     for problem in summary.problems:
         console.print(f"problem: {problem}", style="bold red", markup=False, soft_wrap=True)
+    for unreached in summary.unreached:
+        console.print(f"not reached in {summary.settings.epochs} epochs: {unreached}", markup=False, soft_wrap=True)
     if not can_draw():
         console.print(NO_PICTURE, markup=False)
     console.print(f"kept in {out}", markup=False, highlight=False, soft_wrap=True)
@@ -63,11 +65,17 @@ def summary_table(summary: Summary) -> Table:
         "newcomer, from start to first epoch": _number(summary.catch_up_after_start_seconds, "s"),
         "digests of all peers equal": digests if summary.epochs_compared else "nothing to compare",
         "total time": _number(summary.total_seconds, "s"),
-        "result": "as promised" if not summary.problems else f"{len(summary.problems)} problems",
+        "result": _result(summary),
     }
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _result(summary: Summary) -> str:
+    if (count := len(summary.problems)) > 0:
+        return "1 problem" if count == 1 else f"{count} problems"
+    return f"as promised, as far as {summary.settings.epochs} epochs show" if summary.unreached else "as promised"
 
 
 def draw_losses(record: Record, summary: Summary, path: Path) -> None:

@@ -10,6 +10,9 @@ import msgspec
 from shoal.cli.demo.text import Text, file_text, standard_library_text
 
 FEWEST_EPOCHS = 10
+ENOUGH_EPOCHS = 60
+"""With so many the model has learned more than a bigram model knows (with 40 it just has), and a newcomer has had the
+time to start and take part, also on a slow machine."""
 
 
 class Compression(StrEnum):
@@ -37,6 +40,11 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"--epochs {self.epochs} leaves no time for a newcomer; use {FEWEST_EPOCHS} or more")
         if self.seed < 0:
             raise ValueError(f"--seed {self.seed} is negative; use 0 or more")
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the run may be over before the model beats the bigram model, and before a newcomer is there."""
+        return self.epochs < ENOUGH_EPOCHS
 
     @property
     def kill_epoch(self) -> int:

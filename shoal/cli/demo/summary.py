@@ -10,13 +10,14 @@ import msgspec
 
 from shoal.cli.demo.messages import Committed
 from shoal.cli.demo.record import Record
-from shoal.cli.demo.settings import DemoSettings
+from shoal.cli.demo.settings import ENOUGH_EPOCHS, DemoSettings
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The demo's result, as written to ``report.json``. Times in seconds, losses in nats per character.
 
-    ``None``: it did not happen, or nothing was there to measure. An empty ``problems`` is success.
+    ``None``: it did not happen, or nothing was there to measure. An empty ``problems`` is success; ``unreached`` is
+    what so few epochs were not enough for.
     """
 
     settings: DemoSettings
@@ -36,6 +37,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     catch_up_after_start_seconds: float | None
     total_seconds: float
     problems: list[str]
+    unreached: list[str]
 
 
 def summarise(record: Record, settings: DemoSettings) -> Summary:
@@ -51,7 +53,8 @@ def summarise(record: Record, settings: DemoSettings) -> Summary:
     compared = [group for group in record.digests().values() if len(group) > 1]
     first_commits = [min(report.at for report in group) for group in commits.values()]
     ready_at, started_at, joined_at = _newcomer_times(record)
-    finals = [found.held_out_loss for found in record.evaluations if found.epoch >= settings.epochs]
+    finals = _final_losses(record, settings)
+    problems, late = _problems(record, settings, commits), _late(record, settings)
     return Summary(
         settings=settings,
         epochs=len(commits),
@@ -69,7 +72,8 @@ def summarise(record: Record, settings: DemoSettings) -> Summary:
         catch_up_seconds=_elapsed(ready_at, joined_at),
         catch_up_after_start_seconds=_elapsed(started_at, joined_at),
         total_seconds=record.ended_at - record.started_at,
-        problems=_problems(record, settings, commits),
+        problems=problems + ([] if settings.is_short else late),
+        unreached=late if settings.is_short else [],
     )
 
 
@@ -87,19 +91,25 @@ def _problems(record: Record, settings: DemoSettings, commits: dict[int, list[Co
         problems.append("no epoch was committed after the kill")
     if record.newcomer is None:
         problems.append("no newcomer was started: the run ended before it was due")
-    elif not record.peers[record.newcomer].committed:
-        problems.append(f"the newcomer, peer {record.newcomer}, committed no epoch")
-    return problems + _loss_problems(record, settings)
+    if record.baseline is None or not _final_losses(record, settings):
+        problems.append("the held-out loss at the end was not measured")
+    return problems
 
 
-def _loss_problems(record: Record, settings: DemoSettings) -> list[str]:
-    finals = [found.held_out_loss for found in record.evaluations if found.epoch >= settings.epochs]
-    if not finals or record.baseline is None:
-        return ["the held-out loss at the end was not measured"]
-    if not finals[-1] < record.baseline.bigram_loss:
-        bigram = record.baseline.bigram_loss
-        return [f"the held-out loss {finals[-1]:.3f} is not below the bigram model's {bigram:.3f}"]
-    return []
+def _late(record: Record, settings: DemoSettings) -> list[str]:
+    """What did not happen, and needs time: in a short run it is no problem."""
+    late = []
+    usually = f"; it takes some {ENOUGH_EPOCHS} epochs" if settings.is_short else ""
+    if record.newcomer is not None and not record.peers[record.newcomer].committed:
+        late.append(f"the newcomer, peer {record.newcomer}, committed no epoch{usually}")
+    finals = _final_losses(record, settings)
+    if finals and record.baseline is not None and not finals[-1] < (bigram := record.baseline.bigram_loss):
+        late.append(f"the held-out loss {finals[-1]:.3f} is not below the bigram model's {bigram:.3f}{usually}")
+    return late
+
+
+def _final_losses(record: Record, settings: DemoSettings) -> list[float]:
+    return [found.held_out_loss for found in record.evaluations if found.epoch >= settings.epochs]
 
 
 def _recovery_seconds(record: Record) -> float | None:

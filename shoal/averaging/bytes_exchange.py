@@ -1,0 +1,42 @@
+"""What a round asks of the exchange of its bytes: an interface that knows no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shoal.averaging.book import Book
+from shoal.averaging.messages import Part, Repair, Result, Source
+
+
+class BytesExchange(Protocol):
+    """One member's side of the all-reduce of one round; `Exchange` is it for flat tensors.
+
+    Attributes:
+        book: what is owed to whom.
+        progressed: counts what has come.
+    """
+
+    book: Book
+    progressed: int
+
+    def start(self, weight: float) -> None:
+        """Send the first parts; `weight` is what this member's input weighs."""
+
+    def part(self, sender: bytes, part: Part, buffers: Sequence[memoryview]) -> None:
+        """A member's part of a chunk has come. Raises RuleBroken if it does not belong here."""
+
+    def result(self, sender: bytes, result: Result, buffers: Sequence[memoryview]) -> None:
+        """The average of a chunk has come. Raises RuleBroken if it does not belong here."""
+
+    def put_out(self, keys: Sequence[bytes]) -> None:
+        """Go on without these members."""
+
+    def repair(self, repair: Repair) -> list[Source]:
+        """Follow a repair; returns what is to be fetched. Raises RuleBroken if it does not fit the round."""
+
+    def fetched(self, chunk: int, digest: bytes, data: memoryview) -> None:
+        """A chunk has come from a holder. Raises RuleBroken if it is not the one with that digest."""
+
+    def chunk_bytes(self, chunk: int) -> memoryview:
+        """The average of a chunk that is here, uncompressed."""

@@ -1,0 +1,353 @@
+"""The options of the wrapped optimizer's parameter groups (learning rate, momentum, …): this peer's own, which it tells
+in JOIN, and the run's, which BEGIN tells and every peer steps with.
+
+[Note: whose options are in the groups when]
+Between steps the groups hold this peer's own options: what its user, a scheduler of a framework or `scheduler=` has
+written. They are this peer's vote. The step of an epoch is made with the options that won, and afterwards the groups
+hold this peer's own again. They are not replaced for good, because a vote has to last: a user who changes the learning
+rate of one peer after the other would never get a majority, and a scheduler that multiplies the present rate would go
+on from a rate that it has not made (`CosineAnnealingLR` grows without bound from one that is too large near the end of
+its period). What the step itself has changed in the groups stays. A downloaded state replaces a peer's own options:
+they are where the others are.
+
+In the modes with a delayed step the groups are those of the copy on the host, and the step is made in the background.
+What users see and write meanwhile is set aside (`HostCopy.aside`), so that it reaches no step that is under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from blake3 import blake3
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoal.averaging.messages import MAX_OPTIONS_BYTES
+from shoal.optim.offload import HostCopy
+from shoal.optim.plain import plain
+
+log = logging.getLogger(__name__)
+
+# Options that say how a step is computed and not what it does: each machine has its own.
+KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+# What torch's schedulers note down in the groups for themselves, and names of parameters: no step reads them.
+NOTES = frozenset(
+    {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+)
+HASH_BYTES = 16
+EVERYTHING = "the options"  # the name under which all are hashed, where even one hash for each is too much
+
+Columns = dict[str, list[Any]]
+"""The values of each option, one for each group that has it, as plain data."""
+Entry = tuple[list[Any], bytes] | bytes
+"""An option in a message: its distinct values, and which of them each group has (b"" if there is only one); or the hash
+of its column."""
+
+
+class GroupOptions:
+    """Reads and writes them. In the trainer's thread, but for `of_run` and `step_scheduler`, which may be in another.
+
+    Args:
+        optimizer: the wrapped one.
+        scheduler: the one of `scheduler=`, or None.
+        host: whose groups the optimizer is made of, if it steps on the host.
+
+    Attributes:
+        at_tip: all that newcomers get of the groups, one dictionary for each: as they were after the last epoch's step,
+            with what `scheduler=` has made since.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler | None = None,
+        host: HostCopy | None = None,
+    ) -> None:
+        self._optimizer, self._scheduler, self._host = optimizer, scheduler, host
+        left_out = KERNELS | (NOTES - set(optimizer.defaults))
+        self._holders: dict[str, list[int]] = {}  # which groups have the option
+        for index, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                if name not in left_out and _is_plain(value):
+                    self._holders.setdefault(name, []).append(index)
+        self._first = {name: self._column(name) for name in self._holders}
+        self._scheduled = {"lr": self._first["lr"]} if scheduler is not None and "lr" in self._first else {}
+        self._told: set[str] = set()  # of which options it was said that they differ
+        self._told_who_wins = False
+        self._watched = scheduler is None
+        self._epoch = self._changes = 0
+        self._is_current = True  # whether the user could set this peer's own options for the epoch that ends
+        self.refresh()
+
+    # -- this peer's own
+
+    def own(self, epoch: int) -> bytes:
+        """This peer's own options now, at the end of that epoch, as JOIN tells them. `scheduler=` wins over whoever
+        else has written what it writes."""
+        self._is_current = epoch == self._epoch
+        self.enforce()
+        return pack({name: self._column(name) for name in self._holders})
+
+    def enforce(self) -> None:
+        """Where others have written what `scheduler=` writes, put back what that one has made."""
+        for name, values in self._scheduled.items():
+            if self._column(name) == values:
+                continue
+            if not self._told_who_wins:
+                self._told_who_wins = True
+                log.warning(
+                    "%s of the parameter groups was set to %s, and scheduler= has made it %s: scheduler= wins, and "
+                    "what else sets it has no effect. If that is the scheduler of a framework (Trainer, Lightning), "
+                    "give one of the two only",
+                    name,
+                    shown(self._column(name)),
+                    shown(values),
+                )
+            for group, value in zip(self._groups(name), values, strict=True):
+                _put(group, name, value)
+
+    def refresh(self) -> None:
+        """Another state was loaded: what the groups hold now is this peer's own, and what `scheduler=` has made."""
+        self._scheduled = {name: self._column(name) for name in self._scheduled}
+        self._rates = self._visible_rates()
+        self.record()
+
+    def record(self) -> None:
+        """What the groups hold now is what newcomers get."""
+        self.at_tip = [
+            {key: _plain(value, otherwise=value) for key, value in group.items() if key not in KERNELS | {"params"}}
+            for group in self._optimizer.param_groups
+        ]
+
+    # -- the run's
+
+    def fits(self, options: bytes) -> bool:
+        """Whether these can be the options of the groups that all peers have."""
+        try:
+            self._columns_of(options)
+        except ValueError:
+            return False
+        return True
+
+    def unknown_of(self, options: bytes) -> str:
+        """The name of an option that is told by its hash alone, and that is another here; "" if there is none."""
+        own: Columns | None = None
+        for name, told in self._columns_of(options).items():
+            if isinstance(told, bytes):
+                own = own or {name: self._column(name) for name in self._holders}
+                if _hash(own if name == EVERYTHING else own[name]) != told:
+                    return name
+        return ""
+
+    @contextlib.contextmanager
+    def of_run(self, options: bytes) -> Iterator[None]:
+        """Within, the groups hold these options, with which a step is made; then this peer's own again. Says once of
+        each option that this peer's own differs; not where the epoch began in the very call of `step` that ends it, as
+        after a download: then a scheduler of the user's has not come to it."""
+        replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+        for name, values in self._columns_of(options).items():
+            own = self._column(name) if name in self._holders else []
+            if isinstance(values, bytes) or own == values:
+                continue
+            self._tell_difference(name, own, values)
+            for group, mine, value in zip(self._groups(name), own, values, strict=True):
+                if mine != value:
+                    kept = mine if isinstance(group[name], torch.Tensor) else group[name]
+                    replaced.append((group, name, kept, value))
+                    _put(group, name, value)
+        try:
+            yield
+            self.record()
+        finally:
+            for group, name, kept, value in replaced:
+                if _plain(group[name]) == value:  # else the step itself has changed it
+                    _put(group, name, kept)
+
+    def _tell_difference(self, name: str, own: Sequence[Any], values: Sequence[Any]) -> None:
+        if name in self._told or not self._is_current:
+            return
+        self._told.add(name)
+        log.warning(
+            "%s is %s here, and %s at most peers of the run: the epochs' steps are made with theirs. Set it alike on "
+            "all peers. A scheduler that is stepped after each batch follows this peer's own steps: wrap it in "
+            "shoal.EpochScheduler, or give it as scheduler=",
+            name,
+            shown(own),
+            shown(values),
+        )
+
+    # -- schedulers
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Within, what users read and write is kept apart from the groups of an optimizer on the host."""
+        with self._host.set_aside(self._optimizer) if self._host is not None else contextlib.nullcontext():
+            yield
+
+    def step_scheduler(self) -> None:
+        """Step `scheduler=`, from what it has made itself."""
+        if self._scheduler is None:
+            return
+        self.enforce()
+        before = {name: self._column(name) for name in self._holders}
+        self._scheduler.step()
+        after = {name: self._column(name) for name in self._holders}
+        self._scheduled = {n: after[n] for n in after if n in self._scheduled or after[n] != before[n]}
+        for name in self._scheduled:
+            for index, value in zip(self._holders[name], after[name], strict=True):
+                self.at_tip[index][name] = value
+
+    def look(self, epoch: int) -> None:
+        """At the beginning of each `step`, in the epoch of the model's parameters: learning rates that change more than
+        once in an epoch are set by what follows this peer's own steps. Says so once."""
+        if epoch != self._epoch:
+            self._epoch, self._changes = epoch, 0
+        if not self._watched:
+            return
+        rates = self._visible_rates()
+        if rates != self._rates:
+            self._rates, self._changes = rates, self._changes + 1
+            if self._changes > 1:
+                self._watched = False
+                log.warning(
+                    "lr of the parameter groups changes between steps of one epoch, as by a scheduler that is stepped "
+                    "after each batch: it follows this peer's own steps, of which other peers make more or fewer. Wrap "
+                    "it in shoal.EpochScheduler, or give it as scheduler="
+                )
+
+    # -- the groups
+
+    def _visible_rates(self) -> list[Any]:
+        """The learning rates that users see; of tensors how often they were written, which needs no device."""
+        if not self._watched:
+            return []
+        aside = None if self._host is None else self._host.aside
+        rates = [group.get("lr") for group in aside or self._optimizer.param_groups]
+        return [rate._version if isinstance(rate, torch.Tensor) else rate for rate in rates]
+
+    def _groups(self, name: str) -> list[dict[str, Any]]:
+        return [self._optimizer.param_groups[index] for index in self._holders[name]]
+
+    def _column(self, name: str) -> list[Any]:
+        return [_plain(group.get(name)) for group in self._groups(name)]
+
+    def _columns_of(self, options: bytes) -> dict[str, list[Any] | bytes]:
+        """The columns in a message, of those options that this peer's groups have; hashes as they are. Raises
+        ValueError for what can't be such."""
+        columns: dict[str, list[Any] | bytes] = {}
+        for name, entry in unpack(options).items():
+            if isinstance(entry, bytes):
+                if name in self._holders or name == EVERYTHING:
+                    columns[name] = entry
+            elif name in self._holders:
+                columns[name] = column = _spread(entry, len(self._holders[name]), name)
+                if not _are_alike(column, self._first[name]):
+                    raise ValueError(f"{name} is {shown(column)}, and {shown(self._first[name])} at this peer")
+        return columns
+
+
+# -- as they travel
+
+
+def pack(columns: Mapping[str, list[Any]]) -> bytes:
+    """Columns as a JOIN tells them: at most 1 kB. Where that is too little, those that take most are told by their hash
+    alone: peers that have another then know the name of what differs, but not the value."""
+    entries: dict[str, Entry] = {name: _entry(columns[name]) for name in sorted(columns)}
+    sizes = {name: len(_encode(entry)) for name, entry in entries.items()}
+    packed = _encode(entries)
+    for name in sorted(sizes, key=lambda name: (sizes[name], name), reverse=True):
+        if len(packed) <= MAX_OPTIONS_BYTES:
+            return packed
+        entries[name] = _hash(columns[name])
+        packed = _encode(entries)
+    return packed if len(packed) <= MAX_OPTIONS_BYTES else _encode({EVERYTHING: _hash(columns)})
+
+
+def unpack(options: bytes) -> dict[str, Entry]:
+    """What `pack` has made. Raises ValueError for anything else."""
+    try:
+        return _decoder.decode(options)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"not the options of parameter groups: {error}") from error
+
+
+def structure(groups: Sequence[Mapping[str, Any]]) -> str:
+    """How many tensors each group has, which options only some groups have, and which are None: must be equal in a
+    run."""
+    names = [set(group) - KERNELS - NOTES for group in groups]
+    common = set.intersection(*names)
+    described = []
+    for group, own in zip(groups, names, strict=True):
+        special = sorted(own - common) + sorted(f"{name} None" for name in own & common if group[name] is None)
+        described.append(f"{len(group['params'])} tensors" + "".join(f" with {one}" for one in special))
+    return ", ".join(described)
+
+
+def shown(values: Sequence[Any]) -> str:
+    """The distinct ones, for a log line."""
+    distinct = list(dict.fromkeys(repr(value) for value in values))
+    return ", ".join(distinct[:4]) + (f" and {len(distinct) - 4} more" if len(distinct) > 4 else "")
+
+
+def _entry(column: Sequence[Any]) -> Entry:
+    encoded = [_encode(value) for value in column]
+    distinct = dict(zip(encoded, column, strict=True))
+    if len(distinct) > 256:
+        return _hash(list(column))
+    places = {one: place for place, one in enumerate(distinct)}
+    return list(distinct.values()), bytes(places[one] for one in encoded) if len(distinct) > 1 else b""
+
+
+def _spread(entry: tuple[list[Any], bytes], count: int, name: str) -> list[Any]:
+    values, which = entry
+    if len(values) == 1 and not which:
+        return values * count
+    if len(which) != count or any(place >= len(values) for place in which):
+        raise ValueError(f"{name} is not told for {count} groups")
+    return [values[place] for place in which]
+
+
+def _hash(what: Any) -> bytes:
+    return blake3(_encode(what)).digest(length=HASH_BYTES)
+
+
+# -- values
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        return type(value) is float or bool(_encode(plain(value)))
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _plain(value: Any, otherwise: Any = None) -> Any:
+    """The value as it can be sent; `otherwise` for one that can't."""
+    return plain(value) if _is_plain(value) else otherwise
+
+
+def _are_alike(value: Any, mine: Any) -> bool:
+    """Whether two plain values are of one kind, so that a step that can be made with one can be made with the other."""
+    if isinstance(value, list) and isinstance(mine, list):
+        return len(value) == len(mine) and all(map(_are_alike, value, mine))
+    if isinstance(value, dict) and isinstance(mine, dict):
+        return value.keys() == mine.keys() and all(_are_alike(value[key], mine[key]) for key in mine)
+    return type(value) is type(mine) or {type(value), type(mine)} == {int, float}
+
+
+@torch.no_grad()
+def _put(group: dict[str, Any], name: str, value: Any) -> None:
+    """Set an option to a value, plain or of this peer's. A tensor stays the same one: a graph may have its address."""
+    mine = group[name]
+    if isinstance(mine, torch.Tensor) and isinstance(value, int | float):
+        mine.fill_(value)
+    else:
+        group[name] = tuple(value) if isinstance(mine, tuple) else value
+
+
+_encode = msgspec.msgpack.Encoder(order="deterministic").encode
+_decoder = msgspec.msgpack.Decoder(dict[str, tuple[list[Any], bytes] | bytes])

@@ -1,0 +1,68 @@
+"""What sharded optimizers that are not Shoal's lack in a `Join`: the options and gradients of the live ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.sharding.options import numbers_of, take_numbers
+
+
+class Companion:
+    """Gives what the first live rank steps with to those that have joined. All ranks call the same methods.
+
+    Args:
+        optimizer: with all parameters in its groups, on every rank.
+        group: the process group.
+        device: where messages lie.
+    """
+
+    def __init__(self, optimizer: Optimizer, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._group = group
+        self._device = device
+
+    @torch.no_grad()
+    def share_step(self, *, live: bool) -> None:
+        """Before a step: a joined rank takes the options, and the gradients as they are now, clipped or scaled."""
+        leader = self._first(live)
+        if leader is None:
+            return
+        params: list[Tensor] = [param for group in self._optimizer.param_groups for param in group["params"]]
+        given = torch.tensor([param.grad is not None for param in params], dtype=torch.float64, device=self._device)
+        self._broadcast(given, leader)
+        self._take_options(leader, take=not live)
+        for param, has_gradient in zip(params, given.tolist(), strict=True):
+            if not has_gradient:
+                param.grad = param.grad if live else None
+                continue
+            lent = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+            if live and param.grad is not None:
+                lent.copy_(param.grad.to_dense() if param.grad.is_sparse else param.grad)
+            self._broadcast(lent, leader)
+            if not live:
+                param.grad = torch.empty_like(param).copy_(lent)
+
+    def share_options(self, *, was_last: bool) -> None:
+        """When all have joined: all take the options of one that joined last."""
+        leader = self._first(was_last)
+        if leader is not None:
+            self._take_options(leader, take=not was_last)
+
+    def _take_options(self, leader: int, *, take: bool) -> None:
+        options = numbers_of(self._optimizer.param_groups).to(self._device)
+        self._broadcast(options, leader)
+        if take:
+            take_numbers(self._optimizer.param_groups, options)
+
+    def _first(self, mine: bool) -> int | None:
+        """The first rank that says yes."""
+        answer = torch.full((1,), float(mine), device=self._device)
+        answers = [torch.empty_like(answer) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(answers, answer, group=self._group)
+        return next((rank for rank, yes in enumerate(answers) if yes), None)
+
+    def _broadcast(self, tensor: Tensor, leader: int) -> None:
+        dist.broadcast(tensor, group=self._group, group_src=leader)

@@ -1,0 +1,38 @@
+"""A process whose Python is held for ten seconds, as by a compiler, is waited for: nobody is given up."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.optim.processes import Pool, by_epoch, events, training, wait_until
+
+pytestmark = pytest.mark.long
+
+HELD_SECONDS = 10.0
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("who", ["the coordinator", "another"])
+def test_all_epochs_are_made_together(pool: Pool, who: str) -> None:
+    with training(pool, 3, optimizer="adamw", target=64) as peers:
+        for peer in peers.all:
+            peer.ask(do="train", batch=8, pause=0.03)
+        wait_until(lambda: all(sum(e.get("peers") == 3 for e in events(peer)) >= 3 for peer in peers.all))
+        coordinator = peers.all[0].ask(do="coordinator")["peer"]
+        held = next(peer for peer in peers.all if (peer.peer == coordinator) == (who == "the coordinator"))
+        began = time.monotonic()
+        held.ask(do="hold", seconds=HELD_SECONDS)
+        wait_until(lambda: all(sum(e["time"] > began + HELD_SECONDS for e in events(p)) >= 3 for p in peers.all))
+        last = max(event["epoch"] for peer in peers.all for event in events(peer)) + 3
+        for peer in peers.all:
+            peer.tell(do="stop", epoch=last)
+        states = [peer.hear() for peer in peers.all]
+        reports = [peer.ask(do="report") for peer in peers.all]
+    assert all(state == states[0] for state in states)
+    by_epoch([report["events"] for report in reports])
+    for report in reports:
+        after = [event for event in report["events"] if event["time"] > began]
+        assert {(event["kind"], event.get("peers")) for event in after} == {("epoch", 3)}
+        assert report["log"] == [], report["log"]

@@ -1,0 +1,33 @@
+"""A model that a wrapper for several ranks holds: each rank would be a peer that waits for the others twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import distributed
+
+from tests.forked import ForkedProcess
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="torch without distributed")
+def test_its_parameters_are_refused_by_name_in_the_first_step(tmp_path: Path) -> None:
+    logs = [tmp_path / f"log {rank}" for rank in range(2)]
+    ranks = [
+        ForkedProcess("tests.optim.ranks_worker", str(rank), str(tmp_path), log=log) for rank, log in enumerate(logs)
+    ]
+    try:
+        assert [worker.wait(100) for worker in ranks] == [0, 0], [log.read_text() for log in logs]
+    finally:
+        for worker in ranks:
+            worker.kill()
+            worker.wait()
+    for number in range(2):
+        found = json.loads((tmp_path / f"rank {number}.json").read_text())
+        for case in ("plain", "beside ddp", "after ddp", "ddp of one rank"):
+            assert found.pop(case) == ""
+        assert "parameter 0 ('weight' of a Linear) is held by a DistributedDataParallel of 2 ranks" in found.pop("ddp")
+        assert "tensor 0 is a DTensor: flat memory holds plain tensors only" in found.pop("fsdp2")
+        assert all("is held by a FullyShardedDataParallel of 2 ranks" in found.pop(f"fsdp {o}") for o in (True, False))
+        assert not found

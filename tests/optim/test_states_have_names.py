@@ -1,0 +1,88 @@
+"""Two states that may differ never have one name, and of several the newest wins, by name."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import shoal
+from shoal.averaging.errors import AveragingError
+from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
+from tests.optim.processes import Pool, by_epoch, events, training, wait_until
+
+
+def lone(dht: shoal.DHT, seed: int = 0) -> tuple[torch.nn.Module, shoal.Optimizer]:
+    model = make_model(seed)
+    made = shoal.Optimizer(
+        dht=dht,
+        run_id="names",
+        target_batch_size=64,
+        params=model.parameters(),
+        optimizer=OPTIMIZERS["sgd"],
+        averaging_timeout=0.2,
+    )
+    return model, made
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["no average could be had", "a round of its own"])
+def test_peers_that_go_on_alone_with_equal_samples_are_at_unlike_tips(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same model, the same batch, and as many samples: still each is at a state of its own."""
+    with shoal.DHT(start=True) as one, shoal.DHT(start=True) as other:
+        made = [lone(dht) for dht in (one, other)]
+        tips = []
+        for model, optimizer in made:
+            if fails:
+
+                def fail(*_: object) -> None:
+                    time.sleep(0.3)
+                    raise AveragingError("nobody answers")
+
+                monkeypatch.setattr(optimizer._run, "average", fail)
+            backward(model, *fixed_batch(0))
+            optimizer.step(batch_size=64)
+            assert optimizer.local_epoch == 1
+            tips.append(optimizer._run.tip)
+            optimizer.shutdown()
+    assert tips[0].epoch == tips[1].epoch
+    assert tips[0].samples == tips[1].samples == 64.0
+    assert tips[0].lineage != tips[1].lineage
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+def test_all_restart_from_checkpoints_of_different_epochs(pool: Pool, tmp_path: Path) -> None:
+    """Three of the older epoch, one of the newer: the newest state wins, and those that leave theirs say so."""
+    with training(pool, 4, optimizer="adamw", target=64) as peers:
+        files = [str(tmp_path / f"checkpoint {index}") for index in range(4)]
+        for epochs in (3, 5):
+            for index, peer in enumerate(peers.all):
+                peer.tell(do="fixed", share=[16 * index, 16 * index + 16], epochs=epochs)
+            for peer in peers.all:
+                peer.hear()
+            for peer, file in list(zip(peers.all, files, strict=True))[3 * (epochs == 5) :]:
+                peer.ask(do="save", to=file)
+    with training(pool, 4, optimizer="adamw", target=64) as peers:
+        loaded = [peer.ask(do="load", of=file)["epoch"] for peer, file in zip(peers.all, files, strict=True)]
+        assert loaded == [3, 3, 3, 5]
+        for peer in peers.all:
+            peer.ask(do="train", batch=8, pause=0.03)
+        wait_until(lambda: all(sum(e.get("peers") == 4 for e in events(peer)) >= 3 for peer in peers.all))
+        last = max(event["epoch"] for peer in peers.all for event in events(peer)) + 3
+        for peer in peers.all:
+            peer.tell(do="stop", epoch=last)
+        states = [peer.hear() for peer in peers.all]
+        reports = [peer.ask(do="report") for peer in peers.all]
+    assert all(state == states[0] for state in states)
+    by_epoch([report["events"] for report in reports])
+    first = min(event["epoch"] for report in reports for event in report["events"])
+    assert first >= 5, "an epoch was made from the older checkpoint"
+    for report in reports[:3]:
+        told = [line for line in report["log"] if "has left its state of epoch 3" in line]
+        assert len(told) == 1, report["log"]
+        assert "which it has from <PeerID" in told[0]
+        assert sum(event["kind"] == "download" for event in report["events"]) == 1

@@ -1,0 +1,276 @@
+"""What provokes the lines of the log that the guides explain, in the order of their table; at the end those of the
+table under "When peers do not find each other"."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import shoal
+from shoal.averaging import reach
+from shoal.p2p.errors import PeerUnreachable
+from shoal.p2p.identity import Identity
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.zeromq import ZeroMQTransport
+from tests.optim.models import make_model
+from tests.optim.test_fallback import together as epoch_of
+from tests.optim.test_timeouts import deafen, together
+from tests.p2p.test_zeromq_hostile import stranger
+from tests.repository.error_tables import Scene, provokes, raised
+
+
+def pair(scene: Scene, **arguments: Any) -> list[shoal.Optimizer]:
+    """Two peers of a run."""
+    return [scene.optimizer(dht, **arguments) for dht in (scene.dht, scene.another_dht())]
+
+
+def wait_for(scene: Scene, text: str) -> None:
+    """Until the log has it; if it never has, the test says so."""
+    deadline = time.monotonic() + 30
+    while text not in scene.log.text and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def look_again(optimizer: shoal.Optimizer) -> None:
+    """Have it look into the directory of the run now, and not in half a minute."""
+    optimizer.dht.reactor.loop.call_soon_threadsafe(optimizer._run.swarm.neighbourhood._look_now.set)
+
+
+@provokes("…: trying again")
+def a_round_does_not_end(scene: Scene) -> None:
+    times = {"next_chunk_timeout": 60.0, "allreduce_timeout": 1.0, "averaging_timeout": 10.0}
+    peers = pair(scene, **times)
+    deafen(peers[1])
+    together(peers, peers[0])
+
+
+@provokes(
+    "no average (…): going on with this peer's own gradients",
+    "no result within … s (…; N members are connected)",
+)
+def the_other_never_joins(scene: Scene) -> None:
+    pair(scene, matchmaking_time=60.0, averaging_timeout=1.0)[0].step(batch_size=64)
+
+
+@provokes("N peers are here, and min_peers=M: the next step tries again")
+def too_few_are_here(scene: Scene) -> None:
+    scene.optimizer(min_peers=2, matchmaking_time=0.5).step(batch_size=64)
+
+
+@provokes("could not download the state that others hold, and go on from this peer's own: …")
+def the_donor_gives_nothing(scene: Scene) -> None:
+    first = scene.optimizer(load_state_timeout=1.0)
+    first.step(batch_size=64)
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    first._run._donor._take_snapshot = never
+    scene.optimizer(scene.another_dht(), load_state_timeout=1.0).step(batch_size=8)
+
+
+@provokes("this peer has left its state of epoch … for that of epoch …")
+def it_restarts_from_an_older_checkpoint(scene: Scene) -> None:
+    first = scene.optimizer()
+    first.step(batch_size=64)
+    saved = first.state_dict()
+    first.step(batch_size=64)
+    second = scene.optimizer(scene.another_dht())
+    second.load_state_dict(saved)
+    second.step(batch_size=8)
+    second.step(batch_size=8)
+
+
+@provokes("this peer's gradients are not finite …: it joins without them")
+def the_loss_diverges(scene: Scene) -> None:
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    scene.optimizer(params=model.parameters(), averaging_timeout=1.0).step(batch_size=64)
+
+
+@provokes("step was told of … samples, and no parameter has a gradient")
+def it_steps_without_backward(scene: Scene) -> None:
+    scene.optimizer(params=make_model().parameters()).step(batch_size=64)
+
+
+@provokes("all gradients of this peer are zero in an epoch of … samples")
+def it_clears_the_gradients_before_the_step(scene: Scene) -> None:
+    optimizer = scene.optimizer()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step(batch_size=64)
+
+
+@provokes("N BatchNorm2d of the model keep running statistics that are not in extra_tensors")
+def it_leaves_the_running_statistics_out(scene: Scene) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.BatchNorm2d(2))
+    scene.optimizer(params=model.parameters())
+
+
+@provokes("what was set as parameter … is overwritten by that step")
+def it_changes_the_model_while_a_step_is_under_way(scene: Scene) -> None:
+    optimizer = scene.optimizer(delay_optimizer_step=True)
+    optimizer.step(batch_size=64)
+    parameter = optimizer.param_groups[0]["params"][0]
+    parameter.data = torch.ones_like(parameter)
+    optimizer.state_dict()  # which waits for that step
+
+
+@provokes("the gradients overflowed (grad_scaler): they are not used")
+def scaled_gradients_overflow(scene: Scene) -> None:
+    model = make_model()
+    optimizer = scene.optimizer(params=model.parameters())
+    scaler = shoal.GradScaler("cpu")
+    scaler.scale(model(torch.full((1, 10), torch.inf)).sum()).backward()
+    optimizer.step(batch_size=8, grad_scaler=scaler)
+
+
+@provokes("this peer's parameters differ from those of peers that compute alike")
+def somebody_writes_to_the_parameters(scene: Scene) -> None:
+    peers = pair(scene)
+    epoch_of(peers, 32)
+    with torch.no_grad():
+        peers[1].param_groups[0]["params"][0][0, 0] += 1.0
+    epoch_of(peers, 32)  # the digests of this round are from before that
+    epoch_of(peers, 32)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1.0)
+
+
+@provokes("lr is … here, and … at most peers of the run")
+def the_learning_rates_differ(scene: Scene) -> None:
+    peers = pair(scene, optimizer=sgd)
+    peers[0].param_groups[0]["lr"] = 0.5
+    epoch_of(peers, 32)
+
+
+@provokes("lr of the parameter groups differs from that of most peers …, and takes too much to be told")
+def the_learning_rates_of_many_groups_differ(scene: Scene) -> None:
+    peers = []
+    for dht, rate in ((scene.dht, 0.001), (scene.another_dht(), 0.002)):
+        groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate * (n + 1)} for n in range(150)]
+        peers.append(scene.optimizer(dht, params=groups, optimizer=sgd))
+    epoch_of(peers, 32)
+
+
+@provokes("lr of the parameter groups changes between steps of one epoch")
+def a_scheduler_is_stepped_after_each_batch(scene: Scene) -> None:
+    optimizer = scene.optimizer()
+    scheduler = lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+    for _ in range(12):
+        optimizer.step(batch_size=16)
+        scheduler.step()
+
+
+@provokes("lr of the parameter groups was set to …: scheduler= wins")
+def a_learning_rate_is_set_beside_the_scheduler(scene: Scene) -> None:
+    optimizer = scene.optimizer(scheduler=lambda optimizer: lr_scheduler.ExponentialLR(optimizer, gamma=0.5))
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.step(batch_size=64)
+
+
+class Odd(torch.optim.SGD):
+    """Keeps what nobody can send."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["history"] = {object()}
+        return super().step(closure)
+
+
+@provokes("a newcomer can't have this peer's state: … there is a … in it")
+def the_optimizer_keeps_something_odd(scene: Scene) -> None:
+    options = {"optimizer": lambda params: Odd(params, lr=0.1), "load_state_timeout": 2.0}
+    scene.optimizer(**options).step(batch_size=64)
+    scene.optimizer(scene.another_dht(), **options).step(batch_size=8)
+
+
+@provokes("… could not refresh its record in the DHT")
+def the_neighbours_in_the_dht_are_gone(scene: Scene) -> None:
+    optimizer = scene.optimizer()
+    directory: Any = optimizer._run.swarm.neighbourhood._directory
+
+    async def fail(_: Any) -> None:
+        raise PeerUnreachable("all are gone")
+
+    directory.publish = fail
+    look_again(optimizer)
+    wait_for(scene, "could not refresh")
+
+
+@provokes("this machine's clock is … behind …")
+def the_clock_goes_wrong(scene: Scene) -> None:
+    late = pair(scene)[1]
+    directory: Any = late._run.swarm.neighbourhood._directory
+    directory._clock = lambda: shoal.get_dht_time() - 20.0
+    look_again(late)
+    wait_for(scene, "clock is")
+
+
+@provokes("refused a message of …")
+def a_peer_sends_bytes_that_are_no_message(scene: Scene) -> None:
+    async def send(_: shoal.DHT, dht_node: Any) -> None:
+        dht_node.node.transport.send([scene.dht.peer_id], b"\xff nonsense")
+
+    scene.another_dht().run_coroutine(send)
+    wait_for(scene, "refused a message of")
+
+
+@provokes("refused a connection: …")
+def a_scanner_connects(scene: Scene) -> None:
+    async def connect() -> None:
+        async with stranger(scene.dht.get_visible_maddrs()[0], Identity()) as dealer:
+            await dealer.send(b"what are you?")
+            await asyncio.to_thread(wait_for, scene, "refused a connection")
+
+    asyncio.run(connect())
+
+
+# -- when peers do not find each other
+
+
+def be_impatient(scene: Scene) -> None:
+    """Say soon who is missing."""
+    scene.ends.enter_context(pytest.MonkeyPatch.context()).setattr(reach, "PATIENCE", 0.5)
+
+
+@provokes("N known … of the run … can't be reached")
+def two_clients_train_without_a_node(scene: Scene) -> None:
+    be_impatient(scene)
+    for _ in range(2):
+        scene.optimizer(scene.another_dht(client_mode=True))
+    wait_for(scene, "can't be reached")
+
+
+@provokes("this peer is alone in the run …, while the DHT has N other …")
+def nobody_else_has_this_run_id(scene: Scene) -> None:
+    be_impatient(scene)
+    scene.optimizer(scene.another_dht())
+    wait_for(scene, "is alone in the run")
+
+
+@provokes("this peer listens on loopback only …")
+def it_joins_through_another_machine_and_listens_on_loopback(scene: Scene) -> None:
+    async def resolve(*_: object) -> list[ipaddress.IPv4Address]:
+        return [ipaddress.IPv4Address("127.0.0.1")]
+
+    scene.ends.enter_context(pytest.MonkeyPatch.context()).setattr(ZeroMQTransport, "_resolve", resolve)
+    [address] = scene.dht.get_visible_maddrs()
+    elsewhere = Multiaddr(f"/dns4/other.example/tcp/{address.port}").with_peer(address.peer_id)
+    scene.ends.enter_context(shoal.DHT([elsewhere], start=True))
+
+
+@provokes("another process uses the identity of this one", "two processes use the identity of peer …")
+def the_identity_file_was_copied(scene: Scene) -> None:
+    path = str(scene.folder / "identity")
+    scene.another_dht(identity_path=path)
+    raised(lambda: scene.another_dht(identity_path=path))

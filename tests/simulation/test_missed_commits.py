@@ -1,0 +1,226 @@
+"""A peer's state is what it holds: a commit whose bytes nobody brings is void, and one that was missed is fetched."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from shoal.averaging.contribution import Attempt, Contribution
+from shoal.averaging.errors import ResultLost
+from shoal.averaging.messages import Commit, Done
+from shoal.averaging.rules import Rules
+from shoal.simulation.clock import run
+from shoal.simulation.world import World
+from tests.simulation.swarms import Board, Peer, results_by_tip, seeds, spawn_swarm
+from tests.simulation.trainers import ELEMENTS, RULES, Trainer
+
+
+async def trainers_of(world: World, count: int) -> list[Trainer]:
+    options: dict[str, Any] = {"elements": ELEMENTS, "rules": RULES, "keeps_state": True}
+    trainers = [Trainer(peer) for peer in await spawn_swarm(world, count, Board(), **options)]
+    for trainer in trainers:
+        trainer.donate()
+    return trainers
+
+
+def assert_alike(trainers: list[Trainer]) -> None:
+    assert len({trainer.tip for trainer in trainers}) == 1
+    assert all(torch.equal(trainer.state, trainers[0].state) for trainer in trainers)
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+def test_a_committed_state_that_only_a_lost_peer_had(seed: int) -> None:
+    """One peer ends an epoch alone, all others hear of the COMMIT, and it dies before anybody has the result."""
+
+    async def scenario() -> None:
+        world = World(seed)
+        holder, *others = trainers = await trainers_of(world, 4)
+        tasks = [asyncio.create_task(trainer.train(2)) for trainer in trainers]
+        await asyncio.gather(*tasks)
+        before = holder.tip
+        # The others compute for so long that the round begins without them.
+        committed = asyncio.create_task(holder.train(3))
+        while holder.peer.tip == before:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # the COMMIT arrives
+        assert all(other.peer.swarm.participant.missed is not None for other in others)
+        assert all(other.peer.tip == before for other in others), "they do not hold that state"
+        assert all(other.peer.swarm.called for other in others), "their trainers have to come for the result"
+        committed.cancel()
+        world.kill(holder.peer.node.peer_id)
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*(other.train_on(others, 5) for other in others))
+        assert asyncio.get_running_loop().time() - began < 30.0
+        assert_alike(others)
+        assert all(outcome.begin.members for outcome in others[0].outcomes)
+
+    run(scenario(), until=2000.0)
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+def test_a_committed_state_that_a_peer_missed_is_fetched(seed: int) -> None:
+    async def scenario() -> None:
+        world = World(seed)
+        late, *others = trainers = await trainers_of(world, 4)
+        await asyncio.gather(*(trainer.train(2) for trainer in trainers))
+        before = late.tip
+        tasks = [asyncio.create_task(other.train(3)) for other in others]
+        await asyncio.gather(*tasks)
+        assert late.peer.tip == before
+        await late.train(3)
+        assert late.outcomes[-1].missed
+        assert late.downloaded == []
+        assert_alike(trainers)
+        await asyncio.gather(*(trainer.train(5) for trainer in trainers))
+        assert not late.outcomes[-1].missed
+        assert_alike(trainers)
+
+    run(scenario(), until=2000.0)
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+def test_a_coordinator_that_commits_and_loses_its_connections_in_the_same_moment(seed: int) -> None:
+    """Nobody hears its COMMIT, and all find each other again at once: the others must not stay in a round that is
+    over."""
+
+    async def scenario() -> None:
+        world = World(seed, lost_after=0.3)
+        trainers = await trainers_of(world, 4)
+        await asyncio.gather(*(trainer.train(2) for trainer in trainers))
+        key = trainers[0].peer.swarm.neighbourhood.coordinator().key
+        coordinator = next(trainer for trainer in trainers if trainer.peer.key == key)
+        node, notify = coordinator.peer.node, coordinator.peer.node.notify
+        cut_at: list[float] = []
+
+        def cutting(peers: Any, service: Any, message: Any, buffers: Any = ()) -> None:
+            if isinstance(message, Commit) and not cut_at:
+                cut_at.append(asyncio.get_running_loop().time())
+                for other in trainers:
+                    if other is not coordinator:
+                        world.cut(node.peer_id, other.peer.node.peer_id)
+                asyncio.get_running_loop().call_later([0.05, 0.31, 1.0][seed % 3], world.heal)
+            notify(peers, service, message, buffers)
+
+        node.notify = cutting  # type: ignore[method-assign]
+        await asyncio.gather(*(trainer.train_on(trainers, 16) for trainer in trainers))
+        assert cut_at, "the scenario tests nothing"
+        assert asyncio.get_running_loop().time() - cut_at[0] < 30.0
+        assert_alike(trainers)
+        assert all(len(roots) == 1 for roots in results_by_tip(trainer.peer for trainer in trainers).values())
+
+    run(scenario(), until=2000.0)
+
+
+def test_a_commit_that_went_with_a_connection_is_told_again() -> None:
+    """All are connected again before anybody has noticed: nothing but a question can tell that the round is over."""
+
+    async def scenario() -> None:
+        world = World(2)
+        trainers = await trainers_of(world, 4)
+        await asyncio.gather(*(trainer.train(2) for trainer in trainers))
+        key = trainers[0].peer.swarm.neighbourhood.coordinator().key
+        node = next(trainer.peer.node for trainer in trainers if trainer.peer.key == key)
+        notify = node.notify
+        dropped: list[float] = []
+
+        def dropping(peers: Any, service: Any, message: Any, buffers: Any = ()) -> None:
+            if isinstance(message, Commit) and not dropped:
+                dropped.append(asyncio.get_running_loop().time())
+                peers = [node.peer_id]
+            notify(peers, service, message, buffers)
+
+        node.notify = dropping  # type: ignore[method-assign]
+        await asyncio.gather(*(trainer.train_on(trainers, 4) for trainer in trainers))
+        assert asyncio.get_running_loop().time() - dropped[0] < 5.0
+        assert_alike(trainers)
+
+    run(scenario(), until=2000.0)
+
+
+def test_whoever_speaks_of_a_committed_round_hears_its_commit() -> None:
+    async def scenario() -> None:
+        world = World(1)
+        trainers = await trainers_of(world, 3)
+        await asyncio.gather(*(trainer.train(1) for trainer in trainers))
+        one, other = trainers[0].peer, trainers[1].peer
+        heard: list[object] = []
+        handle = other.swarm._following.on_commit
+        other.swarm._following.on_commit = lambda peer, commit: (heard.append(commit), handle(peer, commit))  # type: ignore[assignment,func-returns-value]
+        commit = one.swarm.participant.commit
+        assert commit is not None
+        ballot = trainers[1].outcomes[-1].begin.ballot
+        other.swarm._channel.notify([one.key], Done(commit.round, ballot, bytes(32)))
+        await asyncio.sleep(1.0)
+        assert heard == [commit]
+
+    run(scenario(), until=100.0)
+
+
+async def one_who_misses(world: World, count: int) -> tuple[Peer, list[Peer]]:
+    """A peer that knows of a round's COMMIT and was not in it, and those who were."""
+    rules = Rules(sizes=(40_000,), matchmaking_time=1.0, round_timeout=60.0, chunk_elements=2_000)
+    late, *others = await spawn_swarm(world, count, Board(), rules=rules, keeps_state=True)
+    await asyncio.gather(*(other.round(bound=True, patience=1.0) for other in others))
+    await asyncio.sleep(0.1)
+    assert late.swarm.participant.missed is not None
+    return late, others
+
+
+def test_a_missed_result_that_comes_slowly_is_waited_for() -> None:
+    """Fetching it takes longer than a round may stand still."""
+
+    async def scenario() -> None:
+        world = World(1)
+        late, others = await one_who_misses(world, 3)
+        world.bandwidth = 8_000.0  # a chunk a second
+        began = asyncio.get_running_loop().time()
+        outcome = await late.round(timeout=6.0, bound=True)
+        assert outcome.missed
+        assert asyncio.get_running_loop().time() - began > 12.0
+        assert torch.equal(late.output, others[0].output)
+
+    run(scenario(), until=200.0)
+
+
+def test_members_that_do_not_answer_are_dialled_at_the_same_time() -> None:
+    """Else whoever missed a round of many that are lost would give up before it has asked all of them, each time."""
+
+    async def scenario() -> None:
+        world = World(1)
+        late, others = await one_who_misses(world, 11)
+        for other in others:
+            world.kill(other.node.peer_id)
+        await asyncio.sleep(0.5)  # all connections are known to be lost
+        dial = late.node.transport.dial
+
+        async def hanging(address: Any) -> None:
+            await asyncio.sleep(1000.0)
+            await dial(address)
+
+        late.node.transport.dial = hanging  # type: ignore[method-assign]
+        outcome = await late.round(timeout=15.0, bound=True)
+        assert not outcome.missed
+        assert [member.key for member in outcome.begin.members] == [late.key]
+
+    run(scenario(), until=200.0)
+
+
+def test_the_other_result_of_a_round_is_not_taken_for_the_one_that_a_peer_holds() -> None:
+    """The two sides of a partition may commit two results of one round."""
+
+    async def scenario() -> None:
+        world = World(1)
+        trainers = await trainers_of(world, 3)
+        await asyncio.gather(*(trainer.train(1) for trainer in trainers))
+        swarm = trainers[0].peer.swarm
+        commit = swarm.participant.commit
+        assert commit is not None
+        attempt = Attempt(Contribution(1.0, lambda begin, send, fault: pytest.fail("it was not asked for")), 0.0, 0, 0)
+        with pytest.raises(ResultLost, match="not those that were committed"):
+            await swarm._round.fetch_committed(attempt, msgspec.structs.replace(commit, root=bytes(32)))
+
+    run(scenario(), until=100.0)

@@ -1,0 +1,134 @@
+"""After its first commit a trainer goes on, whatever another peer says."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from shoal.averaging.errors import Rejected
+from shoal.averaging.messages import Committed, Digests, Hello, Join, Part, Terms
+from shoal.averaging.tip import Tip
+from shoal.p2p.errors import Refused
+from shoal.simulation.clock import run
+from shoal.simulation.world import World
+from tests.simulation.swarms import TERMS, Board, spawn_peer, spawn_swarm
+from tests.simulation.test_missed_commits import assert_alike, trainers_of
+from tests.simulation.trainers import ELEMENTS, RULES, Trainer
+
+
+def test_other_terms_with_a_huge_tip_end_nobody() -> None:
+    async def scenario() -> None:
+        world = World(1)
+        trainers = await trainers_of(world, 3)
+        await asyncio.gather(*(trainer.train(1) for trainer in trainers))
+        stranger = await world.spawn_node()
+        me = msgspec.structs.replace(trainers[0].peer.swarm.me, key=stranger.peer_id.key, addresses=())
+        hello = Hello(me, Terms({"target_batch_size": "1"}, TERMS.schema), Tip(5, bytes(32), 1e300), (me,))
+        for trainer in trainers:
+            stranger.learn(trainer.peer.node.peer_id, trainer.peer.node.addresses)
+            answer = await stranger.call(
+                trainer.peer.node.peer_id, trainer.peer.swarm.service, hello, Hello, timeout=5.0
+            )
+            assert answer.tip == trainer.tip
+        await asyncio.gather(*(trainer.train(4) for trainer in trainers))
+        assert_alike(trainers)
+
+    run(scenario(), until=500.0)
+
+
+def test_a_begin_without_members_in_an_answer_is_no_result() -> None:
+    """It is asked of everybody who was in the round; the next one has it."""
+
+    async def scenario() -> None:
+        world = World(2)
+        late, *others = trainers = await trainers_of(world, 4)
+        await asyncio.gather(*(trainer.train(2) for trainer in trainers))
+        await asyncio.gather(*(other.train(3) for other in others))
+        commit = late.peer.swarm.participant.missed
+        assert commit is not None
+        liar = next(other for other in others if other.peer.key == sorted(commit.members)[0])
+        handle = liar.peer.swarm._round.on_fetch
+
+        def lie(message: Any) -> Any:
+            answer = handle(message)
+            if isinstance(message, Digests):
+                assert isinstance(answer, Committed)
+                begin = msgspec.structs.replace(answer.begin, members=(), weights=(), machines=(), states=())
+                return Committed(begin, answer.digests)
+            return answer
+
+        liar.peer.swarm._round.on_fetch = lie  # type: ignore[method-assign]
+        await late.train(3)
+        assert_alike(trainers)
+
+    run(scenario(), until=500.0)
+
+
+def refusing(trainer: Trainer) -> None:
+    """From now on it takes nobody's JOIN but its own."""
+    on_join = trainer.peer.swarm._coordination.on_join
+
+    def refuse(peer: Any, join: Join, gathered: bytes) -> Any:
+        if peer.key != trainer.peer.key:
+            raise Refused("I do not like it")
+        return on_join(peer, join, gathered)
+
+    trainer.peer.swarm._coordination.on_join = refuse  # type: ignore[method-assign]
+
+
+def test_a_refused_join_is_a_coordinator_lost(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        world = World(3)
+        trainers = await trainers_of(world, 4)
+        await asyncio.gather(*(trainer.train(1) for trainer in trainers))
+        moody, *others = trainers
+        refusing(moody)
+        await asyncio.wait([asyncio.create_task(moody.train_on([], 100))], timeout=0.0)
+        await asyncio.gather(*(other.train_on(others, 8) for other in others))
+        assert_alike(others)
+
+    run(scenario(), until=500.0)
+    told = [record for record in caplog.records if "refuses" in record.getMessage() and record.levelname == "WARNING"]
+    assert len(told) == 3, "each says it once"
+    assert "I do not like it" in told[0].getMessage()
+
+
+def test_a_newcomer_that_all_refuse_is_told() -> None:
+    async def scenario() -> None:
+        world, board = World(4), Board()
+        options: dict[str, Any] = {"elements": ELEMENTS, "rules": RULES, "keeps_state": True}
+        veterans = [Trainer(peer) for peer in await spawn_swarm(world, 2, board, **options)]
+        for veteran in veterans:
+            refusing(veteran)
+        newcomer = Trainer(await spawn_peer(world, board, **options))
+        with pytest.raises(Rejected, match="I do not like it"):
+            await newcomer.train(1)
+
+    run(scenario(), until=500.0)
+
+
+@pytest.mark.parametrize("weight", [1e30, -1.0, float("nan")])
+def test_a_part_that_the_decoder_refuses_is_a_fault_at_once(weight: float) -> None:
+    async def scenario() -> None:
+        world = World(5)
+        liar, *others = trainers = await trainers_of(world, 4)
+        await asyncio.gather(*(trainer.train(1) for trainer in trainers))
+        notify = liar.peer.node.notify
+
+        def lie(peers: Any, service: Any, message: Any, buffers: Any = ()) -> None:
+            if isinstance(message, Part):
+                message = msgspec.structs.replace(message, weight=weight)
+            notify(peers, service, message, buffers)
+
+        liar.peer.node.notify = lie  # type: ignore[method-assign]
+        lying = asyncio.create_task(liar.train_on(trainers, 100))
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*(other.train(4) for other in others))
+        assert asyncio.get_running_loop().time() - began < 4.0, "its silence was waited for"
+        assert_alike(others)
+        lying.cancel()
+
+    run(scenario(), until=500.0)

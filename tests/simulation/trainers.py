@@ -1,0 +1,173 @@
+"""Simulated peers that keep a state: what `shoal.Optimizer` does between rounds, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from blake3 import blake3
+
+from shoal.averaging.contribution import Contribution, Fault, Outcome, SendTo
+from shoal.averaging.errors import AveragingError, Behind
+from shoal.averaging.exchange import Exchange
+from shoal.averaging.manifest import CHUNK_ELEMENTS
+from shoal.averaging.messages import Begin, Progress
+from shoal.averaging.rules import Rules
+from shoal.averaging.tip import Tip
+from shoal.averaging.transfer import Snapshot, StateDonor, download_state
+from shoal.p2p.errors import P2PError
+from tests.codecs import codecs_of
+from tests.simulation.swarms import Peer
+
+ELEMENTS = 2_000
+BALLAST = 24 * CHUNK_ELEMENTS  # int8: 24 chunks, together 0.3 s over the ways out of four donors at 5 MB/s
+BATCH_SECONDS = 0.04  # that a peer computes for a sample; an epoch of 40 takes four of them 0.4 s
+RULES = Rules(sizes=(ELEMENTS,), matchmaking_time=15.0, round_timeout=60.0, target_samples=40.0)
+NAME = "state/run"
+
+
+@dataclass
+class Trainer:
+    """A peer that adds each round's average to its state."""
+
+    peer: Peer
+    tip: Tip = field(default_factory=lambda: Tip.genesis("run"))  # of `state`
+    state: torch.Tensor = field(default_factory=lambda: torch.zeros(ELEMENTS))
+    ballast: torch.Tensor = field(default_factory=lambda: torch.zeros(BALLAST, dtype=torch.int8))
+    outcomes: list[Outcome] = field(default_factory=list)
+    downloaded: list[Tip] = field(default_factory=list)
+    goal: tuple[int, asyncio.Event] | None = None
+    ended: list[float] = field(default_factory=list)  # when each epoch did
+    download_seconds: float = 0.0  # that each takes longer: its way in is slow
+    patience: float = 30.0  # for a round that stands still; then `train_on` goes on alone
+    at_state: Callable[[Trainer], None] = lambda trainer: None  # called whenever it has come to a tip
+
+    async def reached(self, epoch: int) -> None:
+        """Wait until it is there."""
+        self.goal = (epoch, asyncio.Event())
+        await self.goal[1].wait()
+
+    def donate(self) -> None:
+        async def take() -> Snapshot:
+            buffers = [self.state.clone(), self.ballast.clone()]
+            return Snapshot(self.tip, b"layout", buffers, b"", codecs_of(buffers))
+
+        StateDonor(self.peer.node, NAME, take, lambda: self.tip, priority=lambda: -1.0 if self.is_behind else 0.0)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether others hold a state that outranks this one."""
+        behind = self.peer.swarm.behind
+        return behind is not None and behind.outranks(self.tip)
+
+    async def catch_up(self, donors: list[Trainer], awaited: bool = False) -> None:
+        peers = [donor.peer.node.peer_id for donor in donors]
+        mine, is_behind = self.tip, self.is_behind
+
+        def wanted(tip: Tip) -> bool:
+            return tip.outranks(mine) if is_behind else not mine.outranks(tip)
+
+        with self.peer.swarm.watching(peer.key for peer in peers):
+            result = await download_state(
+                self.peer.node,
+                NAME,
+                peers,
+                timeout=60,
+                rng=random.Random(1),
+                wanted=wanted,
+                reserve=self.peer.swarm.be_awaited if awaited else None,
+            )
+        await asyncio.sleep(self.download_seconds)
+        (self.state, self.ballast), self.tip = result.buffers, result.manifest.tip
+        if self.tip != self.peer.tip:
+            self.peer.swarm.move(self.tip)
+        await asyncio.gather(*map(self.peer.swarm.neighbourhood.meet_peer, result.chunks_from))
+        self.downloaded.append(result.manifest.tip)
+        self.at_state(self)
+
+    async def count(self) -> float:
+        """Until the round is called; returns this peer's samples."""
+        swarm, samples = self.peer.swarm, 0.0
+        while swarm.tip == self.tip and not swarm.called:
+            with contextlib.suppress(P2PError, TimeoutError):  # the coordinator is out of reach: there will be another
+                await swarm.report(Progress(swarm.tip, samples, 1.0 / BATCH_SECONDS))
+            await asyncio.sleep(BATCH_SECONDS)
+            samples += 1.0
+        return samples
+
+    async def average(self, samples: float, patience: float) -> None:
+        peer = self.peer
+
+        def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
+            return Exchange.of(peer.key, begin, [peer.vector], [peer.output], codecs_of([peer.vector]), send, fault)
+
+        outcome = await peer.swarm.average(Contribution(samples, open_exchange, tip=self.tip), patience)
+        self.outcomes.append(outcome)
+        self._step(peer.output, outcome.commit.next_tip)
+
+    def _step(self, update: torch.Tensor, tip: Tip) -> None:
+        self.state += update
+        self.ballast += 1
+        self.tip = tip
+        self.at_state(self)
+        self.ended.append(asyncio.get_running_loop().time())
+        if self.goal is not None and self.goal[0] == self.tip.epoch:
+            self.goal[1].set()
+
+    async def epoch(self) -> None:
+        await self.average(await self.count(), self.patience)
+
+    async def train(self, until_epoch: int) -> None:
+        while self.tip.epoch < until_epoch:
+            await self.epoch()
+
+    async def train_on(self, others: list[Trainer], until_epoch: int) -> None:
+        """The same, through rounds that fail and states that are missed: as `Epochs` and `EpochEnd` do it."""
+        swarm = self.peer.swarm
+        while self.tip.epoch < until_epoch:
+            try:
+                if self.is_behind:
+                    raise Behind("others are past this state")
+                samples = await self.count()
+                while not await self._end(samples):
+                    pass
+            except Behind:
+                try:
+                    await self.catch_up([other for other in others if other is not self and other.peer.alive])
+                except AveragingError:
+                    swarm.forget_behind()
+
+    async def _end(self, samples: float) -> bool:
+        """End the epoch, with others or alone; whether that was done. Raises Behind."""
+        loop, swarm, before = asyncio.get_running_loop(), self.peer.swarm, self.tip
+        until = loop.time() + self.patience
+        while True:
+            try:
+                await self.average(samples, until - loop.time())
+            except Behind:
+                raise
+            except AveragingError:
+                until = max(until, swarm.got_on_at + self.patience)
+                if loop.time() < until:
+                    continue
+                if not samples or swarm.tip != before or swarm.participant.missed is not None:
+                    return False
+                name = f"{self.peer.name} alone at {loop.time()}".encode()
+                swarm.move(before.after(blake3(name).digest(), samples), made=True)
+                self._step(self.peer.vector, swarm.tip)
+            return True
+
+    async def arrive(self, donors: list[Trainer], until_epoch: int, *, awaited: bool = False) -> None:
+        """Download and train; with `awaited`, the others are asked to wait from the second download on."""
+        while self.tip.epoch < until_epoch:
+            await self.catch_up(donors, awaited and bool(self.downloaded))
+            if self.is_behind:
+                continue  # the others have gone on meanwhile
+            try:
+                await self.train(until_epoch)
+            except Behind:
+                continue  # the download was of a state that is two rounds old by now
