@@ -8,6 +8,7 @@ from typing import Any
 
 from shoal.averaging.errors import AveragingError, Behind, Rejected
 from shoal.averaging.tip import Tip
+from shoal.averaging.transfer import DownloadFailed
 from shoal.optim.accumulation import Accumulation
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.handover import Handover
@@ -200,11 +201,16 @@ class Epochs:
         self._go_on_from(self._replica.tip)
 
     def load_state(self, timeout: float) -> bool:
-        """Download the state that most peers hold, and go on from it; whether that was done. Raises AveragingError if
-        nobody could bring it within `timeout` seconds, Rejected if it does not fit."""
+        """Download the state that most peers hold, and go on from it; whether that was done: not if there is nobody to
+        ask. Raises AveragingError if nobody could bring it within `timeout` seconds, Rejected if it does not fit."""
         self.take_result(wait=True)
         donors = self._run.donors()
-        return bool(donors) and self._download(donors, timeout)
+        try:
+            return bool(donors) and self._download(donors, timeout)
+        except DownloadFailed:
+            if self._run.donors():
+                raise
+            return False  # all that were asked have left meanwhile
 
     def _synchronise(self, donors: Sequence[PeerID] = ()) -> None:
         """Download the state; if that fails, go on, and try again in a while. Raises Rejected if it can't fit a

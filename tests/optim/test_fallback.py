@@ -115,6 +115,21 @@ def test_state_from_peers_on_request(pair: list[shoal.Optimizer]) -> None:
 
 
 @pytest.mark.parametrize("pair", [{}], indirect=True)
+def test_who_leaves_while_asked_for_its_state_is_nobody_to_ask(
+    pair: list[shoal.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair
+    together(pair, 32)
+    donors = first._run.donors()
+    assert donors == [second.dht.peer_id]
+    second.shutdown()
+    answers = [donors]  # as if its LEAVE was on its way
+    monkeypatch.setattr(first._run, "donors", lambda: answers.pop() if answers else type(first._run).donors(first._run))
+    assert not first.load_state_from_peers()
+    assert not answers
+
+
+@pytest.mark.parametrize("pair", [{}], indirect=True)
 def test_a_fault_in_one_peers_memory_is_found_and_mended(
     pair: list[shoal.Optimizer], caplog: pytest.LogCaptureFixture
 ) -> None:
