@@ -1,6 +1,6 @@
 """Gradient accumulation: plain PyTorch, `shoal.Optimizer`, and `shoal.Optimizer` with `reuse_grad_buffers`, in turn.
 
-    python -m benchmarks.accumulation [--models 0.3M 6.3M 25M] [--rounds 15] [--threads 2]
+    python -m benchmarks.accumulation [--models 0.3M 6.3M 10M 25M] [--rounds 15] [--threads 2]
 
 What is timed is a step that only accumulates: forward, backward, and what is called after it. Plain PyTorch calls
 nothing, and adds up in `.grad`, in the backward pass; Shoal calls `step()`, and by default `zero_grad()`.
@@ -28,6 +28,7 @@ from benchmarks.workers.trainer import draw, make_model
 RESULTS = Path(__file__).resolve().parent / "results"
 SIDES = ("plain", "default", "reuse_grad_buffers")
 BATCH, STEPS = 32, 10  # samples of a step, steps over which gradients are accumulated
+PROMISED = {"10M": "<= 1.1"}
 WARM_UP = 2  # rounds that are not counted
 
 
@@ -140,7 +141,7 @@ of Shoal's step is the report to the swarm, a fixed time."""
 def main() -> None:
     """Parses the command line, measures, reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["0.3M", "6.3M", "25M"], help="parameters (default: all)")
+    parser.add_argument("--models", nargs="+", default=["0.3M", "6.3M", "10M", "25M"], help="parameters (default: all)")
     parser.add_argument("--rounds", type=int, default=15, help="epochs of each side that count (default: 15)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for accumulation.md and accumulation.json")
@@ -157,7 +158,8 @@ def main() -> None:
             fields = [median(epochs, field) for field in ("passes", "calls", "seconds")]
             rows.append([f"{size}, {name}", *(number(field) for field in fields), number(ratio(found, name), 3)])
             if name != "plain":
-                figures.append(Figure(f"{size}, {name}: a step, of plain PyTorch's", ratio(found, name), "<= 1"))
+                of_plain = f"{size}, {name}: a step, of plain PyTorch's"
+                figures.append(Figure(of_plain, ratio(found, name), PROMISED.get(size, "<= 1")))
         print(f"{size}: done", file=sys.stderr, flush=True)
     head = ["model, side", "forward and backward ms", "step and zero_grad ms", "together ms", "of plain"]
     parts = ["# Gradient accumulation", describe(facts), table(head, rows), NOTE, figure_table(figures)]
