@@ -239,7 +239,7 @@ def test_a_kill_during_a_round_in_the_background(pool: Pool) -> None:
         wait_until(lambda: len(events(peers.all[0])) >= 4)
         victim, *survivors = peers.all
         victim.ask(do="die as coordinator")
-        victim.process.wait(30)
+        victim.process.wait(100)
         seen = len(events(survivors[0]))
         wait_until(lambda: len(events(survivors[0])) >= seen + 5)
         last = max(event["epoch"] for peer in survivors for event in events(peer)) + 3

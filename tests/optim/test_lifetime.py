@@ -25,12 +25,12 @@ def test_a_second_thread_is_refused_while_the_first_is_in_step(alone: Alone) -> 
 
     def closure() -> torch.Tensor:
         entered.set()
-        assert go_on.wait(30)
+        assert go_on.wait(100)
         return backward(model, *fixed_batch(0))
 
     trainer = threading.Thread(target=optimizer.step, args=(closure, 64))
     trainer.start()
-    assert entered.wait(30)
+    assert entered.wait(100)
     saved: dict[str, Any] = {"state": {}, "param_groups": []}
     calls: dict[str, Callable[[], Any]] = {
         "step": lambda: optimizer.step(batch_size=64),

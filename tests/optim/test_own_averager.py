@@ -243,7 +243,7 @@ def test_a_kill_and_a_newcomer(pool: Pool, kind: str, option: dict[str, Any]) ->
             peer.ask(do="train", batch=8, pause=0.03)
         wait_until(lambda: len(events(survivors[0])) >= 4)
         victim.process.kill()
-        victim.process.wait(30)
+        victim.process.wait(100)
         wait_until(lambda: sum(event.get("peers") == 2 for event in events(survivors[0])) >= 4)
         [late] = peers.add(1, seed=4)
         late.ask(do="train", batch=8, pause=0.03)
