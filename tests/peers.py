@@ -34,7 +34,7 @@ class PeerProcess:
             self._answers.put(line)
         self._answers.put("")
 
-    def hear(self, timeout: float = 60.0) -> dict[str, Any] | None:
+    def hear(self, timeout: float = 150.0) -> dict[str, Any] | None:
         """The next answer; None if the process has ended. Raises queue.Empty if there is none in time."""
         line = self._answers.get(timeout=timeout)
         return json.loads(line) if line else None
@@ -49,7 +49,7 @@ class PeerProcess:
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
 
-    def ask(self, *, timeout: float = 60.0, **command: Any) -> dict[str, Any]:
+    def ask(self, *, timeout: float = 150.0, **command: Any) -> dict[str, Any]:
         self.tell(**command)
         answer = self.hear(timeout)
         assert answer is not None, "the worker ended instead of answering"

@@ -20,7 +20,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.timeout(240)
 def test_the_clients_of_a_node_that_was_restarted_are_its_members_again(tmp_path: Path) -> None:
     """They can be dialled by nobody, and the node was all that they knew of the DHT and of the run."""
     averager = {"prefix": "test"}

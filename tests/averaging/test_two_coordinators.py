@@ -20,7 +20,6 @@ FORGOTTEN = [
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 def test_unequal_views_never_give_a_state_two_results() -> None:
     with running(4, 100_000, min_matchmaking_time=3.0) as peers:
         all_round(peers)

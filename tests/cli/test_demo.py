@@ -25,7 +25,7 @@ def test_two_peers_stay_identical_and_learn(tmp_path: Path) -> None:
         [sys.executable, "-m", "shoal.cli", "demo", *options, "--out", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=200,
         check=False,
     )
     report = json.loads((tmp_path / "report.json").read_text())

@@ -15,7 +15,7 @@ COMMAND = [sys.executable, str(SCRIPT), "--host-maddrs", "/ip4/127.0.0.1/tcp/0",
 
 
 def test_alone() -> None:
-    done = subprocess.run([*COMMAND, "3"], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*COMMAND, "3"], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert "epoch 2: loss" in done.stdout
 
@@ -26,9 +26,9 @@ def test_a_second_peer_joins_by_the_address_that_the_first_prints() -> None:
     try:
         address = first.stdout.readline().split()[-1]
         second = [*COMMAND, "6", "--initial-peers", address, "--batch-size", "8"]
-        done = subprocess.run(second, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(second, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stderr
-        assert first.wait(timeout=60) == 0
+        assert first.wait(timeout=200) == 0
     finally:
         first.kill()
         first.wait()

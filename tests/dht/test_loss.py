@@ -45,6 +45,6 @@ def test_every_key_is_found_from_every_peer_also_after_a_third_was_killed() -> N
         killed = rng.sample(peers, KILLED)
         ends = [peer.run_coroutine(die, return_future=True) for peer in killed]
         for end in ends:
-            end.result(10)
+            end.result(60)
         survivors = [peer for peer in peers if peer not in killed]
         assert all(peer.run_coroutine(find_all) == everything for peer in survivors)

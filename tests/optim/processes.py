@@ -107,7 +107,7 @@ def training(pool: Pool, count: int, **run: Any) -> Iterator[Peers]:
         pool.give_back(peers.all)
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout: float = 150.0) -> None:
     """Poll until `condition` holds; the processes that it waits for do not report by themselves."""
     deadline = time.monotonic() + timeout
     while not condition():

@@ -32,7 +32,7 @@ def started(makers: Sequence[Callable[..., A]], **options: Any) -> Iterator[list
             each.shutdown()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that"

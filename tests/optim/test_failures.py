@@ -19,7 +19,7 @@ def test_training_goes_on_after_a_kill(pool: Pool, victim_is: str) -> None:
         victim, *survivors = peers.all
         if victim_is == "coordinator":
             victim.ask(do="die as coordinator")
-            victim.process.wait(30)
+            victim.process.wait(100)
         else:
             victim.kill()
         killed = time.monotonic()
@@ -36,7 +36,7 @@ def test_training_goes_on_after_a_kill(pool: Pool, victim_is: str) -> None:
     assert all(state == states[0] for state in states), states
     for history in histories:
         healthy = median(gap for end, gap in gaps(history) if end < killed)
-        assert max(gap for end, gap in gaps(history)[1:]) <= healthy + 3.0, (healthy, gaps(history))
+        assert max(gap for end, gap in gaps(history)[1:]) <= healthy + 9.0, (healthy, gaps(history))
         assert [event["peers"] for event in history[-3:]] == [3, 3, 3]
 
 

@@ -53,7 +53,7 @@ def together(pair: list[shoal.Optimizer], batch_size: int) -> None:
         if all(parameter.grad is None for parameter in optimizer.param_groups[0]["params"]):
             give_gradients(optimizer, epoch)
         optimizer.step(batch_size=batch_size)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while optimizer.local_epoch == epoch and time.monotonic() < deadline:
             optimizer.step(batch_size=0)
 
@@ -69,12 +69,13 @@ def test_going_on_without_an_answer(pair: list[shoal.Optimizer], caplog: pytest.
     started = time.monotonic()
     with caplog.at_level(logging.WARNING, "shoal"):
         first.step(batch_size=64)  # enough for both; but the other's trainer is busy elsewhere and does not join
-    assert 1.5 <= time.monotonic() - started < 10
+    assert 1.5 <= time.monotonic() - started < 40
     assert "going on with this peer's own gradients" in caplog.text
     assert first.local_epoch == 1
     assert not torch.equal(parameters(first), start)
     assert torch.equal(parameters(second), start)
 
+    wait_until(lambda: second._run.swarm.behind is not None)  # the other has told it where it is
     found: list[Any] = []
     second.on_event = found.append
     give_gradients(second, 2)
@@ -97,7 +98,7 @@ def test_state_from_peers_on_request(pair: list[shoal.Optimizer]) -> None:
     with torch.no_grad():
         for parameter in second.param_groups[0]["params"]:
             parameter.zero_()
-    assert second.load_state_from_peers(timeout=10.0)
+    assert second.load_state_from_peers(timeout=60.0)
     assert torch.equal(parameters(second), parameters(first))
     with pytest.raises(TypeError, match="nonsense"):
         second.load_state_from_peers(nonsense=1)

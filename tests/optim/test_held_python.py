@@ -13,7 +13,6 @@ pytestmark = pytest.mark.long
 HELD_SECONDS = 10.0
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("who", ["the coordinator", "another"])
 def test_all_epochs_are_made_together(pool: Pool, who: str) -> None:
     with training(pool, 3, optimizer="adamw", target=64) as peers:

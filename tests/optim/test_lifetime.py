@@ -25,12 +25,12 @@ def test_a_second_thread_is_refused_while_the_first_is_in_step(alone: Alone) -> 
 
     def closure() -> torch.Tensor:
         entered.set()
-        assert go_on.wait(30)
+        assert go_on.wait(100)
         return backward(model, *fixed_batch(0))
 
     trainer = threading.Thread(target=optimizer.step, args=(closure, 64))
     trainer.start()
-    assert entered.wait(30)
+    assert entered.wait(100)
     saved: dict[str, Any] = {"state": {}, "param_groups": []}
     calls: dict[str, Callable[[], Any]] = {
         "step": lambda: optimizer.step(batch_size=64),
@@ -132,7 +132,7 @@ def test_a_step_that_waits_in_a_round_ends_with_the_dht(dht: shoal.DHT) -> None:
     while not made[1]._run.swarm.called:
         time.sleep(0.01)
     elsewhere.shutdown()
-    trainer.join(20)
+    trainer.join(40)
     assert not trainer.is_alive()
     with pytest.raises(RuntimeError, match="the DHT of this optimizer was shut down"):
         made[1].step(batch_size=64)
@@ -167,7 +167,7 @@ def test_a_dht_that_was_shut_down_under_a_round_in_the_background(dht: shoal.DHT
     elsewhere.shutdown()
     assert made[1].state_dict()["state"]["local_epoch"] == 0
     made[1].shutdown()
-    assert time.monotonic() - began < 15.0
+    assert time.monotonic() - began < 40.0
     assert torch.equal(flat(models[1]), start)
     assert all("shoal-update" not in thread.name for thread in threading.enumerate())
     made[0].shutdown()

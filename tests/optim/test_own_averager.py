@@ -73,12 +73,12 @@ def plain(epochs: int) -> torch.Tensor:
 
 
 def test_who_only_downloads_is_not_waited_for(places: list[shoal.DHT]) -> None:
-    pair = [make(place, matchmaking_time=20.0) for place in places[:2]]
+    pair = [make(place, matchmaking_time=100.0) for place in places[:2]]
     epoch_of(pair, 0)
-    late_model, late = make(places[2], matchmaking_time=20.0)  # as while it loads its data
+    late_model, late = make(places[2], matchmaking_time=100.0)  # as while it loads its data
     started = time.monotonic()
     epoch_of(pair, 1)
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < 60.0
     late.step(batch_size=0)
     assert late.local_epoch == 2
     assert torch.equal(flat(late_model), flat(pair[0][0]))
@@ -204,13 +204,13 @@ def test_min_peers_never_holds_the_trainer_for_ever(places: list[shoal.DHT], fac
         backward(model, *fixed_batch(0))
         began = time.monotonic()
         first.step(batch_size=16)
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began < 40.0
     other_model, second = make(places[1], grad_averager_factory=factory, **options)  # there, but it does not join
     for _ in range(6):
         backward(model, *fixed_batch(0))
         began = time.monotonic()
         first.step(batch_size=32)
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began < 40.0
     assert first.local_epoch == 0
     reports: list[Any] = []
     first.on_event = reports.append
@@ -243,7 +243,7 @@ def test_a_kill_and_a_newcomer(pool: Pool, kind: str, option: dict[str, Any]) ->
             peer.ask(do="train", batch=8, pause=0.03)
         wait_until(lambda: len(events(survivors[0])) >= 4)
         victim.process.kill()
-        victim.process.wait(30)
+        victim.process.wait(100)
         wait_until(lambda: sum(event.get("peers") == 2 for event in events(survivors[0])) >= 4)
         [late] = peers.add(1, seed=4)
         late.ask(do="train", batch=8, pause=0.03)

@@ -12,7 +12,7 @@ import pytest
 
 import shoal
 from shoal.averaging.errors import Rejected
-from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.progress_tracker import PATIENCE, ProgressTracker
 
 pytestmark = pytest.mark.alone
 
@@ -46,7 +46,7 @@ def make() -> Iterator[Make]:
         yield tracker
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 15.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -87,7 +87,7 @@ def test_peers_that_come_and_go(make: Make) -> None:
 
     def watch_until(epoch: int) -> None:
         while watching.global_epoch < epoch:
-            assert times[max(times)] > time.monotonic() - 20, "no epoch has ended for long"
+            assert times[max(times)] > time.monotonic() - 60, "no epoch has ended for long"
             times.setdefault(watching.global_progress.epoch, time.monotonic())
             time.sleep(0.005)
         times.setdefault(epoch, time.monotonic())
@@ -101,13 +101,13 @@ def test_peers_that_come_and_go(make: Make) -> None:
     watch_until(joined + 4)
     assert watching.global_progress.num_clients == 1
     fast.stopped = True
-    fast.join(10)
+    fast.join(60)
     fast.tracker.shutdown()
     left = watching.global_epoch
     watch_until(left + 3)
     for worker in workers:
         worker.stopped = True
-        worker.join(10)
+        worker.join(60)
     lengths = {epoch: end - start for (epoch, start), (_, end) in pairwise(sorted(times.items()))}
     with_three, with_four = lengths[1], lengths[joined + 2]
     assert with_four < 0.75 * with_three, "one that does more than all others together was not counted"
@@ -189,7 +189,7 @@ def test_one_peer_alone_never_waits(make: Make) -> None:
         assert not tracker.ready_to_update_epoch
     tracker.report_local_progress(0, 100)
     assert tracker.ready_to_update_epoch
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < PATIENCE / 2
 
 
 def test_life(make: Make) -> None:

@@ -14,7 +14,7 @@ from tests.peers import PeerProcess
 
 pytestmark = pytest.mark.long
 
-TOGETHER_SECONDS = 30.0
+TOGETHER_SECONDS = 90.0
 
 
 def free_port() -> int:
@@ -32,7 +32,6 @@ def one_lineage(peers: list[PeerProcess], since: float) -> bool:
     return len(set.intersection(*shared)) >= 3
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("checkpoint", ["with its checkpoint", "without one"])
 def test_a_node_that_comes_back_and_its_clients_are_one_again(pool: Pool, tmp_path: Path, checkpoint: str) -> None:
     port, identity, saved = free_port(), str(tmp_path / "identity"), str(tmp_path / "checkpoint")
@@ -67,7 +66,6 @@ def test_a_node_that_comes_back_and_its_clients_are_one_again(pool: Pool, tmp_pa
         print(f"one again after {time.monotonic() - back:.1f} s")
 
 
-@pytest.mark.timeout(240)
 def test_a_fast_client_that_was_away_gives_its_state_once(pool: Pool) -> None:
     """Alone it makes many epochs; the nodes take its state over, and then train with it."""
     with training(pool, 0, optimizer="adamw", target=256) as peers:
@@ -78,7 +76,7 @@ def test_a_fast_client_that_was_away_gives_its_state_once(pool: Pool) -> None:
         wait_until(lambda: one_lineage(peers.all, 0.0))
         for node in nodes:
             node.hang()
-        wait_until(lambda: sum(e.get("peers") == 1 for e in events(client)) > 5, 90.0)
+        wait_until(lambda: sum(e.get("peers") == 1 for e in events(client)) > 5)
         for node in nodes:
             node.go_on()
         back = time.monotonic()

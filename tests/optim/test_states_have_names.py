@@ -54,7 +54,6 @@ def test_peers_that_go_on_alone_with_equal_samples_are_at_unlike_tips(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(180)
 def test_all_restart_from_checkpoints_of_different_epochs(pool: Pool, tmp_path: Path) -> None:
     """Three of the older epoch, one of the newer: the newest state wins, and those that leave theirs say so."""
     with training(pool, 4, optimizer="adamw", target=64) as peers:

@@ -42,7 +42,7 @@ def test_an_epoch_has_at_most_1_1_of_the_target(
     with training(pool, len(batches), optimizer="sgd", target=target, matchmaking_time=10.0) as peers:
         for peer, batch, pause in zip(peers.all, batches, pauses, strict=True):
             peer.ask(do="train", batch=batch, pause=pause)
-        wait_until(lambda: len(epochs_of(peers.all[0])) >= UNKNOWN + 10, 120)
+        wait_until(lambda: len(epochs_of(peers.all[0])) >= UNKNOWN + 10)
         history = epochs_of(peers.all[0])
     check_samples(history, len(batches), target)
     # And waiting costs no time: an epoch is not longer than the peers need for the target, and one step more.
@@ -58,6 +58,6 @@ def test_so_has_one_that_ends_in_the_background(pool: Pool, option: str) -> None
     with training(pool, 3, optimizer="sgd", target=target, matchmaking_time=10.0, **{option: True}) as peers:
         for peer, batch, pause in zip(peers.all, batches, pauses, strict=True):
             peer.ask(do="train", batch=batch, pause=pause)
-        wait_until(lambda: len(epochs_of(peers.all[0])) >= UNKNOWN + 10, 120)
+        wait_until(lambda: len(epochs_of(peers.all[0])) >= UNKNOWN + 10)
         history = epochs_of(peers.all[0])
     check_samples(history, 3, target)

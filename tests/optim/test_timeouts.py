@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import re
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +44,7 @@ def test_matchmaking_time(dht: shoal.DHT) -> None:
     with peers(dht, matchmaking_time=1.0, averaging_timeout=30.0) as (first, second):
         began = time.monotonic()
         first.step(batch_size=64)  # the other's trainer is busy elsewhere
-        assert 1.0 <= time.monotonic() - began < 6.0
+        assert 1.0 <= time.monotonic() - began < 25.0
         assert first.local_epoch == 1
         assert second.local_epoch == 0
 
@@ -103,7 +104,7 @@ def test_averaging_timeout(dht: shoal.DHT, caplog: pytest.LogCaptureFixture) -> 
     ):
         began = time.monotonic()
         first.step(batch_size=64)
-        assert 1.5 <= time.monotonic() - began < 8.0
+        assert 1.5 <= time.monotonic() - began < 40.0
     assert re.search(r"no result within \d+(\.\d+)? s", caplog.text)
 
 
@@ -117,7 +118,7 @@ def test_load_state_timeout(dht: shoal.DHT) -> None:
         began = time.monotonic()
         with pytest.raises(shoal.AveragingError, match="nothing of a state has come for 1 s"):
             second.load_state_from_peers()
-        assert 0.9 <= time.monotonic() - began < 6.0
+        assert 0.9 <= time.monotonic() - began < 40.0
 
 
 @pytest.mark.long
@@ -130,11 +131,15 @@ def test_shutdown_timeout(dht: shoal.DHT, caplog: pytest.LogCaptureFixture) -> N
         optimizer=OPTIMIZERS["sgd"],
         shutdown_timeout=0.5,
     )
-    dht.reactor.loop.call_soon_threadsafe(time.sleep, 3.0)  # it hangs
+    over = threading.Event()
+    dht.reactor.loop.call_soon_threadsafe(over.wait, 100.0)  # it hangs
     began = time.monotonic()
-    with caplog.at_level(logging.WARNING, "shoal"):
-        optimizer.shutdown()
-    assert 0.4 <= time.monotonic() - began < 2.5
+    try:
+        with caplog.at_level(logging.WARNING, "shoal"):
+            optimizer.shutdown()
+        assert 0.4 <= time.monotonic() - began < 50.0
+    finally:
+        over.set()
     assert "leaving the run took longer than 0.5 s" in caplog.text
 
 

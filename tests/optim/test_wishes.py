@@ -64,7 +64,7 @@ def test_no_epoch_ends_before_enough_peers_are_there(
         began = time.monotonic()
         with caplog.at_level(logging.WARNING, "shoal"):
             first.step(batch_size=32)
-        assert 0.9 <= time.monotonic() - began < 5.0
+        assert 0.9 <= time.monotonic() - began < 20.0
     assert "1 peers are here, and min_peers=2" in caplog.text
     assert first.local_epoch == 0
     assert torch.equal(flat(model), start)

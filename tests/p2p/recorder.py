@@ -40,17 +40,17 @@ class Recorder:
     def headers(self) -> list[bytes]:
         return [header for _, header, _ in self.messages]
 
-    async def until(self, condition: Callable[[], object], timeout: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], object], timeout: float = 60.0) -> None:
         """Wait for a condition that a message or a loss makes true."""
         async with asyncio.timeout(timeout):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def until_messages(self, number: int, timeout: float = 10.0) -> None:
+    async def until_messages(self, number: int, timeout: float = 60.0) -> None:
         await self.until(lambda: len(self.messages) >= number, timeout)
 
-    async def until_lost(self, peer: PeerID, timeout: float = 10.0) -> str:
+    async def until_lost(self, peer: PeerID, timeout: float = 60.0) -> str:
         await self.until(lambda: peer in [lost for lost, _ in self.lost], timeout)
         return next(reason for lost, reason in self.lost if lost == peer)
 
@@ -65,7 +65,7 @@ async def zeromq(*seeds: bytes | None) -> AsyncIterator[list[Recorder]]:
         await asyncio.gather(*(end.transport.close() for end in ends))
 
 
-async def eventually(condition: Callable[[], object], timeout: float = 5.0) -> None:
+async def eventually(condition: Callable[[], object], timeout: float = 60.0) -> None:
     """Wait for a condition that no event announces."""
     async with asyncio.timeout(timeout):
         while not condition():  # noqa: ASYNC110

@@ -25,6 +25,11 @@ OTHERS = f"two processes use the identity of peer {NAME}"
 WAY_OUT = "delete its copy of the identity file or give it another identity_path"
 
 
+@pytest.fixture(autouse=True)
+def who_lives_has_time_to_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.p2p.zeromq.ALIVE_TIMEOUT", 100.0)  # and the tests do not wait for its end
+
+
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
@@ -148,7 +153,7 @@ def test_a_process_that_is_started_again_with_its_identity_is_no_twin(caplog):
             try:
                 await listener.until_messages(1)
                 os.kill(process.pid, signal.SIGKILL)
-                await asyncio.wait_for(again.transport.dial(address), 2)
+                await asyncio.wait_for(again.transport.dial(address), 60)
                 again.transport.send([address.peer_id], b"back")
                 await listener.until_messages(2)
                 assert [peer for peer, _ in listener.lost] == [again.transport.peer_id]

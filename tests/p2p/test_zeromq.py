@@ -51,8 +51,8 @@ def test_a_refused_dialler_that_stays_is_thrown_out(monkeypatch):
             impostor.transport._on_welcome = lambda connection, frames: None
             started = time.monotonic()
             with pytest.raises(PeerUnreachable, match="connection was lost"):
-                await asyncio.wait_for(impostor.transport.dial(address), 5)
-            assert time.monotonic() - started < 2
+                await impostor.transport.dial(address)
+            assert time.monotonic() - started < shoal.p2p.router.HELLO_TIMEOUT / 2, "something else has ended it"
 
     asyncio.run(main())
 
@@ -64,7 +64,7 @@ def test_one_that_connects_and_says_nothing_is_thrown_out(monkeypatch):
         async with zeromq(None) as (listener,):
             address = await listener.transport.listen(LOOPBACK)
             reader, writer = await asyncio.open_connection(address.host, address.port)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await reader.read()  # ZeroMQ's greeting, and then the end
             writer.close()
 
@@ -92,8 +92,8 @@ def test_kinds_of_addresses(host):
         async with zeromq(None, None) as (listener, dialler):
             address = await listener.transport.listen(Multiaddr(f"{host}/tcp/0"))
             with pytest.raises(PeerUnreachable, match="nobody listens there"):
-                await asyncio.wait_for(dialler.transport.dial(address.with_port(9)), 2)
-            await asyncio.wait_for(dialler.transport.dial(address), 2)
+                await asyncio.wait_for(dialler.transport.dial(address.with_port(9)), 60)
+            await asyncio.wait_for(dialler.transport.dial(address), 60)
             dialler.transport.send([listener.transport.peer_id], b"hello")
             await listener.until_messages(1)
 
@@ -134,7 +134,7 @@ def test_two_dials_to_one_endpoint_do_not_disturb_each_other():
             address = await listener.transport.listen(LOOPBACK)
             wrong = address.with_peer(Identity().peer_id)
             dials = [dialler.transport.dial(where) for where in (wrong, address, address, wrong)]
-            outcomes = await asyncio.wait_for(asyncio.gather(*dials, return_exceptions=True), 5)
+            outcomes = await asyncio.wait_for(asyncio.gather(*dials, return_exceptions=True), 60)
             assert [type(outcome) for outcome in outcomes] == [
                 HandshakeFailed,
                 type(None),
@@ -202,7 +202,7 @@ def test_a_connection_may_be_announced_after_its_first_message():
             assert not dial.done()
             router._read_monitor = read_monitor
             router._read_monitor()
-            await asyncio.wait_for(dial, 2)
+            await asyncio.wait_for(dial, 60)
             dialler.transport.send([address.peer_id], b"hello")
             await listener.until_messages(1)
 
@@ -401,5 +401,5 @@ def test_loops_in_different_threads_do_not_share_a_context():
     for thread in running:
         thread.start()
     for thread in running:
-        thread.join(20)
+        thread.join(60)
     assert done == [True] * 3

@@ -62,7 +62,7 @@ async def stranger(address: Multiaddr, identity: Identity) -> AsyncIterator[zmq.
     dealer.reconnect_ivl = -1
     dealer.connect(f"tcp://{address.host}:{address.port}")
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             yield dealer
     finally:
         dealer.close()
@@ -85,7 +85,7 @@ def test_bytes_that_are_not_zeromq():
                 writer.write(os.urandom(length))
                 with suppress(OSError):
                     writer.write_eof()
-                    async with asyncio.timeout(5):
+                    async with asyncio.timeout(60):
                         while await reader.read(1 << 16):
                             pass
                 writer.close()
@@ -236,7 +236,7 @@ def test_a_listener_that_answers_a_hello_with_something_else(answer, error, reas
         router.curve_secretkey = identity.curve_keys()[1]
         port = router.bind_to_random_port("tcp://127.0.0.1")
         try:
-            async with listener_and_friend() as (_, friend, _), asyncio.timeout(10):
+            async with listener_and_friend() as (_, friend, _), asyncio.timeout(60):
                 dial = asyncio.create_task(friend.transport.dial(LOOPBACK.with_port(port).with_peer(identity.peer_id)))
                 routing_id, _ = await router.recv_multipart()
                 await router.send_multipart([routing_id, *answer])

@@ -41,7 +41,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     program = "".join(PYTHON.findall(page.read_text()))
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=90
+        [sys.executable, "-c", program], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
 
@@ -60,7 +60,7 @@ def test_the_other_examples_run(number: int, tmp_path: Path) -> None:
     example.write_text(PYTHON.findall((ROOT / "README.md").read_text())[number])
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     command = [sys.executable, *(torchrun if "init_process_group" in example.read_text() else []), str(example)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
 
 
@@ -73,9 +73,9 @@ def test_the_example_trains_and_a_second_one_joins_it(tmp_path: Path) -> None:
     try:
         assert first.stdout is not None
         address = first.stdout.readline().split()[-1]
-        second = subprocess.run([*command, address], env=ENVIRONMENT, capture_output=True, text=True, timeout=90)
+        second = subprocess.run([*command, address], env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
         assert second.returncode == 0, second.stderr
-        output, errors = first.communicate(timeout=30)
+        output, errors = first.communicate(timeout=200)
         assert first.returncode == 0, errors
     finally:
         first.kill()
