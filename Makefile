@@ -6,6 +6,9 @@ BENCH_VENV := .venv-hivemind
 ARGS ?=
 PYTEST_ARGS ?= -q
 
+# Every process that is started would compile Shoal anew, and pytest all tests: a minute in all.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The first of these that is Python 3.11 or newer; asked for only when an environment is made.
 PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
@@ -25,7 +28,7 @@ TYPED := shoal tests $(wildcard examples benchmarks)
 
 help:
 	@echo "make demo    train a small GPT with several peers on this machine; kills one, takes in another (ARGS=...)"
-	@echo "make test    run the tests; about 6 minutes on 2 cores (PYTEST_ARGS=...)"
+	@echo "make test    run the tests; 5 minutes at most on 2 cores (PYTEST_ARGS=...)"
 	@echo "make test-all            run the long ones too, and the numeric ones as on older processors"
 	@echo "make test-capabilities   run the numeric tests as on older processors (PYTEST_ARGS=...)"
 	@echo "make sweep   run the simulated swarms with 60 times as many seeds (SEEDS=60 PYTEST_ARGS=...)"

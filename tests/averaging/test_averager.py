@@ -14,6 +14,8 @@ import torch
 import shoal
 from shoal.averaging.averager import DecentralizedAverager
 
+pytestmark = pytest.mark.usefixtures("all_are_here")
+
 
 @contextmanager
 def averagers(tensors: Sequence[list[torch.Tensor]], **options: Any) -> Iterator[list[DecentralizedAverager]]:

@@ -18,6 +18,8 @@ from shoal.averaging.swarm import Swarm
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, RoleAdaptiveCompression, TensorRole
 from tests.averaging.test_averager import averagers
 
+pytestmark = pytest.mark.usefixtures("all_are_here")
+
 
 def step_all(peers: list[DecentralizedAverager], **options: Any) -> None:
     for control in [peer.step(wait=False, **options) for peer in peers]:

@@ -20,6 +20,8 @@ from shoal.averaging.messages import Commit
 from tests.averaging.rounds import TIP, begin_of, digest, keys, member, members
 from tests.averaging.test_averager import averagers
 
+pytestmark = pytest.mark.usefixtures("all_are_here")
+
 
 def test_steps_of_one_averager_wait_for_each_other() -> None:
     tensors = [[torch.full((5,), float(i))] for i in range(2)]

@@ -13,6 +13,8 @@ from shoal.averaging.runs import next_bits
 from tests.averaging.rounds import begin_of, key, members
 from tests.averaging.test_averager import averagers
 
+pytestmark = pytest.mark.usefixtures("all_are_here")
+
 
 def step_all(peers: list[DecentralizedAverager]) -> list[int]:
     """One step of all peers at once; how many were in the group of each."""

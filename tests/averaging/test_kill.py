@@ -11,8 +11,8 @@ from tests.peers import PeerProcess
 
 pytestmark = pytest.mark.alone
 
-ELEMENTS = 3_000_000
-PART_SIZE_BYTES = 1 << 17
+ELEMENTS = 1_500_000
+PART_SIZE_BYTES = 1 << 16
 """92 parts, so that a peer can be killed in the middle of them."""
 
 

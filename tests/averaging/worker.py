@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import shoal
+from shoal.averaging import coordination
 from shoal.averaging.exchange import Exchange
 from shoal.averaging.lead import Lead
 from shoal.averaging.messages import Begin, Commit, Part, Result
@@ -75,6 +76,7 @@ def memory(which: str) -> int:
 def main() -> None:
     torch.set_num_threads(1)
     options = json.loads(sys.argv[1])
+    coordination.SETTLE_SECONDS = options.get("settle_seconds", coordination.SETTLE_SECONDS)
     dht = shoal.DHT(options.get("initial_peers", []), start=True, **options.get("dht", {}))
     tensor = torch.zeros(options["elements"])
     given = options["averager"]

@@ -40,7 +40,7 @@ def kill(world: World, nodes: list[DHTNode], count: int) -> None:
         nodes.remove(dht)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_every_key_is_found_from_every_node_also_after_a_third_is_killed_at_once(seed: int) -> None:
     async def scenario() -> None:
         world = World(seed)

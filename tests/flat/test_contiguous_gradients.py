@@ -281,7 +281,7 @@ def test_checkpointed_layers(reentrant: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make", [mixed_model, small_model])
+@pytest.mark.parametrize("make", [mixed_model, pytest.param(small_model, marks=pytest.mark.long)])
 def test_compiled_autograd(make: Callable[[], nn.Module]) -> None:
     twins = Twins(optim.Adam, make=make, fused=True)
     for seed in range(4):

@@ -17,6 +17,8 @@ from shoal.averaging.tip import Tip
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
 from tests.optim.processes import Pool, events, training, wait_until
 
+pytestmark = pytest.mark.usefixtures("all_are_here")
+
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> Iterator[list[shoal.Optimizer]]:

@@ -17,7 +17,7 @@ def test_a_healthy_run_has_no_fallback_no_download_and_no_long_epoch(pool: Pool)
     with training(pool, 4, optimizer="adamw", target=64, averaging_timeout=60.0) as peers:
         for peer in peers.all:
             peer.ask(do="train", batch=4, pause=0.01)
-        wait_until(lambda: len(events(peers.all[0])) >= 40)
+        wait_until(lambda: len(events(peers.all[0])) >= 25)
         reports = [peer.ask(do="report") for peer in peers.all]
     histories = [report["events"] for report in reports]
     assert not any(ALONE in line for report in reports for line in report["log"]), reports[0]["log"]

@@ -59,10 +59,10 @@ def test_a_newcomer_whose_download_takes_longer_than_an_epoch_catches_up(pool: P
     with training(pool, 2, optimizer="adamw", target=64, matchmaking_time=20.0) as peers:
         old = list(peers.all)
         for peer in old:
-            peer.ask(do="train", batch=16, pause=0.1)
+            peer.ask(do="train", batch=16, pause=0.05)
         wait_until(lambda: len(events(old[0])) >= 6)
         [newcomer] = peers.add(1, seed=77, download_seconds=slow)
-        newcomer.ask(do="train", batch=16, pause=0.1)
+        newcomer.ask(do="train", batch=16, pause=0.05)
         wait_until(lambda: sum(event["kind"] == "epoch" for event in events(newcomer)) >= 5)
         last = max(event["epoch"] for peer in old for event in events(peer)) + 3
         for peer in peers.all:

@@ -17,6 +17,8 @@ from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager, matrix_shape
 from tests.optim.swarm_of_averagers import started
 
+pytestmark = pytest.mark.usefixtures("all_are_here")
+
 SHAPES = [(40, 30), (7,), (6, 8, 10), (), (3, 3)]
 
 

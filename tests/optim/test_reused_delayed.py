@@ -11,6 +11,8 @@ import torch
 
 import shoal
 
+pytestmark = pytest.mark.usefixtures("all_are_here")
+
 EPOCHS = 15
 
 

@@ -13,8 +13,8 @@ from tests.repository.defaults_worker import SYSTEMS
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_torchs_defaults_change_nothing(system: str, tmp_path: Path) -> None:
     logs = tmp_path / "plain", tmp_path / "set"
-    for log in logs:
-        worker = ForkedProcess("tests.repository.defaults_worker", system, log.name, log=log)
+    workers = [ForkedProcess("tests.repository.defaults_worker", system, log.name, log=log) for log in logs]
+    for worker, log in zip(workers, logs, strict=True):
         assert worker.wait(120) == 0, log.read_text()
     plain, with_defaults = (log.read_text() for log in logs)
     assert "torch.float" in plain

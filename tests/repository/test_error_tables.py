@@ -13,6 +13,8 @@ import shoal
 from tests.repository.error_tables import PROVOCATIONS, Promise, Scene, promises, promises_of
 from tests.repository.provocations import errors, warnings  # noqa: F401 (they register what they provoke)
 
+pytestmark = pytest.mark.usefixtures("all_are_here")
+
 
 @pytest.fixture(scope="module")
 def dht() -> Iterator[shoal.DHT]:

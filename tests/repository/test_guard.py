@@ -1,4 +1,4 @@
-"""The guard of tests/conftest.py fails a run that leaves a process or a port behind, and only such a run."""
+"""The guard of tests/left_behind.py fails a run that leaves a process or a port behind, and only such a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-CONFTEST = Path(__file__).parents[1] / "conftest.py"
+GUARD = Path(__file__).parents[1] / "left_behind.py"
 
 CLEAN = """
 import socket, subprocess, sys
@@ -61,8 +61,7 @@ def test_forgets_a_port():
 def test_run_fails_when_something_is_left(
     tmp_path: Path, source: str, complaint: str | None, workers: list[str]
 ) -> None:
-    conftest = CONFTEST.read_text().replace("GRACE = 5.0", "GRACE = 0.5")
-    (tmp_path / "conftest.py").write_text(conftest)
+    (tmp_path / "conftest.py").write_text(GUARD.read_text().replace("GRACE = 5.0", "GRACE = 0.5"))
     (tmp_path / "test_it.py").write_text(source)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     result = subprocess.run(

@@ -29,9 +29,7 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
 
 
 @pytest.mark.parametrize("check", [check for module in MODULES for check in checks_of(module)])
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 2, 4))])
 def test_on_ranks(on_ranks: Callable[[int], Ranks], ranks: int, check: str) -> None:
     for rank, failure in enumerate(on_ranks(ranks).failures(check)):
         assert failure is None, f"rank {rank}:\n{failure}"

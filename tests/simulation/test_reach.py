@@ -93,7 +93,7 @@ def test_a_wrong_run_id_is_told_of_by_whoever_is_alone(caplog: pytest.LogCapture
     run(scenario())
 
 
-@pytest.mark.parametrize("seconds", [30, 300, 3000])
+@pytest.mark.parametrize("seconds", [30, pytest.param(300, marks=pytest.mark.long), 3000])
 def test_whoever_lost_everybody_is_found_again_although_it_is_listed_nowhere(
     seconds: float, caplog: pytest.LogCaptureFixture
 ) -> None:
