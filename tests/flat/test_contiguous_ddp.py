@@ -6,7 +6,6 @@ Both models' gradients are reduced by DDP in the same buckets, so they are equal
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,8 +15,8 @@ from torch import Tensor, distributed, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.flat import ContiguousParams
+from tests.forked import ForkedProcess
 
-ROOT = Path(__file__).parents[2]
 CASES = [
     {"gradient_as_bucket_view": view, "find_unused_parameters": unused}
     for view in (False, True)
@@ -27,22 +26,20 @@ CASES = [
 
 @pytest.mark.skipif(not distributed.is_available(), reason="torch without distributed")
 def test_it_trains_as_without_flat_memory(tmp_path: Path) -> None:
+    logs = [tmp_path / f"log {rank}" for rank in range(2)]
     workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.flat.test_contiguous_ddp", str(rank), str(tmp_path / "store")],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+        ForkedProcess("tests.flat.test_contiguous_ddp", str(rank), str(tmp_path / "store"), log=log)
+        for rank, log in enumerate(logs)
+    ]
     try:
-        for worker in workers:
-            output, errors = worker.communicate(timeout=240)
+        for worker, log in zip(workers, logs, strict=True):
+            worker.wait(100)
             # Not the exit code: after all is said, torch's gloo now and then aborts while the interpreter goes down.
-            assert output.split() == ["equal"] * (len(CASES) + 1), errors
+            assert log.read_text().splitlines().count("equal") == len(CASES) + 1, log.read_text()
     finally:
         for worker in workers:
             worker.kill()
-            worker.communicate()
+            worker.wait()
 
 
 class Layers(nn.Module):

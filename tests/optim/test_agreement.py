@@ -16,8 +16,6 @@ import shoal
 from shoal.compression import Float16Compression
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, make_model
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 DIFFERING: dict[str, Any] = {
     "target_batch_size": 128,
     "optimizer": OPTIMIZERS["adamw"],

@@ -16,6 +16,8 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 RUNNABLE = [page for page in PAGES if page.parent != ROOT and PYTHON.search(page.read_text())]
+# `make test` runs the code of one.
+EACH_RUN = [pytest.param(page, marks=[] if page.name == "swarm.md" else pytest.mark.long) for page in RUNNABLE]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
@@ -36,8 +38,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{link}: there is no such heading"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", EACH_RUN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     program = "".join(PYTHON.findall(page.read_text()))
     done = subprocess.run(

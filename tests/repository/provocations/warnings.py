@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import shoal
-from shoal.averaging import reach
+from shoal.averaging import coordination, reach
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
@@ -56,6 +56,8 @@ def a_round_does_not_end(scene: Scene) -> None:
     "no result within … s (…; N members are connected)",
 )
 def the_other_never_joins(scene: Scene) -> None:
+    # Until the other has said so, nobody knows that it takes part.
+    scene.ends.enter_context(pytest.MonkeyPatch.context()).setattr(coordination, "SETTLE_SECONDS", 1.0)
     pair(scene, matchmaking_time=60.0, averaging_timeout=1.0)[0].step(batch_size=64)
 
 
