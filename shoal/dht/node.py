@@ -135,6 +135,10 @@ class DHTNode:
         """Where others can reach this node, those of loopback last; `latest` looks at the interfaces again."""
         return self._protocol.visible_addresses(latest)
 
+    async def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
+        """As `visible_addresses`, under hivemind's name."""
+        return self.visible_addresses(latest)
+
     def add_validators(self, validators: Iterable[RecordValidator]) -> None:
         """Have records checked by these too; what is kept here and does not pass is dropped."""
         self._validator.extend(validators)

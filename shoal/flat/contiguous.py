@@ -207,6 +207,12 @@ class ContiguousParams:
                     f"flat memory of {view.dtype} and shape {tuple(view.shape)} on {view.device}: was the model moved "
                     f"or converted? {_NEW} after that"
                 )
+        memory = (view.data_ptr(), self._gradient_memory[index].data_ptr())
+        if memory != (self._addresses[index], self._gradient_addresses[index]):  # storages move under all their tensors
+            return (
+                f"the flat memory of {label} was moved: was the model, or a gradient, shared with another process "
+                f"(`share_memory()`, multiprocessing)? {_NEW}, and send copies"
+            )
         return None
 
     def _moved(self) -> tuple[int, str]:

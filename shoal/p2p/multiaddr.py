@@ -92,6 +92,8 @@ class Multiaddr:
     def decapsulate(self, other: str | Multiaddr) -> Multiaddr:
         """This address without the last `other` in it, and without what comes after, as in py-multiaddr. Raises
         ValueError if `other` is not in it, or if no address is left (py-multiaddr has parts of addresses, too)."""
+        head, peer, name = str(other).partition("/p2p/")
+        other = f"{head}{peer}{PeerID.parse(name)}" if peer else str(other)  # it has two spellings
         before, found, _ = f"{self}/".rpartition(f"{other}/")
         if not found:
             raise ValueError(f"{other} is not in {self}")

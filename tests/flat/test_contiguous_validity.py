@@ -75,6 +75,24 @@ def test_a_gradient_may_be_anywhere() -> None:
     assert not model[2].weight.grad.any()
 
 
+def share_gradient(model: Any) -> None:
+    model[2].weight.grad.share_memory_()
+
+
+@pytest.mark.parametrize("share", [nn.Module.share_memory, share_gradient])
+def test_what_is_shared_with_other_processes_is_not_flat(share: Callable[[nn.Module], object]) -> None:
+    model = small_model()
+    parameters = ContiguousParams(model)
+    with_gradients(model)
+    assert parameters.contiguous()[0].grad is not None, "and asking brings all gradients to flat memory"
+    share(model)
+    assert not parameters.buffer_is_valid()
+    for ask in (parameters.assert_buffer_is_valid, parameters.make_params_contiguous):
+        with pytest.raises(ValueError, match=r"share_memory\(\).* new ContiguousParams and a new optimizer"):
+            ask()
+    ContiguousParams(model).assert_buffer_is_valid()
+
+
 @pytest.mark.parametrize("damage", REPAIRABLE)
 def test_what_can_be_moved_back(damage: Callable[[nn.Module], object]) -> None:
     model: Any = small_model()

@@ -78,6 +78,7 @@ def test_parts_of_an_address_as_in_py_multiaddr():
     whole = address.encapsulate(f"/p2p/{PEER}")
     assert whole == Multiaddr(f"/dns4/example.org/tcp/80/p2p/{PEER}")
     assert whole.decapsulate(f"/p2p/{PEER}") == address
+    assert whole.decapsulate(f"/p2p/{PEER.to_base58()}") == address
     assert [whole.value_for_protocol(name) for name in ("dns4", "tcp", "p2p")] == ["example.org", "80", str(PEER)]
     with pytest.raises(LookupError, match=r"there is no /p2p/ in /dns4/example\.org/tcp/80"):
         address.value_for_protocol("p2p")
