@@ -428,7 +428,7 @@ def test_nodes_on_a_loop_of_the_users_own() -> None:
         found = await first.get("n", latest=True)
         assert found is not None
         assert found.value == 7
-        address = str(second.visible_addresses()[0])
+        address = str((await second.get_visible_maddrs())[0])
         await second.shutdown()
         with pytest.raises(PeerUnreachable):
             await DHTNode.create([address], bootstrap_timeout=1.0)
