@@ -99,7 +99,7 @@ def test_who_owes_too_long_is_left_out(kind: type, option: str, monkeypatch: pyt
     if option == "next_chunk_timeout":
         others = {"allreduce_timeout": 100.0}
     original = Exchange.__init__
-    with averagers(tensors, **{**others, option: 1.5}) as peers:
+    with averagers(tensors, **{**others, option: 3.0}) as peers:
         silent = peers[2].peer_id.key
 
         def init(self: Exchange, book: Any, inputs: Any, outputs: Any, codecs: Any, send: Any, fault: Any) -> None:
