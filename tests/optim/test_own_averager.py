@@ -88,7 +88,7 @@ def test_who_only_downloads_is_not_waited_for(places: list[shoal.DHT]) -> None:
 
 
 def test_who_has_another_average_downloads_the_state(places: list[shoal.DHT]) -> None:
-    pair = [make(place, matchmaking_time=2.0) for place in places[:2]]
+    pair = [make(place, matchmaking_time=20.0) for place in places[:2]]
     epoch_of(pair, 0)
     events: list[list[Any]] = [[], []]
     for (_, optimizer), heard in zip(pair, events, strict=True):
@@ -118,7 +118,7 @@ def test_who_has_another_average_downloads_the_state(places: list[shoal.DHT]) ->
 
 def test_an_average_that_was_had_is_kept(places: list[shoal.DHT]) -> None:
     """Where the round that follows it fails."""
-    pair = [make(place, matchmaking_time=2.0, averaging_timeout=2.0, min_peers=2) for place in places[:2]]
+    pair = [make(place, matchmaking_time=2.0, averaging_timeout=5.0, min_peers=2) for place in places[:2]]
     rounds = [0, 0]
     for number, (_, optimizer) in enumerate(pair):
         averager = own_gradients(optimizer).averager
