@@ -92,7 +92,9 @@ def test_exact_mean_whatever_the_roles(roles: list[str], weighted: bool) -> None
 
 
 def test_more_peers_than_a_group_form_several() -> None:
-    with averagers([[torch.full((5,), float(i))] for i in range(8)], target_group_size=4) as peers:
+    with averagers(
+        [[torch.full((5,), float(i))] for i in range(8)], target_group_size=4, min_matchmaking_time=30.0
+    ) as peers:
         futures = [peer.step(gather=number, wait=False) for number, peer in enumerate(peers)]
         groups = [tuple(sorted(future.result(60).values())) for future in futures]
         assert all(len(group) == 4 for group in groups)
@@ -138,7 +140,7 @@ def test_too_few_peers_raise_and_change_nothing() -> None:
 def test_peers_of_another_layout_or_codec_are_refused_by_name() -> None:
     tensors = [[torch.randn(4)], [torch.randn(4)], [torch.randn(5)]]
     with averagers(tensors, min_matchmaking_time=5.0) as peers:
-        futures = [peer.step(wait=False, timeout=20.0) for peer in peers]
+        futures = [peer.step(wait=False, timeout=60.0) for peer in peers]
         with pytest.raises(
             shoal.AveragingError, match=r"averaged_tensors\[0\] is float32\[5\] here, and float32\[4\] there"
         ):
@@ -146,7 +148,7 @@ def test_peers_of_another_layout_or_codec_are_refused_by_name() -> None:
         assert len(futures[0].result(60)) == len(futures[1].result(60)) == 2
     codecs = [shoal.compression.NoCompression()] * 2 + [shoal.compression.Float16Compression()]
     with averagers([[torch.randn(4)] for _ in range(3)], min_matchmaking_time=5.0, compression=codecs) as peers:
-        futures = [peer.step(wait=False, timeout=20.0) for peer in peers]
+        futures = [peer.step(wait=False, timeout=60.0) for peer in peers]
         with pytest.raises(shoal.AveragingError, match="compression is float16"):
             futures[2].result(60)
         assert len(futures[0].result(60)) == 2
@@ -156,7 +158,7 @@ def test_a_peer_with_nan_is_told_and_the_others_go_on() -> None:
     tensors = [[torch.full((10,), float(i))] for i in range(4)]
     tensors[3][0][7] = float("nan")
     with averagers(tensors, target_group_size=4) as peers:
-        futures = [peer.step(wait=False, timeout=20.0, allow_retries=False) for peer in peers]
+        futures = [peer.step(wait=False, timeout=60.0, allow_retries=False) for peer in peers]
         for future in futures[:3]:
             future.result(60)
         with pytest.raises(shoal.AveragingError, match="not finite"):

@@ -27,11 +27,11 @@ def test_steps_of_one_averager_wait_for_each_other() -> None:
     tensors = [[torch.full((5,), float(i))] for i in range(2)]
     with averagers(tensors, target_group_size=2, min_matchmaking_time=30.0) as (one, other):
         first, second = one.step(gather=1, wait=False), one.step(gather=2, wait=False)
-        one.dht.reactor.submit(asyncio.sleep(0)).result(5.0)  # the reactor is not kept busy
+        one.dht.reactor.submit(asyncio.sleep(0)).result(60.0)  # the reactor is not kept busy
         assert other.step(timeout=30.0)[one.peer_id] == 1
         assert not second.done()
         assert other.step(timeout=30.0)[one.peer_id] == 2
-        assert len(first.result(5.0)) == len(second.result(5.0)) == 2
+        assert len(first.result(60.0)) == len(second.result(60.0)) == 2
 
 
 def test_a_step_that_waits_for_another_has_its_own_deadline() -> None:
@@ -52,8 +52,8 @@ def test_rounds_that_fail_at_once_are_not_tried_without_pause(monkeypatch: pytes
 
         monkeypatch.setattr(peer._swarm, "average", fails)
         with pytest.raises(shoal.AveragingError, match="no"):
-            peer.step(timeout=0.5, scheduled_time=shoal.get_dht_time())
-        assert 2 <= len(tried) <= 12
+            peer.step(timeout=2.0, scheduled_time=shoal.get_dht_time())
+        assert 2 <= len(tried) <= 45
 
 
 def test_tensors_in_use_when_the_round_begins_fail_the_step_and_are_free_afterwards() -> None:
@@ -64,9 +64,9 @@ def test_tensors_in_use_when_the_round_begins_fail_the_step_and_are_free_afterwa
             now = shoal.get_dht_time()
             futures = [peer.step(wait=False, scheduled_time=now, **options) for peer in (one, other)]
             with pytest.raises(shoal.AveragingError):
-                futures[0].result(10.0)
+                futures[0].result(60.0)
         time.sleep(0.2)  # whoever still waits for the lock has it by now, or had it
-        assert one.lock_averaged_tensors.acquire(timeout=2.0), "nobody gave the lock back"
+        assert one.lock_averaged_tensors.acquire(timeout=60.0), "nobody gave the lock back"
         one.lock_averaged_tensors.release()
         assert torch.equal(tensors[0][0], torch.zeros(5))
 
@@ -78,10 +78,10 @@ def test_who_gathers_garbage_is_refused_and_the_others_go_on() -> None:
         garbage = StepControl(now + 2.0, now + 20.0, data_for_gather=b"\xc1")
         garbage.allow_allreduce()
         bad = peers[2]._submit(peers[2]._step(garbage))
-        futures = [peer.step(gather=number, wait=False, timeout=20.0) for number, peer in enumerate(peers[:2])]
+        futures = [peer.step(gather=number, wait=False, timeout=60.0) for number, peer in enumerate(peers[:2])]
         with pytest.raises(shoal.AveragingError, match="not plain data"):
-            bad.result(30.0)
-        assert all(sorted(future.result(30.0).values()) == [0, 1] for future in futures)
+            bad.result(60.0)
+        assert all(sorted(future.result(60.0).values()) == [0, 1] for future in futures)
 
 
 def test_what_cannot_be_read_counts_as_nothing() -> None:
@@ -109,17 +109,23 @@ def test_gathered_data_is_plain_and_bounded() -> None:
 @pytest.mark.parametrize("what", ["averager", "DHT"])
 def test_a_step_that_is_interrupted_by_a_shutdown_says_so(what: str) -> None:
     with averagers([[torch.zeros(2)]]) as (peer,):
-        future = peer.step(wait=False, timeout=20.0)
-        timer = threading.Timer(0.1, peer.shutdown if what == "averager" else peer.dht.shutdown)
+        future = peer.step(wait=False, timeout=100.0)
+
+        def shut_down_when_both_are_under_way() -> None:
+            while len(peer._tasks) < 2:
+                time.sleep(0.01)
+            (peer if what == "averager" else peer.dht).shutdown()
+
+        timer = threading.Thread(target=shut_down_when_both_are_under_way)
         timer.start()
         began = time.monotonic()
         with pytest.raises(shoal.AveragingError, match="shut down"):
-            peer.step(timeout=20.0)
+            peer.step(timeout=100.0)
         with pytest.raises(shoal.AveragingError, match="shut down"):
-            future.result(5.0)
+            future.result(60.0)
         timer.join()
-        assert time.monotonic() - began < 5.0
-        assert peer.lock_averaged_tensors.acquire(timeout=5.0)
+        assert time.monotonic() - began < 60.0
+        assert peer.lock_averaged_tensors.acquire(timeout=60.0)
 
 
 def test_who_cancels_a_step_finds_it_cancelled() -> None:

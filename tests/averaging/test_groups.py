@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("all_are_here")
 
 def step_all(peers: list[DecentralizedAverager]) -> list[int]:
     """One step of all peers at once; how many were in the group of each."""
-    return [len(control.result(30.0)) for control in [peer.step(wait=False) for peer in peers]]
+    return [len(control.result(60.0)) for control in [peer.step(wait=False) for peer in peers]]
 
 
 def held_by(peers: list[DecentralizedAverager]) -> torch.Tensor:
@@ -51,18 +51,18 @@ def test_pairs_of_eight_peers_have_the_global_average_after_three_rounds() -> No
 def test_peers_of_other_bits_are_not_averaged_with() -> None:
     tensors = [[torch.full((3,), float(i))] for i in range(4)]
     with averagers(tensors, min_matchmaking_time=1.0, initial_group_bits=["00", "00", "01", "10"]) as peers:
-        controls = [peer.step(wait=False, timeout=4.0) for peer in peers]
-        assert all(len(control.result(15.0)) == 2 for control in controls[:2])
+        controls = [peer.step(wait=False, timeout=limit) for peer, limit in zip(peers, (60, 60, 4, 4), strict=True)]
+        assert all(len(control.result(60.0)) == 2 for control in controls[:2])
         for control in controls[2:]:
             with pytest.raises(shoal.AveragingError, match="no result within"):
-                control.result(15.0)
+                control.result(60.0)
         assert torch.equal(tensors[0][0], torch.full((3,), 0.5))
         assert [tensors[2][0][0].item(), tensors[3][0][0].item()] == [2.0, 3.0]
         assert [peer.get_group_bits() for peer in peers[2:]] == ["01", "10"], "only a round moves them on"
         for peer in peers[2:]:
             peer.set_group_bits("11")
-        controls = [peer.step(wait=False, timeout=20.0) for peer in peers[2:]]
-        assert all(len(control.result(25.0)) == 2 for control in controls)
+        controls = [peer.step(wait=False, timeout=60.0) for peer in peers[2:]]
+        assert all(len(control.result(60.0)) == 2 for control in controls)
 
 
 def test_groups_of_one_set_of_bits_list_what_their_members_gather() -> None:
@@ -71,7 +71,7 @@ def test_groups_of_one_set_of_bits_list_what_their_members_gather() -> None:
         controls = [peer.step(wait=False, gather={"batch": 123 + number}) for number, peer in enumerate(peers)]
         told = {peer.peer_id: {"batch": 123 + number} for number, peer in enumerate(peers)}
         for control in controls:
-            gathered = control.result(30.0)
+            gathered = control.result(60.0)
             assert len(gathered) == 4
             assert all(told[peer] == said for peer, said in gathered.items())
         assert all(len(peer.get_group_bits()) == 3 for peer in peers)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.alone
 
 @pytest.mark.long
 def test_a_stopped_process_is_left_out_and_comes_back() -> None:
-    with running(4, 200_000, min_matchmaking_time=30.0, next_chunk_timeout=1.5) as peers:
+    with running(4, 200_000, min_matchmaking_time=100.0, next_chunk_timeout=1.5) as peers:
         all_round(peers)
         stopped = peers[2]
         os.kill(stopped.process.pid, signal.SIGSTOP)
@@ -25,7 +25,7 @@ def test_a_stopped_process_is_left_out_and_comes_back() -> None:
             for answer in answers:
                 assert answer is not None
                 assert len(answer["members"]) == 3
-                assert answer["seconds"] < 15, "left out for its silence, not when the matchmaking time was over"
+                assert answer["seconds"] < 60, "left out for its silence, not when the matchmaking time was over"
             assert len({answer["digest"] for answer in answers if answer}) == 1
         finally:
             os.kill(stopped.process.pid, signal.SIGCONT)

@@ -39,7 +39,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pid: int, seconds: float = 10.0) -> bool:
+def wait_until_gone(pid: int, seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -49,12 +49,12 @@ def wait_until_gone(pid: int, seconds: float = 10.0) -> bool:
 def test_words_go_in_and_lines_come_out(tmp_path: Path) -> None:
     with child(ECHO, tmp_path) as (process, lines):
         process.say("start")
-        assert lines.get(timeout=10) == Line(7, b"START\n")
+        assert lines.get(timeout=60) == Line(7, b"START\n")
 
 
 def test_an_end_is_told_with_exit_code_and_last_words(tmp_path: Path) -> None:
     with child("import sys; sys.exit('no text')", tmp_path) as (process, lines):
-        assert lines.get(timeout=10) == Line(7, None)
+        assert lines.get(timeout=60) == Line(7, None)
         assert process.exit_code() == 1
         assert process.last_words() == "no text"
         process.say("anyone there?")
@@ -62,14 +62,14 @@ def test_an_end_is_told_with_exit_code_and_last_words(tmp_path: Path) -> None:
 
 def test_closing_ends_a_child_that_ignores_signals(tmp_path: Path) -> None:
     with child(STUBBORN, tmp_path) as (process, lines):
-        assert lines.get(timeout=10).text == b"deaf\n"
+        assert lines.get(timeout=60).text == b"deaf\n"
         assert is_alive(process.pid)
     assert not is_alive(process.pid)
 
 
 def test_a_child_that_does_not_stop_is_killed_after_its_time(tmp_path: Path) -> None:
     with child(STUBBORN, tmp_path) as (process, lines):
-        lines.get(timeout=10)
+        lines.get(timeout=60)
         assert process.exit_code(timeout=0.1) == -signal.SIGKILL
 
 
@@ -109,7 +109,7 @@ def test_no_peer_outlives_its_parent(tmp_path: Path, ending: signal.Signals) -> 
         assert len(pids) == 4
         assert all(is_alive(pid) for pid in pids)
         parent.send_signal(ending)
-        parent.wait(timeout=20)
+        parent.wait(timeout=60)
         assert all(wait_until_gone(pid) for pid in pids)
     finally:
         parent.kill()

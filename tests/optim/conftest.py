@@ -10,6 +10,7 @@ from torch import nn
 
 import shoal
 from shoal.averaging import coordination
+from shoal.optim import progress
 from tests.optim.processes import Pool
 
 
@@ -52,3 +53,25 @@ def alone(dht: shoal.DHT, monkeypatch: pytest.MonkeyPatch) -> Iterator[Alone]:
     yield make
     for optimizer in made:
         optimizer.shutdown()
+
+
+class Clock:
+    """Stands in for `time`: how long a step takes is for the test to say, and not for the machine."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What the progress tracker reads, from now on."""
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(progress, "get_dht_time", clock.monotonic)
+    return clock

@@ -30,7 +30,7 @@ def test_a_healthy_run_has_no_fallback_no_download_and_no_long_epoch(pool: Pool)
 
 @pytest.mark.long
 def test_a_peer_that_stood_still_costs_the_others_the_time_to_notice_and_itself_a_download(pool: Pool) -> None:
-    timeouts = {"averaging_timeout": 20.0, "next_chunk_timeout": 2.0, "matchmaking_time": 2.0}
+    timeouts = {"averaging_timeout": 20.0, "next_chunk_timeout": 4.0, "matchmaking_time": 4.0}
     with training(pool, 3, optimizer="adamw", target=48, **timeouts) as peers:
         *others, still = peers.all
         for peer in peers.all:
@@ -45,13 +45,13 @@ def test_a_peer_that_stood_still_costs_the_others_the_time_to_notice_and_itself_
         whole = time.monotonic()
         histories = [events(peer) for peer in peers.all]
         logs = [peer.ask(do="report")["log"] for peer in peers.all]
-    assert whole - woke < 15.0, "it took as long as the reference to be one again"
+    assert whole - woke < 25.0, "it took as long as the reference to be one again"
     for history, log in zip(histories[:2], logs[:2], strict=True):
         assert all(event["kind"] == "epoch" for event in history), history
         assert not any(ALONE in line for line in log), log
         late = [length for end, length in gaps(history) if hung < end < woke]
-        assert max(late) < 2.0 + 2.0 + 5.0, late  # the time-outs by which it is noticed, and what this machine adds
-        assert sorted(late)[-3] < 2.0, "it was waited for again and again"
+        assert max(late) < 4.0 + 4.0 + 5.0, late  # the time-outs by which it is noticed, and what this machine adds
+        assert sorted(late)[-3] < 4.0, "it was waited for again and again"
     by_epoch(histories)
 
 

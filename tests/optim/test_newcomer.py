@@ -46,8 +46,8 @@ def test_newcomer_joins_while_the_others_train(pool: Pool) -> None:
     assert all(event["kind"] == "epoch" for history in histories[:4] for event in history), "a veteran downloaded"
     healthy = median(gap for end, gap in gaps(histories[0]) if end < before)
     during = [gap for end, gap in gaps(histories[0]) if before < end < after + 1]
-    assert sorted(during)[-len(downloads)] < 3 * healthy + 1.0, (healthy, during)
-    assert max(during) < 3 * healthy + 5.0, (healthy, during)
+    assert sorted(during)[-len(downloads)] < 3 * healthy + 5.0, (healthy, during)
+    assert max(during) < 3 * healthy + 9.0, (healthy, during)
     # All are the same in all bits, of the optimizer's state too.
     assert all(state == states[0] for state in states), states
     by_epoch(histories)
@@ -55,7 +55,7 @@ def test_newcomer_joins_while_the_others_train(pool: Pool) -> None:
 
 def test_a_newcomer_whose_download_takes_longer_than_an_epoch_catches_up(pool: Pool) -> None:
     """Each state that it has downloaded is several epochs old by then, until the others wait for it: once."""
-    slow = 1.5
+    slow = 4.0
     with training(pool, 2, optimizer="adamw", target=64, matchmaking_time=20.0) as peers:
         old = list(peers.all)
         for peer in old:
@@ -79,7 +79,7 @@ def test_a_newcomer_whose_download_takes_longer_than_an_epoch_catches_up(pool: P
     # The others have waited once, and no longer than it took.
     waits = [length for _, length in gaps(histories[0]) if length > 0.9 * slow]
     assert len(waits) <= 1, waits
-    assert all(length < slow + 5 for length in waits), waits
+    assert all(length < slow + 10 for length in waits), waits
     assert all(state == states[0] for state in states), states
     by_epoch(histories)
 

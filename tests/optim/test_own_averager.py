@@ -90,7 +90,7 @@ def test_who_only_downloads_is_not_waited_for(places: list[shoal.DHT]) -> None:
 
 
 def test_who_has_another_average_downloads_the_state(places: list[shoal.DHT]) -> None:
-    pair = [make(place, matchmaking_time=2.0) for place in places[:2]]
+    pair = [make(place, matchmaking_time=20.0) for place in places[:2]]
     epoch_of(pair, 0)
     events: list[list[Any]] = [[], []]
     for (_, optimizer), heard in zip(pair, events, strict=True):
@@ -120,7 +120,7 @@ def test_who_has_another_average_downloads_the_state(places: list[shoal.DHT]) ->
 
 def test_an_average_that_was_had_is_kept(places: list[shoal.DHT]) -> None:
     """Where the round that follows it fails."""
-    pair = [make(place, matchmaking_time=2.0, averaging_timeout=2.0, min_peers=2) for place in places[:2]]
+    pair = [make(place, matchmaking_time=2.0, averaging_timeout=5.0, min_peers=2) for place in places[:2]]
     rounds = [0, 0]
     for number, (_, optimizer) in enumerate(pair):
         averager = own_gradients(optimizer).averager
@@ -242,13 +242,13 @@ def test_a_kill_and_a_newcomer(pool: Pool, kind: str, option: dict[str, Any]) ->
     with training(pool, 3, optimizer="adamw", own_averager=kind, **option) as peers:
         *survivors, victim = peers.all
         for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.03)
+            peer.ask(do="train", batch=8, pause=0.1)
         wait_until(lambda: len(events(survivors[0])) >= 4)
         victim.process.kill()
         victim.process.wait(100)
         wait_until(lambda: sum(event.get("peers") == 2 for event in events(survivors[0])) >= 4)
         [late] = peers.add(1, seed=4)
-        late.ask(do="train", batch=8, pause=0.03)
+        late.ask(do="train", batch=8, pause=0.1)
         wait_until(lambda: sum(event.get("peers") == 3 for event in events(late)) >= 4)
         living = [*survivors, late]
         last = max(event["epoch"] for peer in living for event in events(peer)) + 3
@@ -264,5 +264,8 @@ def test_a_kill_and_a_newcomer(pool: Pool, kind: str, option: dict[str, Any]) ->
         assert all(event["kind"] == "epoch" for event in history), "a survivor had to download"
         until_told = [event for event in history if event["epoch"] <= last]  # then some wait for others that stop
         assert max(length for _, length in gaps(until_told)) < 10.0, "somebody was waited for who did not train"
-    # It downloads again where it came between the others' rounds of an epoch.
-    assert 1 <= sum(event["kind"] == "download" for event in histories[2]) <= 4
+    # It downloads again, maybe often, where the others average their gradients before it has the state that they are
+    # of; but not any more once it was in an epoch.
+    kinds = [event["kind"] for event in histories[2]]
+    assert kinds[0] == "download"
+    assert "download" not in kinds[kinds.index("epoch") :], histories[2]

@@ -16,11 +16,11 @@ from shoal.averaging.member import Member, Role
 from shoal.averaging.messages import Count, Progress
 from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Tip
-from shoal.optim import progress
 from shoal.optim.progress import RunProgress
 from shoal.optim.refresh import Refresh, refresh_of
 from shoal.p2p.errors import PeerLost
 from shoal.p2p.reactor import Reactor
+from tests.optim.conftest import Clock
 
 GENESIS = Tip.genesis("run")
 
@@ -58,28 +58,6 @@ class FakeSwarm:
 
     async def news(self) -> None:
         await self.due.wait()
-
-
-class Clock:
-    """Stands in for `time`: how long a step takes is for the test to say, and not for the machine."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What the tracker reads, from now on."""
-    clock = Clock()
-    monkeypatch.setattr(progress, "time", clock)
-    monkeypatch.setattr(progress, "get_dht_time", clock.monotonic)
-    return clock
 
 
 @pytest.fixture

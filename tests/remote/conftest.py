@@ -23,7 +23,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
     processes = [PeerProcess("tests.remote.process", {"rank": rank, "store": str(store)}) for rank in range(3)]
 
     def check(function: Callable[..., None], *arguments: Any) -> None:
-        answer = processes[0].ask(timeout=100, module=function.__module__, name=function.__name__, arguments=arguments)
+        answer = processes[0].ask(timeout=150, module=function.__module__, name=function.__name__, arguments=arguments)
         if answer["failure"]:
             pytest.fail(answer["failure"], pytrace=False)
 
@@ -31,7 +31,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
         yield check
         processes[0].tell(stop=True)
         for process in processes:
-            assert process.process.wait(30) == 0
+            assert process.process.wait(100) == 0
     finally:
         for process in processes:
             process.end()

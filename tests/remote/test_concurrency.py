@@ -139,7 +139,7 @@ def test_all_workers_are_stepped_at_the_same_time(trainer) -> None:
     trainer(steps_workers_at_once)
 
 
-def can_enter(locks: ParameterLocks) -> bool:
+def can_enter(locks: ParameterLocks, seconds: float = 60.0) -> bool:
     entered = threading.Event()
 
     def enter() -> None:
@@ -148,7 +148,11 @@ def can_enter(locks: ParameterLocks) -> bool:
 
     thread = threading.Thread(target=enter, daemon=True)
     thread.start()
-    return entered.wait(0.1) or not thread.is_alive()
+    return entered.wait(seconds)
+
+
+def must_wait(locks: ParameterLocks) -> bool:
+    return not can_enter(locks, seconds=0.1)
 
 
 def test_locks_are_shared_by_parameter() -> None:
@@ -156,9 +160,9 @@ def test_locks_are_shared_by_parameter() -> None:
     both, one, other = ParameterLocks([first, second]), ParameterLocks([second]), ParameterLocks([third])
     across = ParameterLocks([third, first])
     with both:
-        assert not can_enter(one)
+        assert must_wait(one)
         assert can_enter(other)
-        assert not can_enter(across)
+        assert must_wait(across)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -167,11 +171,11 @@ def test_locks_are_taken_in_one_order_so_there_is_no_deadlock(reverse) -> None:
     alone = [ParameterLocks([tensor]) for tensor in tensors]
     together = ParameterLocks(tensors[::-1] if reverse else tensors)
     with alone[0]:
-        assert not can_enter(together)  # waits for the first now, and has no later one that another could wait for
+        assert must_wait(together)  # waits for the first now, and has no later one that another could wait for
         assert can_enter(alone[1])
         assert can_enter(alone[2])
     with alone[1]:
-        assert not can_enter(together)
-        assert not can_enter(alone[0])
+        assert must_wait(together)
+        assert must_wait(alone[0])
         assert can_enter(alone[2])
     assert can_enter(together)

@@ -70,7 +70,7 @@ def test_run_fails_when_something_is_left(
         env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert result.returncode == (1 if complaint else 0), result.stdout + result.stderr
     assert (complaint or "1 passed") in result.stdout

@@ -37,7 +37,7 @@ before = seen()
 import shoal
 print(before == seen(), [name for name in ("zmq", "nacl", "asyncio", "multiprocessing") if name in sys.modules])
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True)
     assert result.stdout.strip() == "True []"
 
 

@@ -48,7 +48,7 @@ def naming_the_bad_rank(words: str = "") -> Iterator[None]:
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=f"rank {BAD} failed while .*{words}"):
         yield
-    assert time.monotonic() - began < 2 * SILENCE  # the machine may be busy
+    assert time.monotonic() - began < 5 * SILENCE  # the machine may be busy
     dist.distributed_c10d._get_default_store().set(f"done/{dist.get_rank()}", "yes")
 
 

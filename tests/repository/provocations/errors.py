@@ -118,7 +118,7 @@ def gathers_more_than_a_round_may_carry(scene: Scene) -> str:
         averagers.append(shoal.DecentralizedAverager([torch.zeros(3)], dht, prefix=scene.run_id, start=True))
         scene.ends.callback(averagers[-1].shutdown)
     steps = [averager.step(gather="x" * 80, wait=False) for averager in averagers]
-    refused, others = wait(steps, 20, FIRST_EXCEPTION)
+    refused, others = wait(steps, 100, FIRST_EXCEPTION)
     for other in others:
         other.cancel()
     return raised(refused.pop().result)

@@ -33,7 +33,7 @@ def pair(scene: Scene, **arguments: Any) -> list[shoal.Optimizer]:
 
 def wait_for(scene: Scene, text: str) -> None:
     """Until the log has it; if it never has, the test says so."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while text not in scene.log.text and time.monotonic() < deadline:
         time.sleep(0.02)
 
