@@ -39,9 +39,6 @@ LARGE: Final = 1 << 18
 """Bytes. From here on, a fused kernel that takes one more tensor costs less than to clear or copy the gradient first:
 `benchmarks.contiguous` with layers of 128 to 1,000."""
 
-PLACED: Final = 3
-"""Holders of a view that is its parameter's `.grad`: its Python object, its keeper, and the parameter."""
-
 
 def is_large(tensor: Tensor) -> bool:
     """Whether the gradient of this parameter stays where autograd puts it."""
@@ -73,6 +70,7 @@ class GradientViews:
     ) -> None:
         self.parameters = list(parameters)
         self.views = list(views)
+        self._ids = set(map(id, views))
         self._cleared = list(cleared)
         small = [
             index
@@ -120,6 +118,8 @@ class GradientViews:
                     f"but its flat memory is of {view.dtype} and shape {tuple(view.shape)} on {view.device}: was the "
                     "model moved or converted? Make a new ContiguousParams and a new optimizer after that"
                 )
+            if id(grad) in self._ids:  # another parameter's view, into which something else may be copied here
+                grad = grad.clone()
             views.append(view)
             grads.append(grad.detach() if grad.layout is _strided else grad.detach().to_dense())
         torch._foreach_copy_(views, grads)
