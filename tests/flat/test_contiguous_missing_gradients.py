@@ -10,6 +10,7 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grad_norm_
 
 from shoal.flat import ContiguousParams, flat_parameter
+from shoal.flat.gradients import grad_of
 from tests.flat.twins import Twins
 
 
@@ -237,7 +238,6 @@ def test_it_costs_one_look_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
         looks.append(parameter)
         return grad_of(parameter)
 
-    grad_of = flat_parameter.grad_of
     monkeypatch.setattr(flat_parameter, "grad_of", counted)
     twins.backward(5)
     twins.flat_optimizer.step()
