@@ -37,7 +37,6 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.sharding.join_ddp import divide_by_all_ranks, divide_by_live
 from shoal.sharding.join_optimizer import Companion
-from shoal.sharding.join_state import Stateful, hand_over
 
 PATIENCE = 1000
 """Iterations that a joined rank shadows before it warns."""
@@ -135,14 +134,12 @@ class Join:
     * A joined rank steps its shard with the options and the gradients with which the live ranks step theirs, clipped if
       they are. (In torch's `Join` it steps with its own last gradients again and again.)
     * After the block joinables are as before: no messages, and the mean is over all ranks again. The options of sharded
-      optimizers are those of a rank that joined last, wherever schedulers have left the others.
-    * What is no joinable, but saves and loads a state, is loaded with that of a rank that joined last: schedulers that
-      are stepped for every batch, a `GradScaler`, an optimizer that every rank has whole.
+      optimizers are those of a rank that joined last, wherever schedulers have left the others. (Schedulers themselves
+      are not known here: load the state of one of a rank that joined last on all.)
     * When all joinables are Shoal's with Shoal's own gradient reduction, there are no messages (`CountingJoinHook`).
 
     Args:
         joinables: all that makes collectives in an iteration, in the order in which they do. Hooks run in this order.
-            And, anywhere, what counts steps or batches and must not stay behind (`Stateful`).
         enable: False turns it off, for inputs known to be even.
         throw_on_early_termination: when the first rank has run out, raise on every rank, in the same iteration, instead
             of shadowing; for models with collectives of their own, such as SyncBatchNorm.
@@ -157,19 +154,11 @@ class Join:
 
     def __init__(
         self,
-        joinables: Sequence[Joinable | Stateful],
+        joinables: Sequence[Joinable],
         enable: bool = True,
         throw_on_early_termination: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._joinables: list[Joinable] = []
-        self._stateful: list[Stateful] = []
-        for each in joinables:
-            if isinstance(each, Stateful) and not isinstance(each, Joinable):
-                self._stateful.append(each)
-            else:
-                self._joinables.append(each)
-        joinables = self._joinables
         if not joinables:
             raise ValueError(
                 "Join got no joinables; pass all that makes collectives in an iteration, as the model does"
@@ -177,6 +166,7 @@ class Join:
         groups = [joinable.join_process_group or dist.group.WORLD for joinable in joinables]
         if any(group != groups[0] for group in groups):
             raise ValueError("Join got joinables of different process groups; use one Join for each group")
+        self._joinables = list(joinables)
         self._enable = enable
         self._throw = throw_on_early_termination
         self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
@@ -244,8 +234,6 @@ class Join:
             is_last = self._follow_messages() if self._needs_messages else self._follow_counts()
             for hook in self._hooks:
                 hook.post_hook(is_last)
-            if self._stateful:
-                hand_over(self._stateful, self._group, is_last)
 
     def _lead(self, model: Any) -> RemovableHandle:
         """Lets Join, and not `model` itself, send its heartbeats: so every model is told how many ranks are live."""

@@ -263,42 +263,6 @@ def rates(inputs: Sequence[int], zero: str, join: str = "shoal") -> Any:
     return {"values": values(module), "rate": after, "expected rate": RATE * 0.5 ** max(inputs)}
 
 
-def epochs(inputs: Sequence[int], zero: str) -> Any:
-    """Two epochs of a schedule that goes by the number of batches, and what one process makes of the same batches."""
-    rank = dist.get_rank()
-    module = build()
-    model: nn.Module = module if zero == "reduced" else DistributedDataParallel(module)
-    if zero == "reduced":
-        optimizer: Any = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, reduce_scatter=True, lr=RATE)
-    else:
-        optimizer = {"torch": torch_zero, "shoal": shoal_zero, "whole": adam}[zero](model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-    for epoch in range(2):
-        with Join([scheduler, optimizer] if zero == "reduced" else [model, optimizer, scheduler]):
-            for iteration in range(inputs[rank]):
-                optimizer.zero_grad()
-                model(batch_of(rank, 10 * epoch + iteration)).square().sum().backward()
-                optimizer.step()
-                scheduler.step()
-
-    reference = build()
-    reference_optimizer = adam(reference.parameters())
-    reference_scheduler = torch.optim.lr_scheduler.StepLR(reference_optimizer, step_size=2, gamma=0.5)
-    for epoch in range(2):
-        for iteration in range(max(inputs)):
-            reference_optimizer.zero_grad()
-            for other in [other for other, number in enumerate(inputs) if number > iteration]:
-                (reference(batch_of(other, 10 * epoch + iteration)).square().sum() / len(inputs)).backward()
-            reference_optimizer.step()
-            reference_scheduler.step()
-    return {
-        "values": values(module),
-        "expected": values(reference),
-        "schedule": [scheduler.last_epoch, *scheduler.get_last_lr(), optimizer.param_groups[0]["lr"]],
-        "expected schedule": [reference_scheduler.last_epoch, *reference_scheduler.get_last_lr() * 2],
-    }
-
-
 def subgroup(inputs: Sequence[int]) -> Any:
     """All ranks but the first train together, and know nothing of it."""
     rank = dist.get_rank()

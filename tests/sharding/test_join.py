@@ -72,7 +72,6 @@ OTHERS: list[Call] = [
     ("two_models", {"inputs": [1, 3, 4], "leader": "counter"}),
     *(("rates", {"inputs": inputs, "zero": zero}) for inputs in ([1, 4, 2], [3, 3]) for zero in RATES),
     ("rates", {"inputs": [1, 4, 2], "zero": "shoal", "join": "torch"}),
-    *(("epochs", {"inputs": inputs, "zero": zero}) for inputs in ([1, 4, 2], [3, 2]) for zero in (*RATES, "whole")),
 ]
 
 
@@ -176,15 +175,6 @@ def test_a_scheduler_leaves_all_ranks_with_the_rate_of_the_last(ask: Ask, inputs
     for said in calls:
         assert [answer["rate"] for answer in said] == [said[0]["expected rate"]] * len(inputs)
         assert all(answer["values"] == said[0]["values"] for answer in said)
-
-
-@pytest.mark.parametrize("inputs", [[1, 4, 2], [3, 2]], ids=str)
-@pytest.mark.parametrize("zero", [*RATES, "whole"])
-def test_schedulers_and_whole_optimizers_do_not_stay_behind(ask: Ask, inputs: list[int], zero: str) -> None:
-    said = ask("epochs", inputs=inputs, zero=zero)
-    expect_as_alone(said)
-    for answer in said:
-        assert answer["schedule"] == answer["expected schedule"]
 
 
 def expect_as_alone(said: list[Any]) -> None:
