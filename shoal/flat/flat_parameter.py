@@ -72,7 +72,7 @@ class FlatParameter(nn.Parameter):
       not see this: before its step the run is split (`shoal.flat.step_hook`);
     * setting it to None does so for every one of them, so `optimizer.zero_grad()` works. A tensor is copied.
 
-    Looking costs 0.2 µs per parameter, once in an optimizer's step and once in whatever else asks. Copies and pickles of
+    A look costs 0.2 µs per parameter, once in an optimizer's step and once in whatever else asks. Copies and pickles of
     it are ordinary parameters, independent of any model.
 
     Attributes:
