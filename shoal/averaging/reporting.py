@@ -84,6 +84,7 @@ class Reporting:
                     await self._neighbourhood.meet_peer(coordinator.peer)  # it has lost this peer
                 else:
                     self._neighbourhood.told(coordinator.peer, answer.body.tip)
-                if answer.body.tip.outranks(following.tip):
+                missed = self._neighbourhood.participant.missed is not None  # then its result comes first
+                if answer.body.tip.outranks(following.tip) and not missed:
                     raise Behind(f"the swarm is at epoch {answer.body.tip.epoch}, this peer at {following.tip.epoch}")
         return Count(report.tip, report.samples, report.rate, 1, False)

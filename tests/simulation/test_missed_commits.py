@@ -11,7 +11,7 @@ import torch
 
 from shoal.averaging.contribution import Attempt, Contribution
 from shoal.averaging.errors import ResultLost
-from shoal.averaging.messages import Commit, Done
+from shoal.averaging.messages import Commit, Done, Progress
 from shoal.averaging.rules import Rules
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
@@ -77,6 +77,27 @@ def test_a_committed_state_that_a_peer_missed_is_fetched(seed: int) -> None:
         assert_alike(trainers)
         await asyncio.gather(*(trainer.train(5) for trainer in trainers))
         assert not late.outcomes[-1].missed
+        assert_alike(trainers)
+
+    run(scenario(), until=2000.0)
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_a_report_of_a_round_that_was_missed_asks_for_no_download(seed: int) -> None:
+    """It was under way when the coordinator committed, so the answer is that the others are past it; COMMIT is there by
+    then."""
+
+    async def scenario() -> None:
+        late, *others = trainers = await trainers_of(World(seed), 4)
+        await asyncio.gather(*(trainer.train(2) for trainer in trainers))
+        await asyncio.gather(*(other.train(3) for other in others))
+        swarm = late.peer.swarm
+        assert swarm.participant.missed is not None
+        count = await swarm.report(Progress(late.tip, 0.0, 1.0))
+        assert count.tip == late.tip
+        await late.train(3)
+        assert late.outcomes[-1].missed
+        assert late.downloaded == []
         assert_alike(trainers)
 
     run(scenario(), until=2000.0)
