@@ -37,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.sharding.join_ddp import divide_by_all_ranks, divide_by_live
 from shoal.sharding.join_optimizer import Companion
+from shoal.sharding.join_state import Stepped, hand_over
 
 PATIENCE = 1000
 """Iterations that a joined rank shadows before it warns."""
@@ -134,12 +135,14 @@ class Join:
     * A joined rank steps its shard with the options and the gradients with which the live ranks step theirs, clipped if
       they are. (In torch's `Join` it steps with its own last gradients again and again.)
     * After the block joinables are as before: no messages, and the mean is over all ranks again. The options of sharded
-      optimizers are those of a rank that joined last, wherever schedulers have left the others. (Schedulers themselves
-      are not known here: load the state of one of a rank that joined last on all.)
+      optimizers are those of a rank that joined last, wherever schedulers have left the others.
+    * Schedulers and gradient scalers in the list are where those of a rank that joined last are: what is stepped for
+      every batch would stay behind.
     * When all joinables are Shoal's with Shoal's own gradient reduction, there are no messages (`CountingJoinHook`).
 
     Args:
         joinables: all that makes collectives in an iteration, in the order in which they do. Hooks run in this order.
+            And schedulers and a `GradScaler`, in any place.
         enable: False turns it off, for inputs known to be even.
         throw_on_early_termination: when the first rank has run out, raise on every rank, in the same iteration, instead
             of shadowing; for models with collectives of their own, such as SyncBatchNorm.
@@ -148,43 +151,54 @@ class Join:
             the number of live ones).
 
     Raises:
+        TypeError: something in the list is nothing of that.
         ValueError: no joinables, or joinables of different process groups.
         RuntimeError: in the block or on leaving it, with ``throw_on_early_termination``.
     """
 
     def __init__(
         self,
-        joinables: Sequence[Joinable],
+        joinables: Sequence[Joinable | Stepped],
         enable: bool = True,
         throw_on_early_termination: bool = False,
         **kwargs: Any,
     ) -> None:
-        if not joinables:
+        self._stepped = [each for each in joinables if isinstance(each, Stepped)]
+        self._joinables = [each for each in joinables if not isinstance(each, Stepped)]
+        if not self._joinables:
             raise ValueError(
                 "Join got no joinables; pass all that makes collectives in an iteration, as the model does"
             )
-        groups = [joinable.join_process_group or dist.group.WORLD for joinable in joinables]
+        for each in self._joinables:
+            if not hasattr(each, "join_hook"):
+                raise TypeError(
+                    f"Join got {type(each).__name__}, which is no Joinable: pass what makes collectives (the model, "
+                    "sharded optimizers), and schedulers and a GradScaler that are stepped for every batch"
+                )
+        groups = [joinable.join_process_group or dist.group.WORLD for joinable in self._joinables]
         if any(group != groups[0] for group in groups):
             raise ValueError("Join got joinables of different process groups; use one Join for each group")
-        self._joinables = list(joinables)
         self._enable = enable
         self._throw = throw_on_early_termination
-        self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
-        self._group, self._device = groups[0], joinables[0].join_device
+        self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
+        self._group, self._device = groups[0], self._joinables[0].join_device
         self._rank, self._ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
 
         counting = [isinstance(hook, CountingJoinHook) for hook in self._hooks]
         self._needs_messages = not all(counting)
         # Optimizers announce their steps, if these are to be shadowed; to all others the heartbeat speaks.
-        optimizers = [n for n, joinable in enumerate(joinables) if isinstance(joinable, Optimizer) and not counting[n]]
+        optimizers = [
+            n for n, joinable in enumerate(self._joinables) if isinstance(joinable, Optimizer) and not counting[n]
+        ]
         self._announced = [n for n in optimizers if type(self._hooks[n]).main_hook is not JoinHook.main_hook]
-        self._heard = [n for n in range(len(joinables)) if n not in optimizers]
+        self._heard = [n for n in range(len(self._joinables)) if n not in optimizers]
         self._models = [joinable for joinable in joinables if isinstance(joinable, DistributedDataParallel)]
         # Shoal's own optimizers lend by themselves, in torch's Join too.
         self._companions = {
             n: Companion(optimizer, self._group, self._device)
             for n in self._announced
-            if not isinstance(self._hooks[n], LendingJoinHook) and isinstance(optimizer := joinables[n], Optimizer)
+            if not isinstance(self._hooks[n], LendingJoinHook)
+            and isinstance(optimizer := self._joinables[n], Optimizer)
         }
         self._announcement: tuple[torch.Tensor, dist.Work] | None = None
         self._announcing, self._as_before = ExitStack(), ExitStack()
@@ -234,6 +248,8 @@ class Join:
             is_last = self._follow_messages() if self._needs_messages else self._follow_counts()
             for hook in self._hooks:
                 hook.post_hook(is_last)
+            if self._stepped:
+                hand_over(self._stepped, self._group, self._device, was_last=is_last)
 
     def _lead(self, model: Any) -> RemovableHandle:
         """Lets Join, and not `model` itself, send its heartbeats: so every model is told how many ranks are live."""

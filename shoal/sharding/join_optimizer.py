@@ -27,7 +27,7 @@ class Companion:
     @torch.no_grad()
     def share_step(self, *, live: bool) -> None:
         """Before a step: a joined rank takes the options, and the gradients as they are now, clipped or scaled."""
-        leader = self._first(live)
+        leader = first_of(live, self._group, self._device)
         if leader is None:
             return
         params: list[Tensor] = [param for group in self._optimizer.param_groups for param in group["params"]]
@@ -47,7 +47,7 @@ class Companion:
 
     def share_options(self, *, was_last: bool) -> None:
         """When all have joined: all take the options of one that joined last."""
-        leader = self._first(was_last)
+        leader = first_of(was_last, self._group, self._device)
         if leader is not None:
             self._take_options(leader, take=not was_last)
 
@@ -57,12 +57,13 @@ class Companion:
         if take:
             take_numbers(self._optimizer.param_groups, options)
 
-    def _first(self, mine: bool) -> int | None:
-        """The first rank that says yes."""
-        answer = torch.full((1,), float(mine), device=self._device)
-        answers = [torch.empty_like(answer) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(answers, answer, group=self._group)
-        return next((rank for rank, yes in enumerate(answers) if yes), None)
-
     def _broadcast(self, tensor: Tensor, leader: int) -> None:
         dist.broadcast(tensor, group=self._group, group_src=leader)
+
+
+def first_of(mine: bool, group: dist.ProcessGroup | None, device: torch.device) -> int | None:
+    """The first rank that says yes; all say."""
+    answer = torch.full((1,), float(mine), device=device)
+    answers = [torch.empty_like(answer) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(answers, answer, group=group)
+    return next((rank for rank, yes in enumerate(answers) if yes), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -19,33 +20,37 @@ def copy_options(source: Groups, target: Groups) -> None:
         taking.update({name: value for name, value in giving.items() if name not in _NOT_OPTIONS})
 
 
-def numbers_of(groups: Groups) -> Tensor:
-    """All options that are numbers, or tensors or sequences of them, as one float64 vector.
+def numbers_of(groups: Groups | dict[str, Any]) -> Tensor:
+    """All options that are numbers, or tensors or sequences of them, as one float64 vector. Or those of a state dict.
 
     Groups with equal keys have them in equal places. Everything that a scheduler changes is among them. Booleans are
     not: they choose kernels.
     """
-    values = [float(value) for group in groups for name in sorted(group) for value in _leaves(name, group[name])]
-    return torch.tensor(values, dtype=torch.float64, device="cpu")
+    return torch.tensor([float(value) for value in _leaves(groups)], dtype=torch.float64, device="cpu")
 
 
 def take_numbers(groups: Groups, numbers: Tensor) -> None:
     """Sets the options to what :func:`numbers_of` gave on a rank with equal groups."""
-    values = iter(numbers.tolist())
-    for group in groups:
-        for name in sorted(group):
-            if name not in _NOT_OPTIONS:
-                group[name] = _replaced(group[name], values)
+    for group, taken in zip(groups, with_numbers(groups, numbers), strict=True):
+        group.update(taken)
 
 
-def _leaves(name: str, value: Any) -> Iterator[Any]:
-    if name in _NOT_OPTIONS or isinstance(value, bool):
+def with_numbers(value: Any, numbers: Tensor) -> Any:
+    """A copy of groups or of a state dict with the numbers that :func:`numbers_of` gave on another rank."""
+    return _replaced(value, iter(numbers.tolist()))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, bool):
         return
     if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _leaves(name, item)
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        for name in _names(value):
+            yield from _leaves(value[name])
 
 
 def _replaced(value: Any, values: Iterator[float]) -> Any:
@@ -59,4 +64,13 @@ def _replaced(value: Any, values: Iterator[float]) -> Any:
     if isinstance(value, list | tuple):
         items = [_replaced(item, values) for item in value]
         return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, dict):
+        taken = copy(value)  # of its own class: the milestones of a scheduler are a Counter
+        for name in _names(value):
+            taken[name] = _replaced(value[name], values)
+        return taken
     return value
+
+
+def _names(value: dict[Any, Any]) -> list[Any]:
+    return sorted((name for name in value if name not in _NOT_OPTIONS), key=str)

@@ -263,6 +263,68 @@ def rates(inputs: Sequence[int], zero: str, join: str = "shoal") -> Any:
     return {"values": values(module), "rate": after, "expected rate": RATE * 0.5 ** max(inputs)}
 
 
+def scheduler_of(name: str, optimizer: Any) -> Any:
+    """A scheduler of torch's that goes by the number of batches."""
+    schedulers = torch.optim.lr_scheduler
+    match name:
+        case "StepLR":
+            return schedulers.StepLR(optimizer, step_size=2, gamma=0.5)
+        case "MultiStepLR":
+            return schedulers.MultiStepLR(optimizer, [2, 3, 3, 6], gamma=0.5)
+        case "LambdaLR":
+            return schedulers.LambdaLR(optimizer, lambda batches: 1 / (1 + batches))
+        case "OneCycleLR":
+            return schedulers.OneCycleLR(optimizer, max_lr=RATE, total_steps=20, cycle_momentum=False)
+        case "SequentialLR":
+            parts = [scheduler_of("LambdaLR", optimizer), scheduler_of("MultiStepLR", optimizer)]
+            return schedulers.SequentialLR(optimizer, parts, milestones=[3])
+    raise ValueError(name)
+
+
+def epochs(inputs: Sequence[int], zero: str, name: str) -> Any:
+    """Two epochs of a schedule that goes by the number of batches, and what one process makes of the same batches."""
+    rank = dist.get_rank()
+    module = build()
+    model: nn.Module = module if zero == "reduced" else DistributedDataParallel(module)
+    if zero == "reduced":
+        optimizer: Any = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, reduce_scatter=True, lr=RATE)
+    else:
+        optimizer = {"torch": torch_zero, "shoal": shoal_zero}[zero](model.parameters())
+    scheduler, scaler = (
+        scheduler_of(name, optimizer),
+        torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3),
+    )
+    for epoch in range(2):
+        joined: Any = [scheduler, optimizer, scaler] if zero == "reduced" else [scaler, model, optimizer, scheduler]
+        with Join(joined):
+            for iteration in range(inputs[rank]):
+                optimizer.zero_grad()
+                model(batch_of(rank, 10 * epoch + iteration)).square().sum().backward()
+                optimizer.step()
+                scheduler.step()
+                scaler.scale(torch.zeros(1))  # makes the scale
+                scaler.update(scaler.get_scale() + 1.0)
+
+    reference = build()
+    reference_optimizer = adam(reference.parameters())
+    reference_scheduler = scheduler_of(name, reference_optimizer)
+    for epoch in range(2):
+        for iteration in range(max(inputs)):
+            reference_optimizer.zero_grad()
+            for other in [other for other, number in enumerate(inputs) if number > iteration]:
+                (reference(batch_of(other, 10 * epoch + iteration)).square().sum() / len(inputs)).backward()
+            reference_optimizer.step()
+            reference_scheduler.step()
+    return {
+        "values": values(module),
+        "expected": values(reference),
+        "schedule": [scheduler.last_epoch, *scheduler.get_last_lr(), optimizer.param_groups[0]["lr"]],
+        "expected schedule": [reference_scheduler.last_epoch, *reference_scheduler.get_last_lr() * 2],
+        "scale": scaler.get_scale(),
+        "expected scale": 2.0**10 + 2 * max(inputs),
+    }
+
+
 def subgroup(inputs: Sequence[int]) -> Any:
     """All ranks but the first train together, and know nothing of it."""
     rank = dist.get_rank()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +47,11 @@ STEPPED = [[4, 0, 2], [2, 4, 4]]
 
 RATES = ("torch", "shoal", "reduced")
 
+EPOCHS = [
+    *(([1, 4, 2], "shoal", name) for name in ("StepLR", "MultiStepLR", "LambdaLR", "OneCycleLR", "SequentialLR")),
+    *((inputs, zero, "StepLR") for zero in ("torch", "reduced") for inputs in ([1, 4, 2], [3, 2])),
+]
+
 OTHERS: list[Call] = [
     ("count", {"inputs": [5, 6]}),
     ("count", {"inputs": [5, 6], "torchs": True}),
@@ -72,6 +78,7 @@ OTHERS: list[Call] = [
     ("two_models", {"inputs": [1, 3, 4], "leader": "counter"}),
     *(("rates", {"inputs": inputs, "zero": zero}) for inputs in ([1, 4, 2], [3, 3]) for zero in RATES),
     ("rates", {"inputs": [1, 4, 2], "zero": "shoal", "join": "torch"}),
+    *(("epochs", {"inputs": inputs, "zero": zero, "name": name}) for inputs, zero, name in EPOCHS),
 ]
 
 
@@ -175,6 +182,17 @@ def test_a_scheduler_leaves_all_ranks_with_the_rate_of_the_last(ask: Ask, inputs
     for said in calls:
         assert [answer["rate"] for answer in said] == [said[0]["expected rate"]] * len(inputs)
         assert all(answer["values"] == said[0]["values"] for answer in said)
+
+
+@pytest.mark.parametrize(("inputs", "zero", "name"), EPOCHS, ids=str)
+def test_what_is_stepped_for_every_batch_does_not_stay_behind(
+    ask: Ask, inputs: list[int], zero: str, name: str
+) -> None:
+    said = ask("epochs", inputs=inputs, zero=zero, name=name)
+    expect_as_alone(said)
+    for answer in said:
+        assert answer["schedule"] == answer["expected schedule"]
+        assert answer["scale"] == answer["expected scale"]
 
 
 def expect_as_alone(said: list[Any]) -> None:
@@ -302,10 +320,17 @@ def test_nothing_to_join() -> None:
         Join([])
 
 
+def test_what_is_no_joinable() -> None:
+    with pytest.raises(TypeError, match="Join got Adam, which is no Joinable"):
+        Join([torch.optim.Adam([torch.zeros(1)])])  # type: ignore[list-item]
+
+
 def test_different_process_groups() -> None:
     class Grouped:
         def __init__(self, group: object) -> None:
             self.join_process_group = group
+
+        def join_hook(self) -> None: ...
 
     with pytest.raises(ValueError, match="different process groups"):
         Join([Grouped("one"), Grouped("other")])  # type: ignore[list-item]
