@@ -28,7 +28,7 @@ TYPED := shoal tests $(wildcard examples benchmarks)
 
 help:
 	@echo "make demo    train a small GPT with several peers on this machine; kills one, takes in another (ARGS=...)"
-	@echo "make test    run the tests; under 6 minutes on 2 cores (PYTEST_ARGS=...)"
+	@echo "make test    run the tests; under 5 minutes on 2 cores (PYTEST_ARGS=...)"
 	@echo "make test-all            run the long ones too, and the numeric ones as on older processors"
 	@echo "make test-capabilities   run the numeric tests as on older processors (PYTEST_ARGS=...)"
 	@echo "make sweep   run the simulated swarms with 60 times as many seeds (SEEDS=60 PYTEST_ARGS=...)"
@@ -43,13 +43,13 @@ help:
 demo: $(VENV)/.installed
 	$(VENV)/bin/shoal demo $(ARGS)
 
-# First the tests that may share the machine, two files at a time; then one at a time those marked `alone`. Where
+# First the tests that may share the machine, three files at a time; then one at a time those marked `alone`. Where
 # PYTEST_ARGS names tests, those, long ones too.
 PYTEST := $(VENV)/bin/python -m pytest
-TWO_FILES := --numprocesses 2 --dist loadfile
+TOGETHER := --numprocesses 3 --dist loadfile
 test: $(VENV)/.installed-dev
 ifeq (,$(findstring tests/,$(PYTEST_ARGS)))
-	$(PYTEST) $(TWO_FILES) -m "not alone and not long" $(PYTEST_ARGS)
+	$(PYTEST) $(TOGETHER) -m "not alone and not long" $(PYTEST_ARGS)
 	$(PYTEST) -m "alone and not long" $(PYTEST_ARGS)
 else
 	$(PYTEST) $(PYTEST_ARGS)
@@ -57,15 +57,15 @@ endif
 
 # All tests but the soaks, and the numeric ones as on older processors.
 test-all: $(VENV)/.installed-dev
-	$(PYTEST) $(TWO_FILES) -m "not alone" $(PYTEST_ARGS)
+	$(PYTEST) $(TOGETHER) -m "not alone" $(PYTEST_ARGS)
 	$(PYTEST) -m alone $(PYTEST_ARGS)
 	$(MAKE) test-capabilities
 
 # The tests whose numbers depend on the processor, with the kernels that others have: those of torch, MKL and oneDNN for
-# AVX2 without AVX-512, and for SSE4 without either. Two files at a time; the ranks of a file are started once.
+# AVX2 without AVX-512, and for SSE4 without either. The ranks of a file are started once.
 NUMERIC := tests/flat tests/functional tests/sharding tests/compression tests/remote \
 	$(addprefix tests/optim/test_,$(addsuffix .py,checkpoint equivalence grad_scaler gradients power_sgd_averager state step))
-NUMERIC_TESTS := $(PYTEST) $(TWO_FILES) $(NUMERIC) $(PYTEST_ARGS)
+NUMERIC_TESTS := $(PYTEST) $(TOGETHER) $(NUMERIC) $(PYTEST_ARGS)
 
 test-capabilities: $(VENV)/.installed-dev
 	ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 $(NUMERIC_TESTS)

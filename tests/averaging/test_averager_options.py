@@ -87,7 +87,11 @@ def test_compression_by_role_and_name() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "option"),
-    [(Part, "sender_timeout"), (Result, "reducer_timeout"), (Part, "next_chunk_timeout")],
+    [
+        (Part, "sender_timeout"),
+        pytest.param(Result, "reducer_timeout", marks=pytest.mark.long),
+        pytest.param(Part, "next_chunk_timeout", marks=pytest.mark.long),
+    ],
 )
 def test_who_owes_too_long_is_left_out(kind: type, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One member answers, but keeps its parts, or its results, to itself."""

@@ -53,6 +53,7 @@ def test_newcomer_joins_while_the_others_train(pool: Pool) -> None:
     by_epoch(histories)
 
 
+@pytest.mark.long
 def test_a_newcomer_whose_download_takes_longer_than_an_epoch_catches_up(pool: Pool) -> None:
     """Each state that it has downloaded is several epochs old by then, until the others wait for it: once."""
     slow = 4.0

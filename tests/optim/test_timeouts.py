@@ -75,6 +75,7 @@ def together(optimizers: Peers, well: shoal.Optimizer) -> float:
     return times[optimizers.index(well)]
 
 
+@pytest.mark.long
 def test_next_chunk_timeout(dht: shoal.DHT) -> None:
     """One that stalls is left out after so long, and the round is the others'."""
     times = {"next_chunk_timeout": 2.0, "allreduce_timeout": 40.0, "averaging_timeout": 40.0}

@@ -33,6 +33,7 @@ def assert_alike(outcomes: list[object], peers: list[Peer], members: int | None 
         assert all(len(o.begin.members) == members for o in outcomes if isinstance(o, Outcome))
 
 
+@pytest.mark.long
 def test_64_peers_hold_the_exact_mean() -> None:
     async def scenario() -> None:
         world = World(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
 import torch
 
 from shoal.averaging.manifest import CHUNK_ELEMENTS
@@ -48,6 +49,7 @@ async def scenario(seed: int) -> tuple[list[Downloaded], str]:
     return await asyncio.gather(*tasks), world.digest()
 
 
+@pytest.mark.long
 def test_sixteen_newcomers_get_the_state_from_a_swarm_that_loses_donors_meanwhile():
     results, digest = run(scenario(1))
     for result in results:
