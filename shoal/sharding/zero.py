@@ -130,6 +130,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if buffers_of is not None and not reduce_scatter:
             raise ValueError("without reduce_scatter it is DDP that synchronises buffers: leave out buffers_of")
         self._add_to_shard(self.param_groups)
+        self.defaults = {**defaults, **self.optim.defaults}  # where OneCycleLR looks for momentum
         self._built = True
 
     @property

@@ -274,7 +274,7 @@ def scheduler_of(name: str, optimizer: Any) -> Any:
         case "LambdaLR":
             return schedulers.LambdaLR(optimizer, lambda batches: 1 / (1 + batches))
         case "OneCycleLR":
-            return schedulers.OneCycleLR(optimizer, max_lr=RATE, total_steps=20, cycle_momentum=False)
+            return schedulers.OneCycleLR(optimizer, max_lr=RATE, total_steps=20)
         case "SequentialLR":
             parts = [scheduler_of("LambdaLR", optimizer), scheduler_of("MultiStepLR", optimizer)]
             return schedulers.SequentialLR(optimizer, parts, milestones=[3])
