@@ -230,14 +230,16 @@ class FlatParameter(nn.Parameter):
             self._gradient.index_fill_(0, self._padding, 0)
             self._cleaned = self._gradient._version
         if presence is Presence.SOME:
-            for parameter, view in zip(self._parameters, self._views, strict=True):
-                if parameter.grad is None:
-                    view.zero_()
+            pairs = zip(self._parameters, self._views, strict=True)
+            missing = [view for parameter, view in pairs if parameter.grad is None]
+            self.home.free(missing)
+            torch._foreach_zero_(missing)
         return self._gradient
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None and value is not self._gradient:
+            self.home.free(self._views)
             self._gradient.copy_(value.detach())
         self.home.kept.clear()
         set_grads(self._parameters, None if value is None else self._views)

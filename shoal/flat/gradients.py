@@ -108,7 +108,6 @@ class GradientViews:
         Raises:
             ValueError: if a gradient is of another shape or dtype or on another device than its flat memory.
         """
-        views, grads = [], []
         for index in indices:
             view, grad = self.views[index], self.parameters[index].grad
             assert grad is not None
@@ -118,10 +117,10 @@ class GradientViews:
                     f"but its flat memory is of {view.dtype} and shape {tuple(view.shape)} on {view.device}: was the "
                     "model moved or converted? Make a new ContiguousParams and a new optimizer after that"
                 )
-            if id(grad) in self._ids:  # another parameter's view, into which something else may be copied here
-                grad = grad.clone()
-            views.append(view)
-            grads.append(grad.detach() if grad.layout is _strided else grad.detach().to_dense())
+        views = [self.views[index] for index in indices]
+        self.free(views)
+        given = [grad.detach() for index in indices if (grad := self.parameters[index].grad) is not None]
+        grads = [grad if grad.layout is _strided else grad.to_dense() for grad in given]
         torch._foreach_copy_(views, grads)
         self.kept = list(filter(is_large, grads))
         set_grads([self.parameters[index] for index in indices], views)
@@ -129,6 +128,15 @@ class GradientViews:
             self._misses += 1
             if self._misses & (self._misses - 1) == 0:  # less and less often, if it does not help
                 self._look_for_the_first()
+
+    def free(self, views: Sequence[Tensor]) -> None:
+        """Before these views are written to: who has one of them as gradient, and it is another's, gets a copy."""
+        written = set(map(id, views))
+        if written.isdisjoint(map(id, map(grad_of, self.parameters))):
+            return
+        for parameter, own in zip(self.parameters, self.views, strict=True):
+            if (grad := grad_of(parameter)) is not None and grad is not own and id(grad) in written:
+                parameter.grad = grad.clone()
 
     def strays(self) -> Iterator[int]:
         """Which parameters have a gradient that is not their view."""
@@ -176,12 +184,16 @@ class GradientViews:
         if there == len(placed):
             return
         if only_first := there == 1 and grad is not view:
+            if id(grad) in self._ids:  # another parameter's view, which is cleared now
+                grad = grad.clone()
             for part in self._cleared:
                 part.fill_(-0.0)
             view.copy_(grad if grad.layout is _strided else grad.to_dense())
             parameters[first].grad = view
         else:
-            torch._foreach_zero_([own for own, version in zip(views, placed, strict=True) if version >= 0])
+            cleared = [own for own, version in zip(views, placed, strict=True) if version >= 0]
+            self.free(cleared)
+            torch._foreach_zero_(cleared)
             placed = [own._version if version >= 0 else -1 for own, version in zip(views, placed, strict=True)]
         self._placed, self._marked = placed, only_first and bool(self._samples)
         _at_end_of_backward(self.settle)

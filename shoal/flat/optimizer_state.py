@@ -199,7 +199,7 @@ def _joined(holder: Tensor, states: Mapping[int, State]) -> State:
         for member in holder.members:
             start = member.span.start - holder.start
             elements = joined[name][start : start + len(member.span)]
-            _shaped(elements, member).copy_(states[id(member.parameter)][name])
+            _shaped(elements, member).copy_(states[id(member.parameter)][name].to_dense())  # torch's may be sparse
     return joined
 
 

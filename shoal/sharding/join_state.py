@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.sharding.join_optimizer import first_of
-from shoal.sharding.options import numbers_of, with_numbers
+from shoal.sharding.options import numbers_of, take_numbers, with_numbers
 
 Stepped = LRScheduler | GradScaler
 """What a loop steps for every batch. What it counts are numbers of its state dict; the rest is equal on all ranks."""
@@ -19,11 +19,30 @@ Stepped = LRScheduler | GradScaler
 def hand_over(
     stepped: Sequence[Stepped], group: dist.ProcessGroup | None, device: torch.device, *, was_last: bool
 ) -> None:
-    """When all have joined: all take the counts of the first rank that joined last. All ranks call it."""
+    """When all have joined: all take the counts of the first rank that joined last. All ranks call it.
+
+    And the options of the optimizers that schedulers step: these go on from the rate that they find there. `Join` may
+    know nothing of the optimizer, which every rank may have whole.
+
+    Raises:
+        ValueError: on all ranks, if the state of one has another number of numbers than the leader's.
+    """
     leader = first_of(was_last, group, device)
     for each in stepped:
         state = each.state_dict()
-        numbers = numbers_of(state).to(device)
+        groups = each.optimizer.param_groups if isinstance(each, LRScheduler) else []
+        options = numbers_of(groups)
+        numbers = torch.cat([options, numbers_of(state)]).to(device)
+        size = torch.tensor([numbers.numel()], device=device)
+        dist.broadcast(size, group=group, group_src=leader)
+        other = first_of(numbers.numel() != int(size), group, device)
+        if other is not None:
+            raise ValueError(
+                f"the state of {type(each).__name__} has not as many numbers on rank {other} as on rank {leader}: "
+                "Join can set what a scheduler counts, not what it collects"
+            )
         dist.broadcast(numbers, group=group, group_src=leader)
         if not was_last:
-            each.load_state_dict(with_numbers(state, numbers))
+            taken = numbers.cpu()
+            take_numbers(groups, taken[: options.numel()])
+            each.load_state_dict(with_numbers(state, taken[options.numel() :]))

@@ -30,13 +30,20 @@ def numbers_of(groups: Groups | dict[str, Any]) -> Tensor:
 
 
 def take_numbers(groups: Groups, numbers: Tensor) -> None:
-    """Sets the options to what :func:`numbers_of` gave on a rank with equal groups."""
+    """Sets the options to what :func:`numbers_of` gave on a rank with equal groups. Tensors stay where they are."""
     for group, taken in zip(groups, with_numbers(groups, numbers), strict=True):
-        group.update(taken)
+        for name, value in taken.items():
+            if isinstance(value, Tensor):
+                group[name].copy_(value)
+            else:
+                group[name] = value
 
 
 def with_numbers(value: Any, numbers: Tensor) -> Any:
-    """A copy of groups or of a state dict with the numbers that :func:`numbers_of` gave on another rank."""
+    """A copy of groups or of a state dict with the numbers that :func:`numbers_of` gave on another rank.
+
+    Tensors with numbers are new ones: a scheduler that holds others has one tensor in several places.
+    """
     return _replaced(value, iter(numbers.tolist()))
 
 
@@ -60,7 +67,7 @@ def _replaced(value: Any, values: Iterator[float]) -> Any:
         number = next(values)
         return int(number) if isinstance(value, int) and number.is_integer() else number
     if isinstance(value, Tensor) and value.numel() == 1:
-        return value.fill_(next(values))
+        return torch.full_like(value, next(values))
     if isinstance(value, list | tuple):
         items = [_replaced(item, values) for item in value]
         return items if isinstance(value, list) else tuple(items)

@@ -230,3 +230,24 @@ def test_lbfgs_is_not_translated() -> None:
     twins = Twins(optim.LBFGS)
     with pytest.raises(ValueError, match="LBFGS"):
         twins.parameters.original_state_dict(twins.flat_optimizer)
+
+
+def test_momentum_of_sparse_gradients_that_was_saved_without_shoal_is_loaded() -> None:
+    """torch's momentum buffer of an embedding is sparse then."""
+    ends = []
+    for flat in (False, True):
+        torch.manual_seed(0)
+        model = nn.Embedding(7, 3, sparse=True)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.tensor([1, 4])).square().sum().backward()
+        plain.step()
+        optimizer = plain
+        if flat:
+            parameters = ContiguousParams(model)
+            optimizer = torch.optim.SGD(parameters.contiguous(), lr=0.1, momentum=0.9)
+            parameters.load_original_state_dict(optimizer, plain.state_dict())
+        optimizer.zero_grad()
+        model(torch.tensor([1, 2])).square().sum().backward()
+        optimizer.step()
+        ends.append(model.weight.detach().clone())
+    torch.testing.assert_close(*ends)

@@ -329,6 +329,72 @@ def test_a_parameter_may_be_given_the_gradient_of_another(give: Callable[[nn.Mod
         twins.assert_equal()
 
 
+@pytest.mark.parametrize("left", [1, 2])
+@pytest.mark.parametrize(("to", "of"), [(0, 1), (1, 0), (2, 0), (0, 2)])
+def test_a_gradient_that_was_moved_to_another_parameter_is_added_to(to: int, of: int, left: int) -> None:
+    """Its memory is the view of a parameter that has none now, and gets it back in the next backward pass."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3)))
+
+    twins = Twins(torch.optim.AdamW, make, lr=0.1, foreach=False)
+    for seed in range(3):
+        twins.zero_grad()
+        twins.backward(seed)
+        for model, _ in twins.both:
+            parameters = list(model.parameters())
+            grad, parameters[of].grad = parameters[of].grad, None
+            parameters[to].grad = grad
+            if left == 1:
+                parameters[3 - to - of].grad = None
+        twins.backward(seed + 10)
+        for one, other in zip(*(model.parameters() for model, _ in twins.both), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert torch.equal(one.grad, other.grad)
+        twins.step()
+        twins.assert_equal()
+
+
+def set_by_hand(model: nn.Module) -> None:
+    moved(model)
+    next(model.parameters()).grad = torch.ones(5, 5)
+
+
+def looked_at(model: nn.Module) -> None:
+    """Where a gradient is missing the flat gradient is zero, and another parameter may have that memory."""
+    moved(model)
+
+
+@pytest.mark.parametrize("give", [exchanged, moved, shared, set_by_hand, looked_at])
+def test_a_parameter_may_be_given_the_gradient_of_one_of_another_group(give: Callable[[nn.Module], None]) -> None:
+    """Which is gathered by itself, into memory that the other may still need."""
+    ends = []
+    for flat in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+        groups: list[Any] = [{"params": list(layer.parameters())} for layer in (model[0], model[2])]
+        runs: list[Any] = []
+        if flat:
+            parameters = ContiguousParams(groups)
+            groups = parameters.contiguous()
+            runs = [run for group in groups for run in group["params"]]
+        optimizer = torch.optim.AdamW(groups, lr=0.1, foreach=False)
+        for seed in range(3):
+            optimizer.zero_grad()
+            torch.manual_seed(seed)
+            model(torch.randn(3, 5)).square().sum().backward()
+            assert all(run.grad is not None for run in runs)
+            give(model)
+            if give is looked_at:
+                assert all(run.grad is not None for run in runs)
+            optimizer.step()
+        ends.append([parameter.detach().clone() for parameter in model.parameters()])
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_private_names_of_torch_are_there() -> None:
     """Without `get_eval_frame_callback` every step counts as compiled, and without `queue_callback` nothing works."""
     assert torch._C._dynamo.eval_frame.get_eval_frame_callback() is None

@@ -325,6 +325,62 @@ def epochs(inputs: Sequence[int], zero: str, name: str) -> Any:
     }
 
 
+def whole_optimizer(inputs: Sequence[int], tensor: bool = False) -> Any:
+    """A scheduler of an optimizer that every rank has whole, and that Join therefore does not know."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(build())
+    rate: Any = torch.tensor(RATE) if tensor else RATE
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    scheduler = scheduler_of("SequentialLR", optimizer)
+    for _ in range(2):
+        with Join([model, scheduler]):
+            for iteration in range(inputs[rank]):
+                optimizer.zero_grad()
+                model(batch_of(rank, iteration)).square().sum().backward()
+                optimizer.step()
+                scheduler.step()
+    reference = torch.optim.SGD([torch.zeros(1)], lr=torch.tensor(RATE) if tensor else RATE)
+    expected = scheduler_of("SequentialLR", reference)
+    for _ in range(2 * max(inputs)):
+        reference.step()
+        expected.step()
+    return {
+        "values": values(model.module),
+        "rates": [float(lr) for lr in (*scheduler.get_last_lr(), optimizer.param_groups[0]["lr"])],
+        "expected": [float(lr) for lr in (*expected.get_last_lr(), reference.param_groups[0]["lr"])],
+    }
+
+
+class Collector(torch.optim.lr_scheduler.LRScheduler):
+    """Keeps all its rates, as many as there were batches."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.rates: list[Any] = []
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        """Takes a note of the rates."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.rates += rates
+        return rates
+
+
+def collecting(inputs: Sequence[int]) -> Any:
+    """A scheduler whose state has another size on every rank."""
+    rank = dist.get_rank()
+    module = build()
+    optimizer = shoal_zero(module.parameters())
+    scheduler = Collector(optimizer)
+    try:
+        with Join([optimizer, scheduler]):
+            for _ in range(inputs[rank]):
+                optimizer.step()
+                scheduler.step()
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
 def subgroup(inputs: Sequence[int]) -> Any:
     """All ranks but the first train together, and know nothing of it."""
     rank = dist.get_rank()

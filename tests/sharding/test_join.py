@@ -79,6 +79,8 @@ OTHERS: list[Call] = [
     *(("rates", {"inputs": inputs, "zero": zero}) for inputs in ([1, 4, 2], [3, 3]) for zero in RATES),
     ("rates", {"inputs": [1, 4, 2], "zero": "shoal", "join": "torch"}),
     *(("epochs", {"inputs": inputs, "zero": zero, "name": name}) for inputs, zero, name in EPOCHS),
+    *(("whole_optimizer", {"inputs": [0, 4, 2], "tensor": tensor}) for tensor in (False, True)),
+    ("collecting", {"inputs": [1, 3]}),
 ]
 
 
@@ -193,6 +195,17 @@ def test_what_is_stepped_for_every_batch_does_not_stay_behind(
     for answer in said:
         assert answer["schedule"] == answer["expected schedule"]
         assert answer["scale"] == answer["expected scale"]
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_the_rate_of_an_optimizer_that_is_not_in_the_list_does_not_stay_behind(ask: Ask, tensor: bool) -> None:
+    for answer in ask("whole_optimizer", inputs=[0, 4, 2], tensor=tensor):
+        assert answer["rates"] == answer["expected"]
+
+
+def test_a_scheduler_that_collects_is_refused_on_all_ranks(ask: Ask) -> None:
+    for answer in ask("collecting", inputs=[1, 3]):
+        assert "Collector has not as many numbers on rank 0 as on rank 1" in answer["error"]
 
 
 def expect_as_alone(said: list[Any]) -> None:
