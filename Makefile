@@ -65,11 +65,12 @@ test-all: $(VENV)/.installed-dev
 # AVX2 without AVX-512, and for SSE4 without either. The ranks of a file are started once.
 NUMERIC := tests/flat tests/functional tests/sharding tests/compression tests/remote \
 	$(addprefix tests/optim/test_,$(addsuffix .py,checkpoint equivalence grad_scaler gradients power_sgd_averager state step))
-NUMERIC_TESTS := $(PYTEST) $(TOGETHER) $(NUMERIC) $(PYTEST_ARGS)
+NUMERIC_TESTS = $(1) $(PYTEST) $(TOGETHER) -m "not alone" $(NUMERIC) $(PYTEST_ARGS) && \
+	$(1) $(PYTEST) -m alone $(NUMERIC) $(PYTEST_ARGS)
 
 test-capabilities: $(VENV)/.installed-dev
-	ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 $(NUMERIC_TESTS)
-	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 $(NUMERIC_TESTS)
+	$(call NUMERIC_TESTS,ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2)
+	$(call NUMERIC_TESTS,ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41)
 
 # What chance decides in the simulator, many times over: for whoever has changed a protocol. A seed that fails is in the
 # name of its test.

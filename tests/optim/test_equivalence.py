@@ -23,7 +23,8 @@ def train_fixed(peers: Peers, parts: tuple[int, ...] = (1, 1, 1, 1)) -> tuple[to
         assert answer["epoch"] == EPOCHS
         events = peer.ask(do="report")["events"]
         assert [event["kind"] for event in events] == ["epoch"] * EPOCHS, "an epoch was not one round of all four"
-        assert all(event["peers"] == 4 and event["samples"] == 64 for event in events), events
+        rounds = [(event["epoch"], event["peers"], event["samples"]) for event in events]
+        assert rounds == [(epoch, 4, 64) for epoch in range(1, EPOCHS + 1)]
         digests.append([event["digest"] for event in events])
     assert len({(a["parameters_digest"], a["statistics"], repr(a["scheduler"]), a["rate"]) for a in answers if a}) == 1
     assert answers[0] is not None

@@ -20,7 +20,6 @@ import torch
 from blake3 import blake3
 
 import shoal
-from shoal.averaging import coordination
 from shoal.compression import compression_by_spec
 from shoal.flat import bytes_of
 from shoal.optim import machine as machines
@@ -31,7 +30,6 @@ FACTORIES = {
     "PowerSGDGradientAverager": functools.partial(shoal.PowerSGDGradientAverager, averager_rank=2),
 }
 REAL_MACHINE = machines.this_machine
-SETTLE_SECONDS = coordination.SETTLE_SECONDS
 
 
 def say(**message: Any) -> None:
@@ -77,7 +75,6 @@ class Training:
     def __init__(self, initial_peers: list[str], run: dict[str, Any]) -> None:
         self.log = Log()
         logging.getLogger("shoal").addHandler(self.log)
-        coordination.SETTLE_SECONDS = SETTLE_SECONDS
         client, identity = run.pop("dht_client", False), run.pop("identity", None)
         listen = [f"/ip4/127.0.0.1/tcp/{run.pop('port', 0)}"]
         self.dht = shoal.DHT(initial_peers, start=True, host_maddrs=listen, client_mode=client, identity_path=identity)
@@ -162,15 +159,8 @@ class Training:
     def backward(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
         backward(self.model, inputs, outputs, clear=not self.optimizer.reuse_grad_buffers)
 
-    def all_are_here(self) -> None:
-        """The first round need not wait for those whom nobody has found yet: all have begun before any was told to
-        train, and it takes the samples of all."""
-        coordination.SETTLE_SECONDS = 0.0
-        self.dht.reactor.loop.call_soon_threadsafe(self.optimizer._run.swarm._coordination.settle)
-
     def fixed(self, share: tuple[int, int], epochs: int, parts: int = 1) -> None:
         """This peer's share of the fixed batches up to that epoch, each in so many steps."""
-        self.all_are_here()
         start, stop = share
         for epoch in range(self.optimizer.local_epoch, epochs):
             inputs, outputs = fixed_batch(epoch)
@@ -186,7 +176,6 @@ class Training:
 
     def delayed(self, share: tuple[int, int], epochs: int) -> None:
         """The same, but waiting only until the end of an epoch has begun in the background."""
-        self.all_are_here()
         start, stop = share
         for epoch in range(epochs):
             inputs, outputs = fixed_batch(epoch)
