@@ -9,6 +9,7 @@ are not in the child, and pyzmq leaves sockets of another process alone.
 from __future__ import annotations
 
 import os
+import socket
 from contextlib import suppress
 from weakref import WeakSet
 
@@ -42,11 +43,19 @@ class Sockets:
 
 
 _all: WeakSet[Sockets] = WeakSet()
+_open: WeakSet[socket.socket] = WeakSet()
+
+
+def close_in_children(opened: socket.socket) -> None:
+    """Have a forked child close its copy of this socket."""
+    _open.add(opened)
 
 
 def _close_copies() -> None:
     for sockets in list(_all):
         sockets.close()
+    for copy in list(_open):
+        copy.close()
 
 
 os.register_at_fork(after_in_child=_close_copies)
