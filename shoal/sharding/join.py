@@ -136,8 +136,8 @@ class Join:
       they are. (In torch's `Join` it steps with its own last gradients again and again.)
     * After the block joinables are as before: no messages, and the mean is over all ranks again. The options of sharded
       optimizers are those of a rank that joined last, wherever schedulers have left the others.
-    * Schedulers and gradient scalers in the list are where those of a rank that joined last are, and the schedulers'
-      optimizers have its options: what is stepped for every batch would stay behind.
+    * Schedulers and gradient scalers in the list take their counts from a rank that joined last, and the schedulers'
+      optimizers its options: what is stepped for every batch would stay behind.
     * When all joinables are Shoal's with Shoal's own gradient reduction, there are no messages (`CountingJoinHook`).
 
     Args:
