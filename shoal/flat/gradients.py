@@ -130,7 +130,7 @@ class GradientViews:
                 self._look_for_the_first()
 
     def free(self, views: Sequence[Tensor]) -> None:
-        """Before these views are written to: who has one of them as gradient, and it is another's, gets a copy."""
+        """Call it before writing to these views: a parameter whose gradient is the view of another gets a copy of it."""
         written = set(map(id, views))
         if written.isdisjoint(map(id, map(grad_of, self.parameters))):
             return

@@ -151,7 +151,7 @@ class Join:
             the number of live ones).
 
     Raises:
-        TypeError: something in the list is nothing of that.
+        TypeError: something in the list is no joinable, no scheduler and no `GradScaler`.
         ValueError: no joinables, or joinables of different process groups; on leaving the block, if the state of a
             scheduler has not as many numbers on all ranks.
         RuntimeError: in the block or on leaving it, with ``throw_on_early_termination``.

@@ -25,7 +25,7 @@ def hand_over(
     know nothing of the optimizer, which every rank may have whole.
 
     Raises:
-        ValueError: on all ranks, if the state of one has another number of numbers than the leader's.
+        ValueError: on all ranks, if a rank's state holds more or fewer numbers than the leader's.
     """
     leader = first_of(was_last, group, device)
     for each in stepped:

@@ -21,7 +21,8 @@ def copy_options(source: Groups, target: Groups) -> None:
 
 
 def numbers_of(groups: Groups | dict[str, Any]) -> Tensor:
-    """All options that are numbers, or tensors or sequences of them, as one float64 vector. Or those of a state dict.
+    """The numbers in parameter groups, or in a scheduler's state dict, as one float64 vector: also those in tensors of
+    one element, sequences and dictionaries.
 
     Groups with equal keys have them in equal places. Everything that a scheduler changes is among them. Booleans are
     not: they choose kernels.
@@ -30,7 +31,7 @@ def numbers_of(groups: Groups | dict[str, Any]) -> Tensor:
 
 
 def take_numbers(groups: Groups, numbers: Tensor) -> None:
-    """Sets the options to what :func:`numbers_of` gave on a rank with equal groups. Tensors stay where they are."""
+    """Sets the options to what :func:`numbers_of` gave on a rank with equal groups; a tensor is written to."""
     for group, taken in zip(groups, with_numbers(groups, numbers), strict=True):
         for name, value in taken.items():
             if isinstance(value, Tensor):
