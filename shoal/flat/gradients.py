@@ -130,7 +130,7 @@ class GradientViews:
                 self._look_for_the_first()
 
     def free(self, views: Sequence[Tensor]) -> None:
-        """Call it before writing to these views: a parameter whose gradient is the view of another gets a copy of it."""
+        """Call before writing to these views: a parameter whose gradient is the view of another gets a copy of it."""
         written = set(map(id, views))
         if written.isdisjoint(map(id, map(grad_of, self.parameters))):
             return
