@@ -16,7 +16,7 @@ from benchmarks.workers.link import serve
 from benchmarks.workers.shoal_averager import ShoalPeer
 from shoal.p2p.identity import PeerID
 from shoal.p2p.transport import Buffer
-from shoal.p2p.zeromq import ZeroMQTransport
+from shoal.p2p.sockets import SocketTransport
 
 BURST = 1 << 18  # bytes that pass at once after a pause
 
@@ -46,7 +46,7 @@ class ThrottledPeer(ShoalPeer):
 
 def throttle(rate: float) -> None:
     """From now on this process sends so many bytes per second."""
-    original, free_at = ZeroMQTransport.send, 0.0
+    original, free_at = SocketTransport.send, 0.0
 
     def send(self: Any, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = ()) -> None:
         nonlocal free_at
@@ -57,7 +57,7 @@ def throttle(rate: float) -> None:
             free_at = max(free_at, loop.time() - BURST / rate) + size / rate
             loop.call_at(max(free_at, loop.time()), original, self, [peer], kept_header, kept)
 
-    ZeroMQTransport.send = send  # type: ignore[method-assign]
+    SocketTransport.send = send  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

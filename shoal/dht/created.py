@@ -16,7 +16,7 @@ from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
-from shoal.p2p.zeromq import ZeroMQTransport
+from shoal.p2p.sockets import SocketTransport
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class CreatedNode(DHTNode):
         if identity is None:
             identity = Identity.from_file(identity_path) if identity_path is not None else Identity()
         rules = [*validators, *([record_validator] if record_validator is not None else [])]
-        node = Node(identity, ZeroMQTransport(identity))
+        node = Node(identity, SocketTransport(identity))
         try:
             for address in map(Multiaddr, () if client_mode else host_maddrs):
                 await node.listen(address)

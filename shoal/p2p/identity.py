@@ -1,4 +1,4 @@
-"""Who a peer is: an ed25519 key pair. The public key is the peer id; the transport's key is derived from it."""
+"""Who a peer is: an ed25519 key pair. The public key is the peer id."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from nacl.bindings import (
-    crypto_sign_ed25519_pk_to_curve25519,
-    crypto_sign_ed25519_sk_to_curve25519,
-    crypto_sign_seed_keypair,
-)
-from nacl.exceptions import BadSignatureError, CryptoError
-from nacl.signing import SigningKey, VerifyKey
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
@@ -94,19 +89,15 @@ class PeerID:
             raise ValueError(f"{text!r} is not a peer id: expected 'bafzaajaiaejc…', an ed25519 libp2p key in base32")
         return cls(raw[len(_TEXT_PREFIX) :])
 
-    def curve_key(self) -> bytes:
-        """The Curve25519 public key (32 bytes) by which the transport knows this peer. Raises ValueError if the id is
-        no point of the curve: nobody can be that peer."""
-        try:
-            return crypto_sign_ed25519_pk_to_curve25519(self.key)
-        except (CryptoError, RuntimeError) as error:
-            raise ValueError(f"{self} is not a valid ed25519 public key") from error
+    def public_key(self) -> Ed25519PublicKey:
+        """This peer id as a key of `cryptography`."""
+        return Ed25519PublicKey.from_public_bytes(self.key)
 
     def verify(self, data: bytes, signature: bytes) -> bool:
         """Whether `signature` (64 bytes) over `data` was made with this peer's secret key."""
         try:
-            VerifyKey(self.key).verify(data, signature)
-        except (BadSignatureError, ValueError):
+            self.public_key().verify(signature, data)
+        except (InvalidSignature, ValueError):
             return False
         return True
 
@@ -116,20 +107,19 @@ class Identity:
 
     Args:
         seed: the 32 secret bytes; drawn from the system's randomness when not given.
+
+    Attributes:
+        secret: the secret key.
+        peer_id: the public key.
     """
 
     def __init__(self, seed: bytes | None = None) -> None:
-        self._key = SigningKey(seed) if seed is not None else SigningKey.generate()
-        self.peer_id = PeerID(bytes(self._key.verify_key))
+        self.secret = Ed25519PrivateKey.from_private_bytes(os.urandom(KEY_BYTES) if seed is None else seed)
+        self.peer_id = PeerID(self.secret.public_key().public_bytes_raw())
 
     def sign(self, data: bytes) -> bytes:
         """The 64-byte ed25519 signature over `data`."""
-        return self._key.sign(data).signature
-
-    def curve_keys(self) -> tuple[bytes, bytes]:
-        """(public, secret) Curve25519 keys of the transport, 32 bytes each, derived from this identity."""
-        _, secret = crypto_sign_seed_keypair(bytes(self._key))
-        return self.peer_id.curve_key(), crypto_sign_ed25519_sk_to_curve25519(secret)
+        return self.secret.sign(data)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Identity:
@@ -150,5 +140,5 @@ class Identity:
             return cls(seed)
         identity = cls()
         with os.fdopen(descriptor, "wb") as file:
-            file.write(bytes(identity._key))
+            file.write(identity.secret.private_bytes_raw())
         return identity

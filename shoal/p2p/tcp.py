@@ -1,41 +1,54 @@
-"""What Linux's kernel knows of a TCP connection, and for how long it waits for the other side."""
+"""What Linux's kernel does for a TCP connection, and what it knows of one."""
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 
-LEAST_PATIENCE, MOST_PATIENCE = 6.0, 20.0  # seconds without an acknowledgement, after which a connection is lost
-ROUND_TRIPS = 12  # that are added to the least
+LEAST_PATIENCE, MOST_PATIENCE = 6.0, 20.0  # seconds without a sign of the other machine, after which it is lost
+ROUND_TRIPS = 12  # that are added to the least: on a slow line that is full, a retransmission may be dropped as well
+_KEEPALIVE_SECONDS = 2  # between two questions of the kernel over an idle connection
+_KEEPALIVES = 10  # unanswered ones until the kernel itself gives up, which is later than `is_silent`
 _INFO_BYTES = 136  # of struct tcp_info, up to what is used of it
+_LAST_RECEIVED = struct.Struct("=II")  # tcpi_last_data_recv, tcpi_last_ack_recv, milliseconds
+_LAST_RECEIVED_OFFSET = 52
 _RTT = struct.Struct("=I")  # tcpi_rtt, microseconds
 _RTT_OFFSET = 68
 _COUNTS = struct.Struct("=QQ")  # tcpi_bytes_acked, tcpi_bytes_received
 _COUNTS_OFFSET = 120
 
 
-def counts(fd: int) -> tuple[int, int]:
-    """Payload bytes of connection `fd` of which the other side has said that they came, and those that came from it;
-    zeros if it is no connection any more. What is sent and not acknowledged takes memory here, be it ZeroMQ's or the
-    kernel's."""
+def prepare(connection: socket.socket) -> None:
+    """Have what is sent leave at once, and the kernel ask after the other side when nothing comes."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVES)
+
+
+def _info(connection: socket.socket) -> bytes:
     try:
-        with socket.socket(fileno=os.dup(fd)) as duplicate:
-            info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    except OSError:
-        return 0, 0
-    acknowledged, received = _COUNTS.unpack_from(info, _COUNTS_OFFSET)
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES).ljust(_INFO_BYTES, b"\0")
+    except OSError:  # it has ended, and that is told elsewhere
+        return bytes(_INFO_BYTES)
+
+
+def counts(connection: socket.socket) -> tuple[int, int]:
+    """Payload bytes of which the other side has said that they came, and those that came from it; zeros if it is no
+    connection any more."""
+    acknowledged, received = _COUNTS.unpack_from(_info(connection), _COUNTS_OFFSET)
     return acknowledged, received
 
 
-def set_patience(fd: int) -> None:
-    """Have connection `fd` end when the other side has acknowledged nothing for a while: for long where a round trip
-    takes long, since on a slow line that is full, a retransmission may be dropped as well."""
-    try:
-        with socket.socket(fileno=os.dup(fd)) as duplicate:
-            info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-            (microseconds,) = _RTT.unpack_from(info, _RTT_OFFSET)
-            seconds = min(LEAST_PATIENCE + ROUND_TRIPS * microseconds / 1e6, MOST_PATIENCE)
-            duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
-    except OSError:
-        return  # it has ended, and that is told elsewhere
+def is_silent(connection: socket.socket) -> bool:
+    """Whether the other machine has given no sign for longer than it may: neither data nor an acknowledgement.
+
+    TCP_USER_TIMEOUT would be the kernel's own way. But it also ends a connection whose other side answers and only
+    does not read, as a process that holds its GIL for long.
+    """
+    info = _info(connection)
+    (microseconds,) = _RTT.unpack_from(info, _RTT_OFFSET)
+    patience = min(LEAST_PATIENCE + ROUND_TRIPS * microseconds / 1e6, MOST_PATIENCE)
+    milliseconds: int = min(_LAST_RECEIVED.unpack_from(info, _LAST_RECEIVED_OFFSET))
+    return milliseconds > 1000 * patience

@@ -26,7 +26,7 @@ from shoal.dht.validation import owner_marker
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.zeromq import ZeroMQTransport
+from shoal.p2p.sockets import SocketTransport
 
 
 @pytest.fixture
@@ -166,10 +166,10 @@ def test_an_initial_peer_that_was_started_again_is_found_again(tmp_path: Path) -
 def test_who_joins_through_another_machine_and_listens_on_loopback_is_told_so(
     host: str, options: dict[str, Any], warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def resolve(_transport: ZeroMQTransport, _address: Multiaddr) -> list[ipaddress.IPv4Address]:
+    async def resolve(_transport: SocketTransport, _address: Multiaddr) -> list[ipaddress.IPv4Address]:
         return [ipaddress.IPv4Address("127.0.0.1")]
 
-    monkeypatch.setattr(ZeroMQTransport, "_resolve", resolve)
+    monkeypatch.setattr(SocketTransport, "_resolve", resolve)
     with DHT(start=True) as first:
         [address] = first.get_visible_maddrs()
         initial = f"/{host}/tcp/{address.port}/p2p/{first.peer_id}"

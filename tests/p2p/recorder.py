@@ -10,7 +10,7 @@ from typing import Any
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Transport
-from shoal.p2p.zeromq import ZeroMQTransport
+from shoal.p2p.sockets import SocketTransport
 
 LOOPBACK = Multiaddr("/ip4/127.0.0.1/tcp/0")
 
@@ -56,9 +56,9 @@ class Recorder:
 
 
 @asynccontextmanager
-async def zeromq(*seeds: bytes | None) -> AsyncIterator[list[Recorder]]:
-    """So many ends with ZeroMQ under them, as there are seeds of identities; closed at the end."""
-    ends = [Recorder(ZeroMQTransport(Identity(seed))) for seed in seeds]
+async def sockets(*seeds: bytes | None) -> AsyncIterator[list[Recorder]]:
+    """So many ends with sockets under them, as there are seeds of identities; closed at the end."""
+    ends = [Recorder(SocketTransport(Identity(seed))) for seed in seeds]
     try:
         yield ends
     finally:

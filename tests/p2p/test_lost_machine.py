@@ -20,10 +20,10 @@ END = textwrap.dedent(
     import asyncio, sys
     from shoal.p2p.identity import Identity
     from shoal.p2p.multiaddr import Multiaddr
-    from shoal.p2p.zeromq import ZeroMQTransport
+    from shoal.p2p.sockets import SocketTransport
 
     async def main(talks, address):
-        transport, lost = ZeroMQTransport(Identity()), asyncio.Event()
+        transport, lost = SocketTransport(Identity()), asyncio.Event()
         transport.start(lambda peer, header, buffers: None, lambda peer, reason: lost.set())
         if "/p2p/" not in address:
             print(await transport.listen(Multiaddr(address)), flush=True)

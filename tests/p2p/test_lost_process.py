@@ -16,7 +16,7 @@ import pytest
 
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.tcp import LEAST_PATIENCE, counts
-from tests.p2p.recorder import LOOPBACK, Recorder, zeromq
+from tests.p2p.recorder import LOOPBACK, Recorder, sockets
 
 pytestmark = pytest.mark.alone
 
@@ -26,10 +26,10 @@ CHILD = textwrap.dedent(
     import asyncio, os, sys
     from shoal.p2p.identity import Identity
     from shoal.p2p.multiaddr import Multiaddr
-    from shoal.p2p.zeromq import ZeroMQTransport
+    from shoal.p2p.sockets import SocketTransport
 
     async def main(forks, address=None):
-        transport = ZeroMQTransport(Identity())
+        transport = SocketTransport(Identity())
         asked = asyncio.get_running_loop().create_future()
         transport.start(lambda peer, header, buffers: asked.set_result(peer), lambda peer, reason: None)
         if address is None:
@@ -72,7 +72,7 @@ def meet(request):
 
     def run(scenario, forks: str = "alone"):
         async def main():
-            async with zeromq(None) as (end,):
+            async with sockets(None) as (end,):
                 if request.param == "it dialled":
                     address = await end.transport.listen(LOOPBACK)
                     with child(forks, str(address)) as process:
@@ -109,7 +109,7 @@ def test_a_killed_process_is_lost_at_once_and_after_its_messages(meet, forks):
 
 def test_the_port_of_a_killed_process_is_free_although_its_child_lives():
     async def main():
-        async with zeromq(None, None) as (dialler, successor):
+        async with sockets(None, None) as (dialler, successor):
             with child("forks") as process:
                 assert process.stdout is not None
                 address = Multiaddr((await asyncio.to_thread(process.stdout.readline)).strip())

@@ -21,7 +21,7 @@ from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
 from shoal.p2p.node import Envelope, Node, Reply, Service
 from shoal.p2p.transport import MAX_BUFFER_BYTES
-from shoal.p2p.zeromq import ZeroMQTransport
+from shoal.p2p.sockets import SocketTransport
 from tests.p2p.recorder import LOOPBACK, eventually
 
 
@@ -43,7 +43,7 @@ async def nodes(number: int, kind: str = "memory") -> AsyncIterator[list[Node]]:
     made = []
     for _ in range(number):
         identity = Identity()
-        over = ZeroMQTransport(identity) if kind == "zeromq" else MemoryTransport(network, identity.peer_id)
+        over = SocketTransport(identity) if kind == "sockets" else MemoryTransport(network, identity.peer_id)
         made.append(Node(identity, over))
     for node in made:
         await node.listen(LOOPBACK)
@@ -56,7 +56,7 @@ async def nodes(number: int, kind: str = "memory") -> AsyncIterator[list[Node]]:
         await asyncio.gather(*(node.close() for node in made))
 
 
-@pytest.fixture(params=["memory", "zeromq"])
+@pytest.fixture(params=["memory", "sockets"])
 def kind(request):
     return request.param
 
@@ -282,7 +282,7 @@ def test_a_request_that_comes_as_the_node_closes_leaves_nothing_behind(kind):
 def test_closing_a_node_ends_a_dial():
     async def main():
         silent = socket.create_server(("127.0.0.1", 0))  # connects, and never greets
-        node, stranger = Node(identity := Identity(), ZeroMQTransport(identity)), Identity().peer_id
+        node, stranger = Node(identity := Identity(), SocketTransport(identity)), Identity().peer_id
         node.learn(stranger, [LOOPBACK.with_port(silent.getsockname()[1])])
         waiting = [asyncio.create_task(node.connect(stranger)) for _ in range(2)]
         await asyncio.sleep(0.05)
@@ -315,7 +315,7 @@ def test_an_address_that_does_not_answer_does_not_hold_up_the_next(monkeypatch):
     monkeypatch.setattr(shoal.p2p.node, "DIAL_TIMEOUT", 120.0)
 
     async def main():
-        async with nodes(2, "zeromq") as (one, other):
+        async with nodes(2, "sockets") as (one, other):
             with socket.create_server(("127.0.0.1", 0)) as silent:
                 black_hole = LOOPBACK.with_port(silent.getsockname()[1])
                 one.learn(other.peer_id, [black_hole, *other.addresses])
@@ -331,7 +331,7 @@ def test_a_peer_dialled_at_several_addresses_is_connected_once(monkeypatch):
     async def main():
         lost: list[str] = []
         for _ in range(10):
-            async with nodes(2, "zeromq") as (one, other):
+            async with nodes(2, "sockets") as (one, other):
                 for node in (one, other):
                     node.on_lost(lambda peer, reason: lost.append(reason))
                 for _ in range(3):

@@ -6,7 +6,7 @@ import asyncio
 
 import torch
 
-from tests.p2p.recorder import LOOPBACK, Recorder, zeromq
+from tests.p2p.recorder import LOOPBACK, Recorder, sockets
 
 CHUNK = 1 << 18  # float32 elements: 1 MiB
 CHUNKS = 8
@@ -18,7 +18,7 @@ def flat_bytes(tensor: torch.Tensor) -> memoryview:
 
 def test_a_flat_buffer_is_rebuilt_elsewhere_from_its_chunks():
     async def main():
-        async with zeromq(None, None, None) as (sender, one, other):
+        async with sockets(None, None, None) as (sender, one, other):
             await sender.transport.dial(await one.transport.listen(LOOPBACK))
             await other.transport.dial(await sender.transport.listen(LOOPBACK))
             source = torch.randn(CHUNK * CHUNKS)

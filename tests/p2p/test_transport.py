@@ -11,19 +11,19 @@ from shoal.p2p.errors import HandshakeFailed, MessageTooLarge, PeerUnreachable
 from shoal.p2p.identity import Identity
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
 from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_HEADER_BYTES
-from tests.p2p.recorder import LOOPBACK, Recorder, zeromq
+from tests.p2p.recorder import LOOPBACK, Recorder, sockets
 
 Scenario = Callable[[Recorder, Recorder], Awaitable[None]]
 
 
-@pytest.fixture(params=["zeromq", "memory"])
+@pytest.fixture(params=["sockets", "memory"])
 def pair(request):
     """Runs a scenario with two ends that are not connected yet."""
 
     def run(scenario: Scenario) -> None:
         async def main() -> None:
-            if request.param == "zeromq":
-                async with zeromq(None, None) as (one, other):
+            if request.param == "sockets":
+                async with sockets(None, None) as (one, other):
                     await scenario(one, other)
             else:
                 network = MemoryNetwork()

@@ -14,7 +14,7 @@ import pytest
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
-from tests.p2p.recorder import LOOPBACK, eventually, zeromq
+from tests.p2p.recorder import LOOPBACK, eventually, sockets
 
 pytestmark = pytest.mark.alone
 
@@ -36,7 +36,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_process_that_dials_the_other_one_is_told_and_tells(caplog):
     async def main():
-        async with zeromq(SEED, SEED) as (listener, twin):
+        async with sockets(SEED, SEED) as (listener, twin):
             address = await listener.transport.listen(LOOPBACK)
             for _ in range(2):
                 with pytest.raises(HandshakeFailed, match="another process with the same identity"):
@@ -50,7 +50,7 @@ def test_a_process_that_dials_the_other_one_is_told_and_tells(caplog):
 
 def test_a_peer_that_dials_itself_is_no_twin(caplog):
     async def main():
-        async with zeromq(SEED) as (one,):
+        async with sockets(SEED) as (one,):
             address = await one.transport.listen(LOOPBACK)
             with pytest.raises(PeerUnreachable, match="is this peer itself"):
                 await one.transport.dial(address)
@@ -61,7 +61,7 @@ def test_a_peer_that_dials_itself_is_no_twin(caplog):
 
 def test_whoever_meets_both_stays_with_the_first_and_all_three_are_told(caplog):
     async def main():
-        async with zeromq(None, SEED, SEED) as (listener, first, second):
+        async with sockets(None, SEED, SEED) as (listener, first, second):
             address = await listener.transport.listen(LOOPBACK)
             await first.transport.dial(address)
             for _ in range(3):
@@ -82,7 +82,7 @@ def test_the_second_is_dialled_while_the_first_comes(caplog, monkeypatch):
     """Then it is the dialler who finds that another start of the peer is connected already."""
 
     async def main():
-        async with zeromq(None, SEED, SEED) as (dialler, first, second):
+        async with sockets(None, SEED, SEED) as (dialler, first, second):
             address = await dialler.transport.listen(LOOPBACK)
             of_second = await second.transport.listen(LOOPBACK)
             transport, welcomes = dialler.transport, []
@@ -107,7 +107,7 @@ def test_one_that_connects_once_more_shows_that_it_lives(caplog, monkeypatch):
     """Its first connection is gone without a word when the other says hello."""
 
     async def main():
-        async with zeromq(None, SEED, SEED) as (listener, first, second):
+        async with sockets(None, SEED, SEED) as (listener, first, second):
             address = await listener.transport.listen(LOOPBACK)
             await first.transport.dial(address)
             first.transport._on_later = lambda *_: None
@@ -129,10 +129,10 @@ CHILD = textwrap.dedent(
     import asyncio, sys
     from shoal.p2p.identity import Identity
     from shoal.p2p.multiaddr import Multiaddr
-    from shoal.p2p.zeromq import ZeroMQTransport
+    from shoal.p2p.sockets import SocketTransport
 
     async def main(address):
-        transport = ZeroMQTransport(Identity(bytes(range(32))))
+        transport = SocketTransport(Identity(bytes(range(32))))
         transport.start(lambda peer, header, buffers: None, lambda peer, reason: None)
         await transport.dial(Multiaddr(address))
         transport.send([Multiaddr(address).peer_id], b"hello")
@@ -147,7 +147,7 @@ def test_a_process_that_is_started_again_with_its_identity_is_no_twin(caplog):
     """Its predecessor was killed this very moment: the end of that connection and the new one come together."""
 
     async def main():
-        async with zeromq(None, SEED) as (listener, again):
+        async with sockets(None, SEED) as (listener, again):
             address = await listener.transport.listen(LOOPBACK)
             process = await asyncio.create_subprocess_exec(sys.executable, "-c", CHILD, str(address))
             try:
@@ -169,7 +169,7 @@ def test_a_process_that_is_started_again_with_its_identity_is_no_twin(caplog):
 
 def test_nothing_is_left_of_a_question_that_nobody_waits_for():
     async def main():
-        async with zeromq(None, SEED, SEED) as (listener, first, second):
+        async with sockets(None, SEED, SEED) as (listener, first, second):
             address = await listener.transport.listen(LOOPBACK)
             await first.transport.dial(address)
             first.transport._on_later = lambda *_: None

@@ -18,7 +18,7 @@ from shoal.averaging import coordination, reach
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.zeromq import ZeroMQTransport
+from shoal.p2p.sockets import SocketTransport
 from tests.optim.models import make_model
 from tests.optim.test_fallback import together as epoch_of
 from tests.optim.test_timeouts import deafen, together
@@ -265,7 +265,7 @@ def it_joins_through_another_machine_and_listens_on_loopback(scene: Scene) -> No
     async def resolve(*_: object) -> list[ipaddress.IPv4Address]:
         return [ipaddress.IPv4Address("127.0.0.1")]
 
-    scene.ends.enter_context(pytest.MonkeyPatch.context()).setattr(ZeroMQTransport, "_resolve", resolve)
+    scene.ends.enter_context(pytest.MonkeyPatch.context()).setattr(SocketTransport, "_resolve", resolve)
     [address] = scene.dht.get_visible_maddrs()
     elsewhere = Multiaddr(f"/dns4/other.example/tcp/{address.port}").with_peer(address.peer_id)
     scene.ends.enter_context(shoal.DHT([elsewhere], start=True))

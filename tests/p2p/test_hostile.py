@@ -19,7 +19,7 @@ from shoal.p2p.greeting import MAGIC, VERSION, Hello
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_HEADER_BYTES
-from tests.p2p.recorder import LOOPBACK, Recorder, eventually, zeromq
+from tests.p2p.recorder import LOOPBACK, Recorder, eventually, sockets
 
 encode = msgspec.msgpack.encode
 
@@ -40,7 +40,7 @@ def impatience(monkeypatch):
 @asynccontextmanager
 async def listener_and_friend() -> AsyncIterator[tuple[Recorder, Recorder, Multiaddr]]:
     """A listener, and a well-behaved peer connected to it that afterwards still is, and still is heard."""
-    async with zeromq(None, None) as (listener, friend):
+    async with sockets(None, None) as (listener, friend):
         address = await listener.transport.listen(LOOPBACK)
         await friend.transport.dial(address)
         yield listener, friend, address

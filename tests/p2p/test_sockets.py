@@ -18,14 +18,14 @@ import shoal.p2p.tcp
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
-from tests.p2p.recorder import LOOPBACK, eventually, zeromq
+from tests.p2p.recorder import LOOPBACK, eventually, sockets
 
 SEED = bytes(range(32))
 
 
 def test_a_dialler_that_claims_another_peer_id_is_refused():
     async def main():
-        async with zeromq(None, None, None) as (listener, impostor, friend):
+        async with sockets(None, None, None) as (listener, impostor, friend):
             address = await listener.transport.listen(LOOPBACK)
             await friend.transport.dial(address)
             impostor.transport.peer_id = friend.transport.peer_id
@@ -44,7 +44,7 @@ def test_a_refused_dialler_that_stays_is_thrown_out(monkeypatch):
     monkeypatch.setattr("shoal.p2p.zeromq.REFUSAL_TIME", 0.05)
 
     async def main():
-        async with zeromq(None, None) as (listener, impostor):
+        async with sockets(None, None) as (listener, impostor):
             address = await listener.transport.listen(LOOPBACK)
             impostor.transport.peer_id = Identity().peer_id
             # It looks away when the refusal comes, so it does not hang up by itself.
@@ -61,7 +61,7 @@ def test_one_that_connects_and_says_nothing_is_thrown_out(monkeypatch):
     monkeypatch.setattr(shoal.p2p.router, "HELLO_TIMEOUT", 0.1)
 
     async def main():
-        async with zeromq(None) as (listener,):
+        async with sockets(None) as (listener,):
             address = await listener.transport.listen(LOOPBACK)
             reader, writer = await asyncio.open_connection(address.host, address.port)
             async with asyncio.timeout(60):
@@ -73,7 +73,7 @@ def test_one_that_connects_and_says_nothing_is_thrown_out(monkeypatch):
 
 def test_a_peer_id_that_is_no_key_can_not_be_dialled():
     async def main():
-        async with zeromq(None) as (one,):
+        async with sockets(None) as (one,):
             with pytest.raises(HandshakeFailed, match="nobody can be"):
                 await one.transport.dial(LOOPBACK.with_port(9).with_peer(PeerID(b"\xff" * 32)))
 
@@ -89,7 +89,7 @@ def test_kinds_of_addresses(host):
             pytest.skip("on this machine localhost has no IPv6 address")
 
     async def main():
-        async with zeromq(None, None) as (listener, dialler):
+        async with sockets(None, None) as (listener, dialler):
             address = await listener.transport.listen(Multiaddr(f"{host}/tcp/0"))
             with pytest.raises(PeerUnreachable, match="nobody listens there"):
                 await asyncio.wait_for(dialler.transport.dial(address.with_port(9)), 60)
@@ -102,7 +102,7 @@ def test_kinds_of_addresses(host):
 
 def test_addresses_that_can_not_be_dialled():
     async def main():
-        async with zeromq(None) as (one,):
+        async with sockets(None) as (one,):
             peer = Identity().peer_id
             with pytest.raises(PeerUnreachable, match="nobody listens there"):
                 await one.transport.dial(LOOPBACK.with_peer(peer))
@@ -114,7 +114,7 @@ def test_addresses_that_can_not_be_dialled():
 
 def test_an_abandoned_dial_leaves_nothing_and_may_be_repeated():
     async def main():
-        async with zeromq(None, None) as (listener, dialler):
+        async with sockets(None, None) as (listener, dialler):
             silent = socket.create_server(("127.0.0.1", 0))  # connects, and never greets
             nowhere = LOOPBACK.with_port(silent.getsockname()[1]).with_peer(listener.transport.peer_id)
             for _ in range(3):
@@ -130,7 +130,7 @@ def test_an_abandoned_dial_leaves_nothing_and_may_be_repeated():
 
 def test_two_dials_to_one_endpoint_do_not_disturb_each_other():
     async def main():
-        async with zeromq(None, None) as (listener, dialler):
+        async with sockets(None, None) as (listener, dialler):
             address = await listener.transport.listen(LOOPBACK)
             wrong = address.with_peer(Identity().peer_id)
             dials = [dialler.transport.dial(where) for where in (wrong, address, address, wrong)]
@@ -149,7 +149,7 @@ def test_two_dials_to_one_endpoint_do_not_disturb_each_other():
 def test_two_that_dial_each_other_at_once_are_connected_and_lost_once():
     async def main():
         for _ in range(5):
-            async with zeromq(None, None) as (one, other):
+            async with sockets(None, None) as (one, other):
                 addresses = [await end.transport.listen(LOOPBACK) for end in (one, other)]
                 await asyncio.gather(one.transport.dial(addresses[1]), other.transport.dial(addresses[0]))
                 for number in range(50):
@@ -170,7 +170,7 @@ def test_a_peer_that_was_started_anew_replaces_what_it_was(monkeypatch, caplog):
     monkeypatch.setattr("shoal.p2p.zeromq.ALIVE_TIMEOUT", 0.2)
 
     async def main():
-        async with zeromq(None, SEED, SEED) as (listener, before, after):
+        async with sockets(None, SEED, SEED) as (listener, before, after):
             address = await listener.transport.listen(LOOPBACK)
             await before.transport.dial(address)
             before.transport.send([listener.transport.peer_id], b"before")
@@ -191,7 +191,7 @@ def test_a_connection_may_be_announced_after_its_first_message():
     """ZeroMQ's threads race: one tells that it accepted, another may have received before that."""
 
     async def main():
-        async with zeromq(None, None) as (listener, dialler):
+        async with sockets(None, None) as (listener, dialler):
             address = await listener.transport.listen(LOOPBACK)
             router = listener.transport._listener
             read_monitor = router._read_monitor
@@ -211,7 +211,7 @@ def test_a_connection_may_be_announced_after_its_first_message():
 
 def test_a_connection_may_be_announced_after_its_end():
     async def main():
-        async with zeromq(None) as (listener,):
+        async with sockets(None) as (listener,):
             await listener.transport.listen(LOOPBACK)
             router = listener.transport._listener
             fd = os.dup(0)
@@ -229,13 +229,13 @@ def test_a_peer_that_comes_back_at_its_address_is_dialled_again_at_once():
     """ZeroMQ's own news of a reconnection, which it tells after a loss, must not be taken for the new dial's."""
 
     async def main():
-        async with zeromq(None, SEED) as (dialler, first):
+        async with sockets(None, SEED) as (dialler, first):
             address = await first.transport.listen(LOOPBACK)
             await dialler.transport.dial(address)
             await first.transport.close()
             for times in range(1, 20):
                 await dialler.until(partial(lambda number: len(dialler.lost) == number, times))
-                async with zeromq(SEED) as (again,):
+                async with sockets(SEED) as (again,):
                     await again.transport.listen(LOOPBACK.with_port(address.port))
                     await dialler.transport.dial(address)
                     dialler.transport.send([again.transport.peer_id], b"again")
@@ -249,7 +249,7 @@ def test_a_peer_whose_queue_is_full_is_lost_and_the_others_are_not(monkeypatch):
     monkeypatch.setattr(shoal.p2p.router, "RECEIVE_QUEUE", 8)
 
     async def main():
-        async with zeromq(None, None, None) as (sender, slow, quick):
+        async with sockets(None, None, None) as (sender, slow, quick):
             await asyncio.gather(
                 slow.transport.dial(await sender.transport.listen(LOOPBACK)),
                 sender.transport.dial(await quick.transport.listen(LOOPBACK)),
@@ -280,7 +280,7 @@ def test_what_waits_for_a_peer_that_does_not_read_is_bounded_in_bytes(monkeypatc
     monkeypatch.setattr(shoal.p2p.router, "RECEIVE_QUEUE", 8)
 
     async def main():
-        async with zeromq(None, None) as (sender, reader):
+        async with sockets(None, None) as (sender, reader):
             await reader.transport.dial(await sender.transport.listen(LOOPBACK))
             for sent in range(1, 33):  # more than the bound in all, and never at a time
                 sender.transport.send([reader.transport.peer_id], b"", [bytes(1 << 20)])
@@ -303,7 +303,7 @@ def test_where_the_kernel_does_not_count_bytes_nobody_is_cut_off_for_them(monkey
     monkeypatch.setattr(shoal.p2p.tcp, "counts", lambda fd: (0, 0))
 
     async def main():
-        async with zeromq(None, None) as (sender, reader):
+        async with sockets(None, None) as (sender, reader):
             await reader.transport.dial(await sender.transport.listen(LOOPBACK))
             for _ in range(8):
                 sender.transport.send([reader.transport.peer_id], b"", [bytes(1 << 20)])
@@ -314,7 +314,7 @@ def test_where_the_kernel_does_not_count_bytes_nobody_is_cut_off_for_them(monkey
 
 def test_a_defect_in_a_handler_stops_neither_loop_nor_connection(caplog):
     async def main():
-        async with zeromq(None, None) as (one, other):
+        async with sockets(None, None) as (one, other):
             await one.transport.dial(await other.transport.listen(LOOPBACK))
             handler = other.transport._on_message
             other.transport._on_message = lambda *_: 1 / 0
@@ -331,7 +331,7 @@ def test_a_defect_in_a_handler_stops_neither_loop_nor_connection(caplog):
 def test_32_transports_share_a_handful_of_threads():
     async def main():
         before = len(os.listdir("/proc/self/task"))
-        async with zeromq(*[None] * 32) as ends:
+        async with sockets(*[None] * 32) as ends:
             addresses = [await end.transport.listen(LOOPBACK) for end in ends]
             for number, end in enumerate(ends):
                 await asyncio.gather(*(end.transport.dial(address) for address in addresses[:number]))
@@ -357,7 +357,7 @@ def test_nothing_is_left_when_all_is_closed():
         return threads() > before[0] or len(descriptors()) > before[1]
 
     async def main():
-        async with zeromq(None, None, None) as (one, two, three):
+        async with sockets(None, None, None) as (one, two, three):
             address = await one.transport.listen(LOOPBACK)
             await asyncio.gather(two.transport.dial(address), three.transport.dial(address))
             with pytest.raises(HandshakeFailed):
@@ -387,7 +387,7 @@ def test_nothing_is_left_when_all_is_closed():
 def test_loops_in_different_threads_do_not_share_a_context():
     def run():
         async def main():
-            async with zeromq(None, None) as (one, other):
+            async with sockets(None, None) as (one, other):
                 await one.transport.dial(await other.transport.listen(LOOPBACK))
                 for number in range(100):
                     one.transport.send([other.transport.peer_id], b"%d" % number)

@@ -1,0 +1,135 @@
+"""Accepting connections, as many as there may be."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import resource
+import socket
+from collections.abc import Callable, Hashable
+
+from shoal.p2p import forks
+
+log = logging.getLogger(__name__)
+
+HANDSHAKES_PER_ADDRESS = 128  # at once; of IPv6, per /64
+HANDSHAKES = 512  # at once, in all
+RESERVED_DESCRIPTORS = 256  # of those that the process may have, for everything but accepted connections
+ACCEPT_AGAIN = 1.0  # seconds until a listener that was out of descriptors tries again
+_BACKLOG = 512
+_AT_A_TIME = 16
+
+
+class Admission:
+    """Who may connect. No I/O."""
+
+    def __init__(self, connections: int) -> None:
+        self._most = connections
+        self._accepted: set[Hashable] = set()
+        self._proving: dict[Hashable, str] = {}  # and where each of these is
+
+    def refusal(self, address: str) -> str:
+        """Why nobody from there may connect now; "" if somebody may."""
+        if len(self._accepted) >= self._most:
+            return f"there are {self._most} already, which is as many as RLIMIT_NOFILE allows"
+        if len(self._proving) >= HANDSHAKES:
+            return f"{HANDSHAKES} others are about to prove who they are"
+        if sum(other == _network(address) for other in self._proving.values()) >= HANDSHAKES_PER_ADDRESS:
+            return f"{HANDSHAKES_PER_ADDRESS} others from {_network(address)} are about to prove who they are"
+        return ""
+
+    def enter(self, connection: Hashable, address: str) -> None:
+        """A connection was accepted."""
+        self._accepted.add(connection)
+        self._proving[connection] = _network(address)
+
+    def proven(self, connection: Hashable) -> None:
+        """It is known who that is."""
+        self._proving.pop(connection, None)
+
+    def leave(self, connection: Hashable) -> None:
+        """It has ended."""
+        self._accepted.discard(connection)
+        self._proving.pop(connection, None)
+
+
+def _network(address: str) -> str:
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if ip.version == 6 and ip.ipv4_mapped is not None:
+        ip = ip.ipv4_mapped
+    return str(ipaddress.ip_network((ip, 64), strict=False)) if ip.version == 6 else str(ip)
+
+
+def most_connections() -> int:
+    """How many connections may be accepted, after the soft limit of descriptors was raised to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return max(1, hard - RESERVED_DESCRIPTORS)
+
+
+class Listener:
+    """Accepts connections at one address.
+
+    Args:
+        address: where.
+        port: of TCP; 0 for any free one.
+        on_accepted: gets each new socket and where it is from.
+
+    Attributes:
+        port: the one in use.
+
+    Raises:
+        OSError: if the address is taken, or not of this machine.
+    """
+
+    def __init__(
+        self,
+        address: ipaddress.IPv4Address | ipaddress.IPv6Address,
+        port: int,
+        on_accepted: Callable[[socket.socket, str], None],
+    ) -> None:
+        self._on_accepted = on_accepted
+        self._loop = asyncio.get_running_loop()
+        self._again: asyncio.TimerHandle | None = None
+        self._full = False
+        six = address.version == 6
+        self._socket = socket.create_server(
+            (str(address), port),
+            family=socket.AF_INET6 if six else socket.AF_INET,
+            backlog=_BACKLOG,
+            dualstack_ipv6=six and socket.has_dualstack_ipv6(),
+        )
+        forks.close_in_children(self._socket)
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+        self._loop.add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_AT_A_TIME):
+            try:
+                connection, where = self._socket.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptors, or no memory
+                self._rest(error)
+                return
+            self._full = False
+            connection.setblocking(False)
+            self._on_accepted(connection, where[0])
+
+    def _rest(self, error: OSError) -> None:
+        """Connections wait at the kernel for a while."""
+        if not self._full:
+            self._full = True
+            log.warning("no connection can be accepted for now: %s; those that are there stay", error.strerror)
+        self._loop.remove_reader(self._socket)
+        self._again = self._loop.call_later(ACCEPT_AGAIN, self._loop.add_reader, self._socket, self._accept)
+
+    def close(self) -> None:
+        """Accept no more."""
+        if self._again is not None:
+            self._again.cancel()
+        self._loop.remove_reader(self._socket)
+        self._socket.close()

@@ -1,0 +1,453 @@
+"""The transport over TCP: between two peers one link, encrypted by TLS 1.3, both sides authenticated."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import socket
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from weakref import WeakValueDictionary
+
+from shoal.p2p import frames, greeting, tcp, tls
+from shoal.p2p.budget import Budget
+from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
+from shoal.p2p.frames import Frame, Kind
+from shoal.p2p.greeting import Alive, Challenge, Hello, Kept, Refusal, Taken
+from shoal.p2p.identity import Identity, PeerID
+from shoal.p2p.link import RECEIVE_BYTES, Link, Stage
+from shoal.p2p.listener import Admission, Listener, most_connections
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.race import first_to_succeed
+from shoal.p2p.transport import Buffer, Transport, check_size
+
+log = logging.getLogger(__name__)
+
+PROOF_TIMEOUT = 10.0  # seconds that one who connects has to prove who it is
+REFUSAL_TIME = 1.0  # seconds that a refused peer has to read why
+ALIVE_TIMEOUT = 3.0  # seconds that a connected peer has to show that it lives, when another says to be the same one
+LINGER = 0.5  # seconds that what is queued has to leave when the transport is closed
+LINKS_PER_PEER = 4  # accepted ones, refused ones that have not left yet included
+UNFINISHED_BYTES = 256 << 20  # of large messages that have not come whole
+LOOK_INTERVAL = 0.5  # seconds
+_FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
+
+_TAKEN = "another process with the same identity is connected already"
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(frozen=True, slots=True)
+class _Rival:
+    """A proven link of a peer that has another one, which is asked whether it lives.
+
+    Attributes:
+        link: it waits to be kept, or was kept and waits to be used.
+        timer: after which the other one counts as lost.
+    """
+
+    link: Link
+    timer: asyncio.TimerHandle
+
+
+class SocketTransport(Transport):
+    """Links over TCP.
+
+    The dialled peer is proven by its certificate, whose key must be the peer id that was dialled, the dialling one by a
+    signature inside (`greeting.signed`). Nothing else passes before the listener has kept the link.
+
+    Two peers that dial each other at once use one link: the peer with the smaller id decides which, by being the first
+    to keep or to use it. The other peer keeps a link, but does not use it, while it has a hello of its own under way;
+    so the link that goes has carried nothing. A dial that has no answer refuses nobody.
+
+    Of two processes with one identity, the first stays connected. When another start of a connected peer says hello,
+    the connected one is asked whether it lives (`greeting.Taken`), and the other waits. If it answers within 3 s, both
+    use one identity at the same time: the other is refused. If its link ends or it is silent, it was started anew: it
+    is lost, and the other takes its place. The same question decides whether a peer that was dialled, and now dials,
+    has lost the first link.
+
+    The kernel asks after the other side (`tcp`), so a machine or a network that is gone is noticed, however long a
+    large message takes on a slow line. A process that hangs is not: its kernel still answers.
+
+    Args:
+        identity: who this peer is.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.peer_id = identity.peer_id
+        self.scratch = memoryview(bytearray(RECEIVE_BYTES))  # where a link receives, for as long as a call takes
+        self._instance = os.urandom(greeting.INSTANCE_BYTES)
+        self._peers: dict[PeerID, Link] = {}
+        self._links: set[Link] = set()  # all that have not ended
+        self._rivals: dict[PeerID, _Rival] = {}
+        self._greeting: WeakValueDictionary[PeerID, asyncio.Lock] = WeakValueDictionary()
+        self._listeners: list[Listener] = []
+        self._listening: ssl.SSLContext | None = None
+        self._certificate = b""
+        self._dialling: ssl.SSLContext | None = None
+        self._admission = Admission(0)
+        self._budget: Budget[Link] = Budget(UNFINISHED_BYTES)
+        self._next_look: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._emptied: asyncio.Event = asyncio.Event()
+
+    # -- connections
+
+    async def listen(self, address: Multiaddr) -> Multiaddr:
+        ip = (await self._resolve(address))[0]
+        if self._closed:
+            raise RuntimeError("this transport is closed")
+        try:
+            listener = Listener(ip, address.port, self._accepted)
+        except OSError as error:
+            raise OSError(error.errno, f"can't listen at {address}: {os.strerror(error.errno or 0)}") from error
+        self._listeners.append(listener)
+        if self._listening is None:
+            self._listening, self._certificate = tls.listening(self.identity)
+            self._admission = Admission(most_connections())
+        return address.with_port(listener.port).with_peer(self.peer_id)
+
+    def _accepted(self, connection: socket.socket, where: str) -> None:
+        reason = self._admission.refusal(where)
+        if reason:
+            log.info("refused a connection from %s: %s", where, reason)
+            connection.close()
+            return
+        assert self._listening is not None
+        link = self._link(connection, self._listening, dialled=False)
+        self._admission.enter(link, where)
+        link.expire(PROOF_TIMEOUT, "it did not prove who it is")
+        tcp.prepare(connection)
+        link.secure()
+
+    def _link(self, connection: socket.socket, context: ssl.SSLContext, *, dialled: bool) -> Link:
+        link = Link(self, connection, context, dialled=dialled)
+        self._links.add(link)
+        if self._next_look is None:
+            self._look()
+        return link
+
+    async def dial(self, address: Multiaddr) -> None:
+        peer = address.peer_id
+        if peer is None:
+            raise ValueError(f"{address} does not say whom to expect: it must end in /p2p/<peer id>")
+        try:
+            found = await self._resolve(address)
+        except OSError as error:
+            raise PeerUnreachable(f"{address}: {error}") from error
+        if self.is_connected(peer):
+            return
+        await first_to_succeed([partial(self._dial, peer, ip, address.port) for ip in found])
+
+    async def _dial(self, peer: PeerID, ip: IPAddress, port: int) -> None:
+        if self._closed:
+            raise PeerUnreachable("this transport is closed")
+        self._dialling = self._dialling or tls.dialling()
+        try:
+            connection = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET)
+        except OSError as error:
+            raise PeerUnreachable(f"{ip} can't be dialled: {error.strerror}") from error
+        connection.setblocking(False)
+        link = self._link(connection, self._dialling, dialled=True)
+        link.peer = peer
+        try:
+            link.connect((str(ip), port))
+            await asyncio.wait([link.challenged, link.outcome], return_when=asyncio.FIRST_COMPLETED)
+            # A peer that is dialled at several addresses hears one hello at a time.
+            async with self._greeting.setdefault(peer, asyncio.Lock()):
+                if not link.outcome.done() and self.is_connected(peer):
+                    return link.end("another link was quicker")
+                self._say_hello(link, peer)
+                await link.outcome
+        except PeerUnreachable as error:
+            raise type(error)(f"{ip}:{port}: {error}") from error
+        except BaseException:
+            # Cancelled. A caller may give up in the very moment in which the link opens: then it stays.
+            link.outcome.cancel()
+            if self._peers.get(peer) is not link:
+                link.end("this side gave up")
+            raise
+
+    def is_connected(self, peer: PeerID) -> bool:
+        return peer in self._peers
+
+    def disconnect(self, peer: PeerID) -> None:
+        link = self._peers.pop(peer, None)
+        if link is not None:
+            link.end("this side disconnected")
+        if peer in self._rivals and not self._closed:
+            # Not before the caller has dealt with the loss.
+            asyncio.get_running_loop().call_soon(self._admit, peer)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for listener in self._listeners:
+            listener.close()
+        for rival in self._rivals.values():
+            rival.timer.cancel()
+        self._rivals.clear()
+        connected = set(self._peers.values())
+        self._peers.clear()
+        for link in list(self._links):
+            if link in connected:
+                link.finish(LINGER, "this transport was closed")
+            else:
+                link.end("this transport was closed")
+        if self._links:
+            await self._emptied.wait()
+        if self._next_look is not None:
+            self._next_look.cancel()
+
+    # -- messages
+
+    def moved(self, peer: PeerID) -> int:
+        return self._peers[peer].moved() if peer in self._peers else 0
+
+    def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = ()) -> None:
+        check_size(header, buffers)
+        links = [link for peer in peers if (link := self._peers.get(peer))]
+        if not links:
+            return
+        frame = frames.encode(Kind.MESSAGE, header, buffers)  # the one copy, which all recipients share
+        for link in links:
+            if not link.send(frame):
+                link.end("its queue is full")
+
+    def received(self, link: Link, frame: Frame) -> None:
+        """A message has come over an open link."""
+        if link.peer is None or self._peers.get(link.peer) is not link:
+            return
+        try:
+            self._on_message(link.peer, frame.header, frame.buffers)
+        except Exception:  # a defect of ours, told with its traceback; the loop that serves all other links goes on
+            log.exception("handling what a connection brought failed")
+
+    def budget_take(self, link: Link, size: int) -> bool:
+        """Whether there is memory for a message of that size; if not, `resume` says when."""
+        return self._budget.take(link, size, asyncio.get_running_loop().time())
+
+    def budget_free(self, link: Link) -> None:
+        """The message that had the memory is there, or will never be."""
+        loop = asyncio.get_running_loop()
+        for other in self._budget.give(link, loop.time()):
+            loop.call_soon(other.resume)
+
+    # -- greetings
+
+    def secured(self, link: Link) -> None:
+        """TLS is there: who listens begins."""
+        if not link.dialled:
+            link.nonce = os.urandom(greeting.NONCE_BYTES)
+            link.say(Challenge(greeting.MAGIC, greeting.VERSION, self._instance, link.nonce))
+        elif tls.peer_of(link.certificate()) != link.peer:
+            link.end("somebody answers there who cannot prove to be that peer", HandshakeFailed)
+
+    def heard(self, link: Link, payload: memoryview) -> None:
+        """The other transport says something."""
+        try:
+            said = greeting.decode(payload)
+        except ValueError as error:
+            return self.broke(link, str(error))
+        peer = link.peer
+        connected = peer is not None and self._peers.get(peer) is link
+        undecided = link.dialled and not link.outcome.done()
+        match said:
+            case Challenge() if undecided and not link.nonce:
+                link.instance, link.nonce = said.instance, said.nonce
+                link.challenged.set_result(None)
+            case Hello() if not link.dialled and peer is None:
+                self._on_hello(link, said)
+            case Kept() if connected:
+                pass
+            case Kept() if peer is not None and (link.said_hello if undecided else not link.dialled):
+                self._on_kept(link, peer)
+            case Refusal() if undecided:
+                link.end(f"it refused: {said.reason}", HandshakeFailed)
+            case Taken() if undecided:
+                self.twins.found(self.peer_id)
+                link.end(f"it refused: {_TAKEN}", HandshakeFailed)
+            case Taken() if connected:
+                if said.instance != self._instance:
+                    self.twins.found(self.peer_id)
+                link.say(Alive())
+            case Alive() if connected and peer is not None:
+                self._lives(peer)
+            case _:
+                self.broke(link, f"{type(said).__name__} is not expected now")
+
+    def _say_hello(self, link: Link, peer: PeerID) -> None:
+        if link.outcome.done():
+            return
+        signed = greeting.signed(self.peer_id, peer, self._instance, link.nonce, link.certificate())
+        link.said_hello = True
+        signature = self.identity.sign(signed)
+        link.say(Hello(greeting.MAGIC, greeting.VERSION, self._instance, self.peer_id.key, signature))
+
+    def _on_hello(self, link: Link, hello: Hello) -> None:
+        peer = PeerID(hello.peer)
+        signed = greeting.signed(peer, self.peer_id, hello.instance, link.nonce, self._certificate)
+        if not peer.verify(signed, hello.signature):
+            return self._refuse(link, f"it has not proven to be {peer}")
+        if peer == self.peer_id:
+            if hello.instance == self._instance:
+                return self._refuse(link, f"{peer} is this peer itself")
+            self.twins.found(peer)
+            return self._refuse(link, _TAKEN, Taken(self._instance))
+        if sum(other.peer == peer and not other.dialled for other in self._links) >= LINKS_PER_PEER:
+            return link.end("too many links of one peer")
+        self._admission.proven(link)
+        link.peer, link.instance = peer, hello.instance
+        earlier = self._peers.get(peer)
+        if earlier is None:
+            self._welcome(link, peer)
+        elif earlier.instance != hello.instance or earlier.dialled:
+            self._hold(link, peer)
+        else:
+            self._lives(peer)
+            self._lose(peer, "it connected anew")
+            self._welcome(link, peer)
+
+    def _on_kept(self, link: Link, peer: PeerID) -> None:
+        """The other side keeps a link that was dialled, or uses one that was kept."""
+        if peer in self._peers:
+            self._hold(link, peer)
+        elif link.dialled:
+            self._welcome(link, peer)
+        else:
+            self._open(link, peer)
+
+    def _welcome(self, link: Link, peer: PeerID) -> None:
+        """The other end is `peer`, and no other link of it is open."""
+        if not link.dialled:
+            link.say(Kept())
+            if self.peer_id > peer and any(other.said_hello and other.peer == peer for other in self._links):
+                return  # the other side may have kept that one: it decides
+        elif self.peer_id < peer:
+            link.say(Kept())
+        self._open(link, peer)
+
+    def _open(self, link: Link, peer: PeerID) -> None:
+        if link.stage is not Stage.GREETING:
+            return  # it has ended meanwhile
+        self._peers[peer] = link
+        link.open()
+        for same in [other for other in self._links if other.peer == peer and other.instance == link.instance]:
+            if not same.outcome.done():
+                same.outcome.set_result(None)
+            if same is not link:
+                same.end("another link stays")
+
+    # -- two links of one peer, or two processes with one identity
+
+    def _hold(self, link: Link, peer: PeerID) -> None:
+        """There is another link of that peer: ask over that one whether it lives."""
+        if peer in self._rivals:
+            return self._reject(link, "another process says to be that peer, too: try again")
+        timer = asyncio.get_running_loop().call_later(ALIVE_TIMEOUT, self._lose, peer, "it was started anew")
+        self._rivals[peer] = _Rival(link, timer)
+        self._peers[peer].say(Taken(link.instance))
+
+    def _lives(self, peer: PeerID) -> None:
+        """The open link of `peer` has shown that it lives: what waits for its end has no place."""
+        rival = self._rivals.pop(peer, None)
+        if rival is not None:
+            rival.timer.cancel()
+            instance = self._peers[peer].instance
+            if rival.link.instance == instance:
+                return self._reject(rival.link, "it is connected already")
+            self.twins.found(peer)
+            self._reject(rival.link, _TAKEN, Taken(instance))
+
+    def _admit(self, peer: PeerID) -> None:
+        """The link of `peer` that was open is lost: the other one takes its place, unless a third has."""
+        rival = self._rivals.pop(peer, None)
+        if rival is None:
+            return
+        rival.timer.cancel()
+        if peer in self._peers:
+            self._reject(rival.link, "another process says to be that peer, too: try again")
+        else:
+            self._welcome(rival.link, peer)
+
+    def _reject(self, link: Link, reason: str, answer: greeting.Said | None = None) -> None:
+        if link.dialled:
+            link.end(reason, HandshakeFailed)
+        else:
+            self._refuse(link, reason, answer)
+
+    def _refuse(self, link: Link, reason: str, answer: greeting.Said | None = None) -> None:
+        log.info("refused a connection: %s", reason)
+        link.say(answer or greeting.refusal(reason))
+        link.finish(REFUSAL_TIME, reason)
+
+    # -- ends
+
+    def outdated(self, link: Link) -> None:
+        """The other side speaks the first version of the protocol."""
+        reason = f"it speaks version 1 of Shoal's protocol, this peer version {greeting.VERSION}"
+        if link.dialled:
+            return link.end(reason, HandshakeFailed)
+        log.info("refused a connection: %s", reason)
+        link.finish(REFUSAL_TIME, reason, plain=greeting.OUTDATED)
+
+    def broke(self, link: Link, reason: str) -> None:
+        """The other side did what it may not do."""
+        if link.dialled and not link.outcome.done():
+            link.end(reason, HandshakeFailed)
+        elif link.stage is Stage.GREETING:
+            self._refuse(link, reason)
+        elif link.stage is Stage.OPEN:
+            link.end(f"it broke the rules: {reason}")
+        else:
+            log.info("refused a connection: %s", reason)
+            link.end(reason)
+
+    def ended(self, link: Link, reason: str) -> None:
+        """A link is no more."""
+        self._links.discard(link)
+        self._admission.leave(link)
+        self.budget_free(link)
+        if link.dialled and not link.outcome.done():
+            link.outcome.set_exception(link.error(reason))
+        if link.peer is not None:
+            rival = self._rivals.get(link.peer)
+            if rival is not None and rival.link is link:
+                rival.timer.cancel()
+                del self._rivals[link.peer]
+            if self._peers.get(link.peer) is link:
+                self._lose(link.peer, reason)
+        if self._closed and not self._links:
+            self._emptied.set()
+
+    def _lose(self, peer: PeerID, reason: str) -> None:
+        link = self._peers.pop(peer, None)
+        if link is not None:
+            link.end(reason)
+            self._on_lost(peer, reason)
+            self._admit(peer)
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        for link in list(self._links):
+            if link.stage not in (Stage.CONNECTING, Stage.ENDED) and tcp.is_silent(link.socket):
+                link.end("its machine does not answer")
+        overdue = self._budget.overdue(loop.time())
+        if overdue is not None:
+            overdue.end("its message took too long")
+        self._next_look = loop.call_later(LOOK_INTERVAL, self._look)
+
+    async def _resolve(self, address: Multiaddr) -> list[IPAddress]:
+        """The numeric addresses of a host; OSError if it has none."""
+        if address.protocol in ("ip4", "ip6"):
+            return [ipaddress.ip_address(address.host)]
+        found = await asyncio.get_running_loop().getaddrinfo(
+            address.host, address.port, family=_FAMILIES[address.protocol], type=socket.SOCK_STREAM
+        )
+        return list(dict.fromkeys(ipaddress.ip_address(where[0]) for *_, where in found))
