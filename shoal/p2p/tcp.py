@@ -50,5 +50,5 @@ def is_silent(connection: socket.socket) -> bool:
     info = _info(connection)
     (microseconds,) = _RTT.unpack_from(info, _RTT_OFFSET)
     patience = min(LEAST_PATIENCE + ROUND_TRIPS * microseconds / 1e6, MOST_PATIENCE)
-    milliseconds: int = min(_LAST_RECEIVED.unpack_from(info, _LAST_RECEIVED_OFFSET))
-    return milliseconds > 1000 * patience
+    data, acknowledgement = _LAST_RECEIVED.unpack_from(info, _LAST_RECEIVED_OFFSET)
+    return bool(min(data, acknowledgement) > 1000 * patience)

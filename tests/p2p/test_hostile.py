@@ -34,7 +34,7 @@ def no_errors(caplog):
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
-    monkeypatch.setattr("shoal.p2p.zeromq.REFUSAL_TIME", 0.1)
+    monkeypatch.setattr("shoal.p2p.sockets.REFUSAL_TIME", 0.1)
 
 
 @asynccontextmanager

@@ -20,7 +20,7 @@ from tests.p2p.recorder import LOOPBACK, Recorder, sockets
 
 pytestmark = pytest.mark.alone
 
-MESSAGES, SIZE = 100, 100_000
+MESSAGES, SIZE = 100, 20_000
 CHILD = textwrap.dedent(
     f"""
     import asyncio, os, sys
@@ -129,18 +129,21 @@ def test_what_a_dead_process_had_sent_is_handled_before_its_loss(meet):
 
     async def scenario(end: Recorder, process):
         await end.until_messages(1)
-        ((connection,),) = end.transport._peers.values()
-        deadline = time.monotonic() + 60
-        while counts(connection.fd)[1] < MESSAGES * SIZE:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)  # noqa: ASYNC251 - to keep the loop busy is the point
+        [link] = end.transport._peers.values()
+        # To keep the loop busy is the point: until the kernel's buffers are full.
+        received = -1
+        while received < counts(link.socket)[1]:
+            received = counts(link.socket)[1]
+            time.sleep(0.3)  # noqa: ASYNC251
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         time.sleep(0.2)  # noqa: ASYNC251
-        assert len(end.messages) < MESSAGES
+        arrived = received // (SIZE + 500) - 1  # with what TLS adds
+        assert 0 < len(end.messages) < arrived
         await end.until_lost(end.messages[0][0])
-        assert end.headers == ALL
-        assert end.order == ["message"] * MESSAGES + ["lost"]
+        assert len(end.messages) >= arrived
+        assert end.headers == ALL[: len(end.headers)]
+        assert end.order == ["message"] * len(end.headers) + ["lost"]
 
     meet(scenario)
 

@@ -41,7 +41,7 @@ def test_a_dialler_that_claims_another_peer_id_is_refused():
 
 
 def test_a_refused_dialler_that_stays_is_thrown_out(monkeypatch):
-    monkeypatch.setattr("shoal.p2p.zeromq.REFUSAL_TIME", 0.05)
+    monkeypatch.setattr("shoal.p2p.sockets.REFUSAL_TIME", 0.05)
 
     async def main():
         async with sockets(None, None) as (listener, impostor):
@@ -167,7 +167,7 @@ def test_two_that_dial_each_other_at_once_are_connected_and_lost_once():
 
 def test_a_peer_that_was_started_anew_replaces_what_it_was(monkeypatch, caplog):
     """Its old connection may look alive for a while: a machine that lost power says no goodbye."""
-    monkeypatch.setattr("shoal.p2p.zeromq.ALIVE_TIMEOUT", 0.2)
+    monkeypatch.setattr("shoal.p2p.sockets.ALIVE_TIMEOUT", 0.2)
 
     async def main():
         async with sockets(None, SEED, SEED) as (listener, before, after):

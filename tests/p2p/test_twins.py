@@ -14,7 +14,7 @@ import pytest
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
-from tests.p2p.recorder import LOOPBACK, eventually, sockets
+from tests.p2p.recorder import LOOPBACK, Recorder, eventually, sockets
 
 pytestmark = pytest.mark.alone
 
@@ -27,11 +27,17 @@ WAY_OUT = "delete its copy of the identity file or give it another identity_path
 
 @pytest.fixture(autouse=True)
 def who_lives_has_time_to_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.p2p.zeromq.ALIVE_TIMEOUT", 100.0)  # and the tests do not wait for its end
+    monkeypatch.setattr("shoal.p2p.sockets.ALIVE_TIMEOUT", 100.0)  # and the tests do not wait for its end
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def deafen(end: Recorder) -> None:
+    """Have it hear nothing over the links that it has, as if its machine were gone."""
+    for link in end.transport._links:
+        asyncio.get_running_loop().remove_reader(link.socket)
 
 
 def test_a_process_that_dials_the_other_one_is_told_and_tells(caplog):
@@ -85,13 +91,14 @@ def test_the_second_is_dialled_while_the_first_comes(caplog, monkeypatch):
         async with sockets(None, SEED, SEED) as (dialler, first, second):
             address = await dialler.transport.listen(LOOPBACK)
             of_second = await second.transport.listen(LOOPBACK)
-            transport, welcomes = dialler.transport, []
-            on_welcome = transport._on_welcome
-            transport._on_welcome = lambda *arguments: welcomes.append(arguments)
+            transport, kept = dialler.transport, []
+            on_kept = transport._on_kept
+            transport._on_kept = lambda *arguments: kept.append(arguments)
             dial = asyncio.create_task(transport.dial(of_second))
-            await eventually(lambda: welcomes)
+            await eventually(lambda: kept)
+            transport._on_kept = on_kept
             await first.transport.dial(address)
-            on_welcome(*welcomes[0])
+            on_kept(*kept[0])
             with pytest.raises(HandshakeFailed, match="another process with the same identity"):
                 await dial
             await second.until_lost(address.peer_id)
@@ -110,16 +117,17 @@ def test_one_that_connects_once_more_shows_that_it_lives(caplog, monkeypatch):
         async with sockets(None, SEED, SEED) as (listener, first, second):
             address = await listener.transport.listen(LOOPBACK)
             await first.transport.dial(address)
-            first.transport._on_later = lambda *_: None
+            deafen(first)
             dial = asyncio.create_task(second.transport.dial(address))
             await eventually(lambda: listener.transport._rivals)
             first.transport._peers.clear()
-            first.transport._dialler.dialled.clear()
+            [gone] = first.transport._links
             await first.transport.dial(await listener.transport.listen(Multiaddr("/ip4/127.0.0.2/tcp/0")))
             with pytest.raises(HandshakeFailed, match="another process with the same identity"):
                 await dial
             first.transport.send([address.peer_id], b"still here")
             await listener.until_messages(1)
+            gone.end("the test is over")
 
     asyncio.run(main())
 
@@ -172,7 +180,7 @@ def test_nothing_is_left_of_a_question_that_nobody_waits_for():
         async with sockets(None, SEED, SEED) as (listener, first, second):
             address = await listener.transport.listen(LOOPBACK)
             await first.transport.dial(address)
-            first.transport._on_later = lambda *_: None
+            deafen(first)
             dial = asyncio.create_task(second.transport.dial(address))
             await eventually(lambda: listener.transport._rivals)
             dial.cancel()
