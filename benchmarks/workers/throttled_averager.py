@@ -15,8 +15,8 @@ import shoal
 from benchmarks.workers.link import serve
 from benchmarks.workers.shoal_averager import ShoalPeer
 from shoal.p2p.identity import PeerID
-from shoal.p2p.transport import Buffer
 from shoal.p2p.sockets import SocketTransport
+from shoal.p2p.transport import Buffer
 
 BURST = 1 << 18  # bytes that pass at once after a pause
 

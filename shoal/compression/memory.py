@@ -25,9 +25,9 @@ def payload_of(chunk: Tensor) -> memoryview:
 def elements_of(payload: memoryview, dtype: torch.dtype) -> Tensor:
     """The elements in a payload as a 1-D tensor: a view of it where that is possible, else a copy.
 
-    Copied are a payload that is not aligned to the element's size (loads from such addresses are undefined in C++, and
-    ZeroMQ's small messages arrive so), one that is read-only (torch has no read-only tensors), and ``torch.bool``,
-    where any byte but 0 counts as true (what torch computes with bytes other than 0 and 1 is undefined).
+    Copied are a payload that is not aligned to the element's size (loads from such addresses are undefined in
+    C++), one that is read-only (torch has no read-only tensors), and ``torch.bool``, where any byte but 0 counts as true
+    (what torch computes with bytes other than 0 and 1 is undefined).
     """
     if payload.nbytes == 0:
         return torch.empty(0, dtype=dtype, device="cpu")

@@ -177,10 +177,11 @@ class Link:
         """Queue a frame; False if the queue is full. One to a link that ended is dropped."""
         if self.stage in (Stage.FINISHING, Stage.ENDED) or self._deaf:
             return True
-        if self._queued + len(frame) > QUEUE_BYTES:
+        size = len(frame) + _MESSAGE_OVERHEAD
+        if self._queued + size > QUEUE_BYTES:
             return False
         self._queue.append(memoryview(frame))
-        self._queued += len(frame) + _MESSAGE_OVERHEAD
+        self._queued += size
         self._large_out += len(frame) if len(frame) >= LARGE_BYTES else 0
         if not self._writing:
             self._flush()

@@ -35,8 +35,9 @@ class Admission:
             return f"there are {self._most} already, which is as many as RLIMIT_NOFILE allows"
         if len(self._proving) >= HANDSHAKES:
             return f"{HANDSHAKES} others are about to prove who they are"
-        if sum(other == _network(address) for other in self._proving.values()) >= HANDSHAKES_PER_ADDRESS:
-            return f"{HANDSHAKES_PER_ADDRESS} others from {_network(address)} are about to prove who they are"
+        network = _network(address)
+        if list(self._proving.values()).count(network) >= HANDSHAKES_PER_ADDRESS:
+            return f"{HANDSHAKES_PER_ADDRESS} others from {network} are about to prove who they are"
         return ""
 
     def enter(self, connection: Hashable, address: str) -> None:

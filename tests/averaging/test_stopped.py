@@ -1,5 +1,4 @@
-"""A member whose process hangs keeps its connections, and ZeroMQ answers heartbeats for it; it is left out all the
-same."""
+"""A member whose process hangs keeps its connections, and its kernel answers for it; it is left out all the same."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def die_when(where: str, number: int) -> None:
                 nonlocal sent
                 sent += isinstance(message, kind)
                 if sent == number:
-                    time.sleep(0.05)  # what was sent before is on its way: ZeroMQ's thread has it
+                    time.sleep(0.05)  # what was sent before is on its way: the kernel has it
                     die()
                 send(keys, message, buffers)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.transport import Transport
 from shoal.p2p.sockets import SocketTransport
+from shoal.p2p.transport import Transport
 
 LOOPBACK = Multiaddr("/ip4/127.0.0.1/tcp/0")
 
@@ -70,3 +70,9 @@ async def eventually(condition: Callable[[], object], timeout: float = 60.0) -> 
     async with asyncio.timeout(timeout):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+def deafen(end: Recorder) -> None:
+    """Have it hear nothing over the links that it has, as if its machine were gone."""
+    for link in end.transport._links:
+        asyncio.get_running_loop().remove_reader(link.socket)

@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 
-import shoal.p2p.router
-from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
-from shoal.p2p.greeting import MAGIC, VERSION, Hello
-from shoal.p2p.identity import Identity
+import shoal.p2p.budget
+import shoal.p2p.listener
+import shoal.p2p.sockets
+from shoal.p2p import frames, greeting, tls
+from shoal.p2p.errors import HandshakeFailed
+from shoal.p2p.frames import Kind
+from shoal.p2p.greeting import MAGIC, VERSION, Challenge, Hello, Kept
+from shoal.p2p.identity import Identity, PeerID
+from shoal.p2p.link import UNPROVEN_BYTES
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_HEADER_BYTES
 from tests.p2p.recorder import LOOPBACK, Recorder, eventually, sockets
@@ -50,34 +56,87 @@ async def listener_and_friend() -> AsyncIterator[tuple[Recorder, Recorder, Multi
         assert friend.lost == []
 
 
+class Stranger:
+    """A bare TLS connection to a listener, whose end is closed with it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, identity: Identity) -> None:
+        self.reader, self.writer, self.identity = reader, writer, identity
+        certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        self.listener = tls.peer_of(certificate)
+        self.certificate = certificate
+
+    async def hear(self) -> greeting.Said:
+        """What the listener's transport says next."""
+        head = await self.reader.readexactly(24)
+        assert head[0] == Kind.CONTROL
+        return greeting.decode(memoryview(await self.reader.readexactly(int.from_bytes(head[4:8]))))
+
+    async def write(self, data: bytes) -> None:
+        """Send it, if the other side still takes it."""
+        with suppress(OSError):
+            self.writer.write(data)
+            await self.writer.drain()
+
+    async def say(self, *said: bytes) -> None:
+        for payload in said:
+            await self.write(frames.encode(Kind.CONTROL, payload))
+
+    def hello(self, nonce: bytes, **changed: object) -> bytes:
+        """A good hello, but for what is changed."""
+        assert self.listener is not None
+        me, instance = self.identity.peer_id, bytes(8)
+        signed = greeting.signed(me, self.listener, instance, nonce, self.certificate)
+        fields = {"magic": MAGIC, "version": VERSION, "instance": instance, "peer": me.key}
+        return encode(Hello(**(fields | {"signature": self.identity.sign(signed)} | changed)))
+
+    async def is_over(self) -> bool:
+        """Wait for the end."""
+        with suppress(OSError):
+            while await self.reader.read(1 << 16):
+                pass
+        return True
+
+    async def join(self) -> None:
+        """Be kept."""
+        challenge = await self.hear()
+        assert isinstance(challenge, Challenge)
+        await self.say(self.hello(challenge.nonce))
+        assert isinstance(await self.hear(), Kept)
+        await self.say(encode(Kept()))  # if the listener waits for it
+
+
 @asynccontextmanager
-async def stranger(address: Multiaddr, identity: Identity) -> AsyncIterator[zmq.asyncio.Socket]:
-    """A bare DEALER with the keys of `identity`, connected to `address`."""
-    context = zmq.asyncio.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.curve_publickey, dealer.curve_secretkey = identity.curve_keys()
-    assert address.peer_id is not None
-    dealer.curve_serverkey = address.peer_id.curve_key()
-    dealer.linger = 0
-    dealer.reconnect_ivl = -1
-    dealer.connect(f"tcp://{address.host}:{address.port}")
-    try:
-        async with asyncio.timeout(60):
-            yield dealer
-    finally:
-        dealer.close()
-        context.term()
-
-
-def hello(identity: Identity, magic: str = MAGIC, version: int = VERSION) -> bytes:
-    return encode(Hello(magic, version, identity.peer_id.key, bytes(8)))
+async def stranger(address: Multiaddr, identity: Identity | None = None) -> AsyncIterator[Stranger]:
+    """Somebody who speaks TLS, connected to `address`."""
+    async with asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection(
+            address.host, address.port, ssl=tls.dialling(), ssl_shutdown_timeout=0.1
+        )
+        try:
+            yield Stranger(reader, writer, identity or Identity())
+        finally:
+            writer.transport.abort()
 
 
 def connections(end: Recorder) -> int:
-    return len(end.transport._listener._by_fd)
+    return len(end.transport._links)
 
 
-def test_bytes_that_are_not_zeromq():
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def serving(serve: Serve, identity: Identity | None = None) -> AsyncIterator[int]:
+    """A listener that is none of ours, as `identity` if it speaks TLS; its port."""
+    context = tls.listening(identity)[0] if identity is not None else None
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+def test_bytes_that_are_not_tls():
     async def main():
         async with listener_and_friend() as (listener, _, address):
             for length in (0, 1, 10, 64, 1000, 100_000):
@@ -94,26 +153,43 @@ def test_bytes_that_are_not_zeromq():
     asyncio.run(main())
 
 
-def test_zeromq_without_encryption():
+def test_a_peer_of_the_first_version_is_told_so_in_one_line(caplog):
+    """That was ZeroMQ: its greeting comes first."""
+
     async def main():
         async with listener_and_friend() as (listener, _, address):
-            with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-                dealer.linger = 0
-                dealer.connect(f"tcp://{address.host}:{address.port}")
-                dealer.send(b"hello")
-                await asyncio.sleep(0.1)
-                assert listener.messages == []
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(b"\xff\0\0\0\0\0\0\0\1\x7f\3")
+            assert b"speaks version 2 of its protocol" in await reader.read()
+            writer.close()
+            await eventually(lambda: connections(listener) == 1)
+
+    asyncio.run(main())
+    [line] = [record.getMessage() for record in caplog.records if "version 1" in record.getMessage()]
+    assert line == "refused a connection: it speaks version 1 of Shoal's protocol, this peer version 2"
+
+
+def test_a_listener_of_the_first_version_is_named_as_such():
+    async def main():
+        async def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"\xff\0\0\0\0\0\0\0\1\x7f")
+            writer.close()
+
+        async with listener_and_friend() as (_, friend, _), serving(greet) as port:
+            with pytest.raises(HandshakeFailed, match="it speaks version 1 of Shoal's protocol, this peer version 2"):
+                await friend.transport.dial(LOOPBACK.with_port(port).with_peer(Identity().peer_id))
 
     asyncio.run(main())
 
 
-def test_encryption_for_another_server_key():
+def test_tls_of_an_older_version_is_not_spoken():
     async def main():
         async with listener_and_friend() as (listener, _, address):
-            async with stranger(address.with_peer(Identity().peer_id), Identity()) as dealer:
-                await dealer.send(b"hello")
-                await asyncio.sleep(0.1)
-            assert listener.messages == []
+            context = tls.dialling()
+            context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+            with pytest.raises((ssl.SSLError, OSError)):
+                await asyncio.open_connection(address.host, address.port, ssl=context)
+            await eventually(lambda: connections(listener) == 1)
 
     asyncio.run(main())
 
@@ -121,36 +197,62 @@ def test_encryption_for_another_server_key():
 IMPOSTOR = Identity()
 
 
+def changed(**fields: object) -> Callable[[Stranger, bytes], bytes]:
+    return lambda who, nonce: who.hello(nonce, **fields)
+
+
+def for_another(**other: bytes) -> Callable[[Stranger, bytes], bytes]:
+    """A hello whose signature is good, but not for this link."""
+
+    def hello(who: Stranger, nonce: bytes) -> bytes:
+        assert who.listener is not None
+        fields = {"listener": who.listener.key, "nonce": nonce, "certificate": who.certificate} | other
+        signed = greeting.signed(
+            who.identity.peer_id, PeerID(fields["listener"]), bytes(8), fields["nonce"], fields["certificate"]
+        )
+        return who.hello(nonce, signature=who.identity.sign(signed))
+
+    return hello
+
+
 @pytest.mark.parametrize(
-    ("frames", "reason"),
+    ("first", "reason"),
     [
-        ([b""], "not a hello"),
-        ([b"garbage"], "not a hello"),
-        ([b"\xc1" * 1000], "not a hello"),
-        ([b"\x91" * 100_000], "not a hello"),
-        ([encode([0, MAGIC, VERSION, b"short", bytes(8)])], "not a hello"),
-        ([encode([7, "what"])], "not a hello"),
-        ([encode([1, "I refuse first"])], "refused: I refuse first"),
-        ([hello(IMPOSTOR), b"and more"], "a hello is one frame, not 2"),
-        ([b""] * 1000, "a hello is one frame, not 1000"),
-        ([hello(IMPOSTOR, version=2)], "version 2, this peer 'shoal' version 1"),
-        ([hello(IMPOSTOR, magic="shallow")], "it speaks 'shallow'"),
-        ([hello(Identity())], "the key of this connection is not that of"),
-        ([encode([0, MAGIC, VERSION, b"\xff" * 32, bytes(8)])], "the key of this connection is not that of"),
-        ([encode(["notice", "dht", 0, 0.0, {}])], "not a hello"),
+        (b"", "not a greeting"),
+        (b"garbage", "not a greeting"),
+        (b"\xc1" * 1000, "not a greeting"),
+        (b"\x91" * 4096, "not a greeting"),
+        (encode([7, "what"]), "not a greeting"),
+        (encode(["notice", "dht", 0, 0.0, {}]), "not a greeting"),
+        (changed(peer=b"short"), "not a greeting"),
+        (encode([3, "I refuse first"]), "Refusal is not expected now"),
+        (encode(Kept()), "Kept is not expected now"),
+        (encode([4, bytes(8)]), "Taken is not expected now"),
+        (encode([5]), "Alive is not expected now"),
+        (changed(version=3), "version 3, this peer 'shoal' version 2"),
+        (changed(magic="shallow"), "it speaks 'shallow'"),
+        (changed(peer=Identity().peer_id.key), "it has not proven to be"),
+        (changed(peer=b"\xff" * 32), "it has not proven to be"),
+        (changed(instance=b"12345678"), "it has not proven to be"),
+        (changed(signature=bytes(64)), "it has not proven to be"),
+        (for_another(listener=Identity().peer_id.key), "it has not proven to be"),
+        (for_another(nonce=bytes(32)), "it has not proven to be"),
+        (for_another(certificate=b"of somebody in between"), "it has not proven to be"),
     ],
 )
-def test_a_first_message_that_is_no_hello_is_refused_with_the_reason(frames, reason):
+def test_a_first_message_that_is_no_hello_is_refused_with_the_reason(first, reason):
     async def main():
         async with listener_and_friend() as (listener, _, address):
-            async with stranger(address, IMPOSTOR) as dealer:
-                await dealer.send_multipart(frames)
-                answer = msgspec.msgpack.decode(await dealer.recv())
-                await dealer.send_multipart([b"a message", b"a buffer"])
-                await dealer.send(hello(IMPOSTOR))
-                assert answer[0] == 1
-                assert reason in answer[1]
-                await eventually(lambda: connections(listener) == 1)
+            async with stranger(address, IMPOSTOR) as who:
+                challenge = await who.hear()
+                assert isinstance(challenge, Challenge)
+                await who.say(first if isinstance(first, bytes) else first(who, challenge.nonce))
+                answer = await who.hear()
+                await who.write(frames.encode(Kind.MESSAGE, b"a message", [b"a buffer"]))
+                await who.say(who.hello(challenge.nonce))
+                assert reason in answer.reason
+                assert await who.is_over()
+            await eventually(lambda: connections(listener) == 1)
             assert listener.messages == []
             assert not listener.transport.is_connected(IMPOSTOR.peer_id)
             assert listener.lost == []
@@ -158,43 +260,98 @@ def test_a_first_message_that_is_no_hello_is_refused_with_the_reason(frames, rea
     asyncio.run(main())
 
 
-def test_messages_sent_before_the_hello_was_answered():
+def head(kind: int, header: int, *buffers: int, number: int | None = None) -> bytes:
+    """The first bytes of a frame."""
+    sizes = [*buffers, 0, 0, 0, 0][:MAX_BUFFERS]
+    count = len(buffers) if number is None else number
+    return bytes([kind, count, 0, 0]) + b"".join(size.to_bytes(4) for size in (header, *sizes))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (head(Kind.MESSAGE, 5, 1 << 20), "a message came before the hello was answered"),
+        (head(Kind.MESSAGE, 0), "a message came before the hello was answered"),
+        (head(Kind.CONTROL, 4097), "a header of 4097 bytes"),
+        (head(Kind.CONTROL, 5, 10), "1 buffers in one message exceed 0"),
+        (head(7, 5), "unknown kind 7"),
+    ],
+)
+def test_no_memory_is_taken_for_who_is_not_proven(data, reason):
     async def main():
-        async with listener_and_friend() as (listener, _, address), stranger(address, IMPOSTOR) as dealer:
-            for frames in ([hello(IMPOSTOR)], [b"message"], [b"message"]):
-                await dealer.send_multipart(frames)
-            answer = msgspec.msgpack.decode(await dealer.recv())
-            # Whether the loop had looked at the hello in between is chance; nothing unproven is heard either way.
-            if answer[0] == 1:
-                assert answer[1] == "a message came before the hello was answered"
-                assert listener.messages == []
-            else:  # or ZeroMQ ends the connection, whose dealer does not keep to the order
-                lost = [IMPOSTOR.peer_id]
-                await listener.until(lambda: len(listener.messages) == 2 or [who for who, _ in listener.lost] == lost)
+        async with listener_and_friend() as (listener, _, address), stranger(address) as who:
+            await who.hear()
+            await who.write(data)
+            assert reason in (await who.hear()).reason
+            assert await who.is_over()
+            assert listener.messages == []
+
+    asyncio.run(main())
+
+
+def test_more_bytes_than_a_hello_takes_before_the_proof():
+    async def main():
+        async with listener_and_friend() as (listener, _, address):
+            connection = socket.create_connection((address.host, address.port))
+            # One TLS handshake record after the other, each of which is the beginning of one long message.
+            record = b"\x16\x03\x01\x40\x00" + b"\x01\x01\x00\x00"
+            with connection, suppress(OSError):
+                connection.setblocking(False)
+                connection.send(record + bytes((1 << 14) - 4) + b"\x16\x03\x01\x40\x00" + bytes(1 << 14))
+                await eventually(lambda: connections(listener) == 1)
+        async with listener_and_friend() as (listener, _, address), stranger(address) as who:
+            await who.hear()
+            await who.write(head(Kind.CONTROL, 4000) + bytes(10))  # and now in tiny pieces, each with TLS's overhead
+            for _ in range(UNPROVEN_BYTES // 23):
+                await who.write(b"x")
+            assert await who.is_over()
+            await eventually(lambda: connections(listener) == 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("speaks_tls", [False, True])
+def test_who_does_not_prove_who_it_is_in_time_is_thrown_out(monkeypatch, speaks_tls):
+    monkeypatch.setattr(shoal.p2p.sockets, "PROOF_TIMEOUT", 0.3)
+
+    async def main():
+        async with listener_and_friend() as (listener, _, address):
+            if speaks_tls:
+                async with stranger(address) as who:
+                    assert await who.is_over()
+            else:
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+                writer.write(b"\x16\x03\x01")  # the beginning of a TLS record
+                assert await reader.read() == b""
+                writer.close()
+            await eventually(lambda: connections(listener) == 1)
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize(
-    ("frames", "reason"),
+    ("data", "reason"),
     [
-        ([b"header"] + [b""] * (MAX_BUFFERS + 1), "buffers in one message exceed"),
-        ([b"header"] + [b""] * 10_000, "buffers in one message exceed"),
-        ([bytes(MAX_HEADER_BYTES + 1)], "a header of"),
-        ([b"header", bytes(MAX_BUFFER_BYTES + 1)], "a buffer of"),
-        ([b"header", bytes(2 * MAX_BUFFER_BYTES)], "connection was lost"),  # ZeroMQ itself does not take it
+        (head(Kind.MESSAGE, 6, number=MAX_BUFFERS + 1), "5 buffers in one message exceed"),
+        (head(Kind.MESSAGE, MAX_HEADER_BYTES + 1), "a header of"),
+        (head(Kind.MESSAGE, 6, MAX_BUFFER_BYTES + 1), "a buffer of"),
+        (head(Kind.MESSAGE, 6, 0xFFFFFFFF), "a buffer of"),
+        (head(Kind.MESSAGE, 0xFFFFFFFF), "a header of"),
+        (frames.encode(Kind.CONTROL, b"\xc1"), "not a greeting"),
+        (frames.encode(Kind.CONTROL, encode([3, "too late"])), "Refusal is not expected now"),
+        (b"\xff" * 1000, "unknown kind 255"),
     ],
 )
-def test_a_message_over_its_bound_ends_the_connection_of_who_sent_it(frames, reason):
+def test_who_breaks_a_bound_is_lost_and_nobody_else(data, reason):
     async def main():
         async with listener_and_friend() as (listener, _, address):
-            async with stranger(address, IMPOSTOR) as dealer:
-                await dealer.send(hello(IMPOSTOR))
-                await dealer.recv()
-                await dealer.send(b"a good one")
-                await dealer.send_multipart(frames)
-                await dealer.send(b"another one")
+            async with stranger(address, IMPOSTOR) as who:
+                await who.join()
+                await who.write(frames.encode(Kind.MESSAGE, b"a good one"))
+                await who.write(data)
+                await who.write(frames.encode(Kind.MESSAGE, b"another one"))
                 assert reason in await listener.until_lost(IMPOSTOR.peer_id)
+                assert await who.is_over()
             assert listener.headers == [b"a good one"]
             assert not listener.transport.is_connected(IMPOSTOR.peer_id)
             await eventually(lambda: connections(listener) == 1)
@@ -202,8 +359,140 @@ def test_a_message_over_its_bound_ends_the_connection_of_who_sent_it(frames, rea
     asyncio.run(main())
 
 
-def test_more_connections_than_allowed(monkeypatch):
-    monkeypatch.setattr(shoal.p2p.router, "MAX_CONNECTIONS", 4)
+def test_bytes_that_tls_does_not_accept_end_a_link():
+    """Somebody in between can end a link, and do no more."""
+
+    async def main():
+        async with listener_and_friend() as (listener, friend, _):
+            [link] = [link for link in listener.transport._links]
+            link._incoming.write(b"\x17\x03\x03\x00\x20" + os.urandom(32))
+            link._advance()
+            assert "does not speak TLS" in await listener.until_lost(friend.transport.peer_id)
+            await friend.until_lost(listener.transport.peer_id)
+            await friend.transport.dial(listener.transport._listeners[0] and await listener.transport.listen(LOOPBACK))
+            listener.lost.clear()
+            friend.lost.clear()
+
+    asyncio.run(main())
+
+
+def test_a_million_tiny_messages_do_not_hold_up_the_others(monkeypatch):
+    async def main():
+        async with listener_and_friend() as (listener, friend, address), stranger(address, IMPOSTOR) as who:
+            await who.join()
+            tiny = frames.encode(Kind.MESSAGE, b"") * 40_000
+            flood = asyncio.create_task(who.write(tiny * 25))
+            for number in range(20):
+                friend.transport.send([address.peer_id], b"%d" % number)
+                before = len(listener.messages)
+                await listener.until(lambda number=number: b"%d" % number in listener.headers[-50_000:])
+                assert len(listener.messages) - before < 100_000
+            flood.cancel()
+            await asyncio.gather(flood, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_unfinished_messages_share_one_budget(monkeypatch):
+    """Who does not get memory waits, and the one that has kept others waiting for longest goes."""
+    monkeypatch.setattr(shoal.p2p.sockets, "UNFINISHED_BYTES", 9 << 20)
+    monkeypatch.setattr(shoal.p2p.budget, "PATIENCE", 0.5)
+
+    async def main():
+        async with listener_and_friend() as (listener, friend, address):
+            slow = [Identity() for _ in range(2)]
+            async with stranger(address, slow[0]) as one, stranger(address, slow[1]) as two:
+                for who in (one, two):
+                    await who.join()
+                    await who.write(head(Kind.MESSAGE, 4, 4 << 20) + b"slow" + bytes(1000))
+                await eventually(lambda: listener.transport._budget._free < 2 << 20)
+                friend.transport.send([address.peer_id], b"small", [b"passes"])
+                await listener.until(lambda: b"small" in listener.headers)
+                friend.transport.send([address.peer_id], b"large", [bytes(4 << 20)])
+                await listener.until_lost(slow[0].peer_id)
+                assert [reason for _, reason in listener.lost] == ["its message took too long"]
+                await listener.until(lambda: b"large" in listener.headers)
+                assert listener.transport.is_connected(slow[1].peer_id)
+                await two.write(bytes((4 << 20) - 1000))
+                await listener.until(lambda: b"slow" in listener.headers)
+            await eventually(lambda: listener.transport._budget._free == 9 << 20)
+
+    asyncio.run(main())
+
+
+def test_handshakes_at_once_are_bounded_per_address_and_in_all(monkeypatch, caplog):
+    monkeypatch.setattr(shoal.p2p.listener, "HANDSHAKES_PER_ADDRESS", 4)
+    monkeypatch.setattr(shoal.p2p.listener, "HANDSHAKES", 6)
+
+    async def main():
+        async with sockets(None, None) as (listener, friend):
+            address = await listener.transport.listen(Multiaddr("/ip4/0.0.0.0/tcp/0"))
+
+            async def open_from(number: int, source: str) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+                where = {"host": "127.0.0.1", "port": address.port, "local_addr": (source, 0)}
+                return [await asyncio.open_connection(**where) for _ in range(number)]
+
+            streams = await open_from(10, "127.0.0.1")
+            await eventually(lambda: connections(listener) == 4)
+            assert "4 others from 127.0.0.1 are about to prove who they are" in caplog.text
+            streams += await open_from(10, "127.0.0.2")
+            await eventually(lambda: connections(listener) == 6)
+            assert "6 others are about to prove who they are" in caplog.text
+            for _, writer in streams:
+                writer.close()
+            await eventually(lambda: connections(listener) == 0)
+            # Who has proven who it is takes no place among them.
+            friends = [address.with_peer(listener.transport.peer_id)] * 8
+            async with sockets(*[None] * 8) as others:
+                for other, where in zip(others, friends, strict=True):
+                    await other.transport.dial(Multiaddr(str(where).replace("0.0.0.0", "127.0.0.1")))
+                assert connections(listener) == 8
+
+    asyncio.run(main())
+
+
+def test_addresses_of_one_ipv6_network_count_as_one():
+    admission = shoal.p2p.listener.Admission(10_000)
+    for number in range(shoal.p2p.listener.HANDSHAKES_PER_ADDRESS):
+        assert admission.refusal(f"2001:db8:0:1:{number:x}::1") == ""
+        admission.enter(number, f"2001:db8:0:1:{number:x}::1")
+    assert "others from 2001:db8:0:1::/64" in admission.refusal("2001:db8:0:1::ffff%eth0")
+    assert admission.refusal("2001:db8:0:2::1") == ""
+    for number in range(shoal.p2p.listener.HANDSHAKES_PER_ADDRESS):
+        admission.enter(-1 - number, "::ffff:192.0.2.1")
+    assert "others from 192.0.2.1" in admission.refusal("192.0.2.1")
+    assert admission.refusal("::ffff:192.0.2.2") == ""
+    admission.proven(0)
+    admission.leave(1)
+    assert admission.refusal("2001:db8:0:1::ffff") == ""
+
+
+def test_connections_of_one_peer_are_bounded():
+    async def main():
+        async with listener_and_friend() as (listener, _, address):
+            async with stranger(address, IMPOSTOR) as first:
+                await first.join()
+                others = []
+                for number in range(20):
+                    who = await stranger(address, IMPOSTOR).__aenter__()
+                    others.append(who)
+                    challenge = await who.hear()
+                    instance = number.to_bytes(8)
+                    signed = greeting.signed(
+                        IMPOSTOR.peer_id, address.peer_id, instance, challenge.nonce, who.certificate
+                    )
+                    hello = who.hello(challenge.nonce, instance=instance, signature=IMPOSTOR.sign(signed))
+                    await who.say(hello)
+                    assert connections(listener) <= 1 + shoal.p2p.sockets.LINKS_PER_PEER + 1
+                for who in others:
+                    who.writer.transport.abort()
+            await eventually(lambda: connections(listener) == 1)
+
+    asyncio.run(main())
+
+
+def test_more_connections_than_there_are_descriptors_for(monkeypatch, caplog):
+    monkeypatch.setattr(shoal.p2p.sockets, "most_connections", lambda: 4)
 
     async def main():
         async with listener_and_friend() as (listener, _, address):
@@ -214,40 +503,126 @@ def test_more_connections_than_allowed(monkeypatch):
             await eventually(lambda: connections(listener) == 1)
 
     asyncio.run(main())
+    assert "there are 4 already" in caplog.text
+
+
+def test_the_soft_limit_of_descriptors_is_raised(monkeypatch):
+    limits = {"now": (1024, 4096)}
+    fake = SimpleNamespace(
+        RLIMIT_NOFILE=7, getrlimit=lambda _: limits["now"], setrlimit=lambda _, new: limits.update(now=new)
+    )
+    monkeypatch.setattr(shoal.p2p.listener, "resource", fake)
+    assert shoal.p2p.listener.most_connections() == 4096 - 256
+    assert limits["now"] == (4096, 4096)
+
+
+def test_a_listener_out_of_descriptors_keeps_what_it_has_and_accepts_again(monkeypatch, caplog):
+    monkeypatch.setattr(shoal.p2p.listener, "ACCEPT_AGAIN", 0.05)
+
+    async def main():
+        async with listener_and_friend() as (listener, friend, address), sockets(None) as (late,):
+            [accepting] = listener.transport._listeners
+            real = accepting._socket
+
+            class Full:
+                fails = 0
+
+                def accept(self):
+                    self.fails += 1
+                    raise OSError(24, "Too many open files")
+
+                def fileno(self):
+                    return real.fileno()
+
+            accepting._socket = full = Full()
+            dial = asyncio.create_task(late.transport.dial(address))
+            await eventually(lambda: full.fails > 3)
+            friend.transport.send([address.peer_id], b"still here")
+            await listener.until_messages(1)
+            assert not dial.done()
+            accepting._socket = real
+            await asyncio.wait_for(dial, 60)
+
+    asyncio.run(main())
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        "no connection can be accepted for now: Too many open files; those that are there stay"
+    ]
+
+
+def challenge(**fields: object) -> bytes:
+    good = {"magic": MAGIC, "version": VERSION, "instance": bytes(8), "nonce": bytes(32)}
+    return said(encode(Challenge(**(good | fields))))
+
+
+def said(payload: bytes) -> bytes:
+    return frames.encode(Kind.CONTROL, payload)
 
 
 @pytest.mark.parametrize(
-    ("answer", "error", "reason"),
+    ("first", "then", "reason"),
     [
-        ([b"garbage"], HandshakeFailed, "not a hello"),
-        ([b""] * 100, HandshakeFailed, "one frame, not 100"),
-        ([hello(Identity())], HandshakeFailed, "names another peer"),
-        ([hello(Identity(), version=9)], HandshakeFailed, "version 9"),
-        ([encode([1, "go away"])], HandshakeFailed, "it refused: go away"),
-        ([bytes(2 * MAX_BUFFER_BYTES)], PeerUnreachable, "connection was lost"),
+        (said(b"garbage"), b"", "not a greeting"),
+        (challenge(version=9), b"", "version 9"),
+        (challenge(magic="shallow"), b"", "it speaks 'shallow'"),
+        (said(encode(Kept())), b"", "Kept is not expected now"),
+        (said(encode([3, "go away"])), b"", "it refused: go away"),
+        (challenge(), challenge(), "Challenge is not expected now"),
+        (challenge(), said(b"garbage"), "not a greeting"),
+        (challenge(), said(encode([3, "go away"])), "it refused: go away"),
+        (challenge(), frames.encode(Kind.MESSAGE, b"early"), "a message came before the hello was answered"),
+        (challenge(), head(Kind.CONTROL, 100_000), "a header of"),
     ],
 )
-def test_a_listener_that_answers_a_hello_with_something_else(answer, error, reason):
+def test_a_listener_that_answers_with_something_else(first, then, reason):
     async def main():
         identity = Identity()
-        context = zmq.asyncio.Context()
-        router = context.socket(zmq.ROUTER)
-        router.linger = 0
-        router.curve_server = True
-        router.curve_secretkey = identity.curve_keys()[1]
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        try:
-            async with listener_and_friend() as (_, friend, _), asyncio.timeout(60):
-                dial = asyncio.create_task(friend.transport.dial(LOOPBACK.with_port(port).with_peer(identity.peer_id)))
-                routing_id, _ = await router.recv_multipart()
-                await router.send_multipart([routing_id, *answer])
-                await router.send_multipart([routing_id, b"message"])
-                with pytest.raises(error, match=reason):
-                    await dial
-                assert friend.messages == []
-                assert not friend.transport.is_connected(identity.peer_id)
-        finally:
-            router.close()
-            context.term()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with suppress(OSError, asyncio.IncompleteReadError):
+                writer.write(first)
+                await reader.readexactly(24)
+                writer.write(then)
+                await reader.read()
+            writer.transport.abort()
+
+        async with listener_and_friend() as (_, friend, _), serving(serve, identity) as port, asyncio.timeout(60):
+            with pytest.raises(HandshakeFailed, match=reason):
+                await friend.transport.dial(LOOPBACK.with_port(port).with_peer(identity.peer_id))
+            assert friend.messages == []
+            assert not friend.transport.is_connected(identity.peer_id)
+
+    asyncio.run(main())
+
+
+def test_a_dialler_says_nothing_to_who_is_not_the_peer_that_it_dialled():
+    """Not even who it is."""
+
+    async def main():
+        heard: list[bytes] = []
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(challenge())
+            with suppress(OSError):
+                heard.append(await reader.read())
+            writer.transport.abort()
+
+        async with listener_and_friend() as (_, friend, _), serving(serve, Identity()) as port, asyncio.timeout(60):
+            with pytest.raises(HandshakeFailed, match="cannot prove to be that peer"):
+                await friend.transport.dial(LOOPBACK.with_port(port).with_peer(Identity().peer_id))
+            await asyncio.sleep(0.1)
+            assert b"".join(heard) == b""
+
+    asyncio.run(main())
+
+
+def test_a_listener_that_speaks_no_tls():
+    async def main():
+        async def serve(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            writer.close()
+
+        async with listener_and_friend() as (_, friend, _), serving(serve) as port:
+            with pytest.raises(HandshakeFailed, match="does not speak TLS"):
+                await friend.transport.dial(LOOPBACK.with_port(port).with_peer(Identity().peer_id))
 
     asyncio.run(main())

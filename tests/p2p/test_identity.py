@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import stat
+from datetime import datetime
 
 import pytest
-import zmq
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import given
 from hypothesis import strategies as st
-from zmq.utils import z85
 
+from shoal.p2p import tls
 from shoal.p2p.identity import Identity, PeerID
 
 
@@ -67,16 +71,29 @@ def test_a_peer_id_is_32_bytes():
         PeerID(b"short")
 
 
-def test_anybody_derives_the_transport_key_from_the_peer_id():
-    identity = Identity()
-    public, secret = identity.curve_keys()
-    assert public == identity.peer_id.curve_key()
-    assert zmq.curve_public(z85.encode(secret)) == z85.encode(public)
+def test_an_identity_file_of_before_is_the_same_peer(tmp_path):
+    """The 32 bytes of the seed, as PyNaCl kept them; RFC 8032's first test vector."""
+    path = tmp_path / "identity"
+    path.write_bytes(bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60"))
+    identity = Identity.from_file(path)
+    assert identity.peer_id.key.hex() == "d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a"
+    assert identity.sign(b"").hex().startswith("e5564300c360ac729086e2cc806e828a84877f1eb8e5d974d873e065224901")
 
 
-def test_a_peer_id_that_is_no_key_has_no_transport_key():
-    with pytest.raises(ValueError, match="not a valid ed25519"):
-        PeerID(b"\xff" * 32).curve_key()
+def test_nothing_is_proven_by_a_peer_id_that_is_no_key():
+    assert not PeerID(b"\xff" * 32).verify(b"data", bytes(64))
+
+
+def test_a_certificate_names_its_peer():
+    context, certificate = tls.listening(identity := Identity())
+    assert tls.peer_of(certificate) == identity.peer_id
+    assert context.num_tickets == 0
+    assert tls.peer_of(b"no certificate") is None
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([])
+    times = datetime(2020, 1, 1), datetime(2030, 1, 1)
+    other = x509.CertificateBuilder(name, name, key.public_key(), 1, *times).sign(key, SHA256())
+    assert tls.peer_of(other.public_bytes(Encoding.DER)) is None
 
 
 def test_an_identity_is_kept_in_a_file(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.tcp import LEAST_PATIENCE, counts
-from tests.p2p.recorder import LOOPBACK, Recorder, sockets
+from tests.p2p.recorder import LOOPBACK, Recorder, eventually, sockets
 
 pytestmark = pytest.mark.alone
 
@@ -31,7 +31,7 @@ CHILD = textwrap.dedent(
     async def main(forks, address=None):
         transport = SocketTransport(Identity())
         asked = asyncio.get_running_loop().create_future()
-        transport.start(lambda peer, header, buffers: asked.set_result(peer), lambda peer, reason: None)
+        transport.start(lambda peer, header, buffers: asked.done() or asked.set_result(peer), lambda peer, reason: None)
         if address is None:
             print(await transport.listen(Multiaddr("/ip4/127.0.0.1/tcp/0")), flush=True)
             peer = await asked
@@ -171,5 +171,24 @@ def test_an_idle_connection_and_processes_that_hang_are_not_lost(meet):
         time.sleep(0.5)  # noqa: ASYNC251 - this side's Python, too
         await asyncio.sleep(0.1)
         assert end.lost == []
+
+    meet(scenario)
+
+
+@pytest.mark.long
+def test_a_process_that_hangs_and_to_which_much_is_sent_is_not_lost(meet):
+    """Its kernel has no room any more and says so, again and again. TCP_USER_TIMEOUT would end that connection."""
+
+    async def scenario(end: Recorder, process):
+        await end.until_messages(MESSAGES)
+        peer = end.messages[0][0]
+        os.kill(process.pid, signal.SIGSTOP)
+        for _ in range(32):
+            end.transport.send([peer], b"", [bytes(1 << 20)])
+        await asyncio.sleep(2 * LEAST_PATIENCE)
+        assert end.lost == []
+        moved = end.transport.moved(peer)
+        os.kill(process.pid, signal.SIGCONT)
+        await eventually(lambda: end.transport.moved(peer) >= moved + (16 << 20))
 
     meet(scenario)

@@ -20,8 +20,8 @@ from shoal.p2p.errors import MessageTooLarge, P2PError, PeerLost, PeerUnreachabl
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
 from shoal.p2p.node import Envelope, Node, Reply, Service
-from shoal.p2p.transport import MAX_BUFFER_BYTES
 from shoal.p2p.sockets import SocketTransport
+from shoal.p2p.transport import MAX_BUFFER_BYTES
 from tests.p2p.recorder import LOOPBACK, eventually
 
 

@@ -30,7 +30,7 @@ def test_a_flat_buffer_is_rebuilt_elsewhere_from_its_chunks():
 
                 def on_message(peer, header, buffers):
                     start = int(bytes(header)) * CHUNK
-                    # A view of what ZeroMQ received: no copy, and valid for as long as it is referenced.
+                    # A view of what was received: no copy, and valid for as long as it is referenced.
                     chunk = torch.frombuffer(buffers[0], dtype=torch.float32)
                     target[start : start + CHUNK].copy_(chunk)
                     kept[end].append((start, chunk))

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-import shoal.p2p.router
-import shoal.p2p.tcp
+import shoal.p2p.link
+import shoal.p2p.sockets
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.identity import Identity, PeerID
+from shoal.p2p.link import Stage
 from shoal.p2p.multiaddr import Multiaddr
-from tests.p2p.recorder import LOOPBACK, eventually, sockets
+from tests.p2p.recorder import LOOPBACK, Recorder, deafen, eventually, sockets
 
 SEED = bytes(range(32))
 
@@ -29,7 +30,7 @@ def test_a_dialler_that_claims_another_peer_id_is_refused():
             address = await listener.transport.listen(LOOPBACK)
             await friend.transport.dial(address)
             impostor.transport.peer_id = friend.transport.peer_id
-            with pytest.raises(HandshakeFailed, match="the key of this connection is not that of"):
+            with pytest.raises(HandshakeFailed, match="it has not proven to be"):
                 await impostor.transport.dial(address)
             impostor.transport.send([listener.transport.peer_id], b"I am your friend")
             friend.transport.send([listener.transport.peer_id], b"unharmed")
@@ -48,24 +49,25 @@ def test_a_refused_dialler_that_stays_is_thrown_out(monkeypatch):
             address = await listener.transport.listen(LOOPBACK)
             impostor.transport.peer_id = Identity().peer_id
             # It looks away when the refusal comes, so it does not hang up by itself.
-            impostor.transport._on_welcome = lambda connection, frames: None
+            heard = impostor.transport.heard
+            impostor.transport.heard = lambda link, payload: None if link.said_hello else heard(link, payload)
             started = time.monotonic()
             with pytest.raises(PeerUnreachable, match="connection was lost"):
                 await impostor.transport.dial(address)
-            assert time.monotonic() - started < shoal.p2p.router.HELLO_TIMEOUT / 2, "something else has ended it"
+            assert time.monotonic() - started < shoal.p2p.sockets.PROOF_TIMEOUT / 2, "something else has ended it"
 
     asyncio.run(main())
 
 
 def test_one_that_connects_and_says_nothing_is_thrown_out(monkeypatch):
-    monkeypatch.setattr(shoal.p2p.router, "HELLO_TIMEOUT", 0.1)
+    monkeypatch.setattr(shoal.p2p.sockets, "PROOF_TIMEOUT", 0.1)
 
     async def main():
         async with sockets(None) as (listener,):
             address = await listener.transport.listen(LOOPBACK)
             reader, writer = await asyncio.open_connection(address.host, address.port)
             async with asyncio.timeout(60):
-                await reader.read()  # ZeroMQ's greeting, and then the end
+                assert await reader.read() == b""
             writer.close()
 
     asyncio.run(main())
@@ -73,9 +75,9 @@ def test_one_that_connects_and_says_nothing_is_thrown_out(monkeypatch):
 
 def test_a_peer_id_that_is_no_key_can_not_be_dialled():
     async def main():
-        async with sockets(None) as (one,):
-            with pytest.raises(HandshakeFailed, match="nobody can be"):
-                await one.transport.dial(LOOPBACK.with_port(9).with_peer(PeerID(b"\xff" * 32)))
+        async with sockets(None, None) as (one, other):
+            with pytest.raises(HandshakeFailed, match="cannot prove to be that peer"):
+                await one.transport.dial((await other.transport.listen(LOOPBACK)).with_peer(PeerID(b"\xff" * 32)))
 
     asyncio.run(main())
 
@@ -120,8 +122,7 @@ def test_an_abandoned_dial_leaves_nothing_and_may_be_repeated():
             for _ in range(3):
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(dialler.transport.dial(nowhere), 0.05)
-            router = dialler.transport._dialler
-            assert (router.dialled, router._by_routing_id, router._by_fd) == ({}, {}, {})
+            await eventually(lambda: not dialler.transport._links)
             silent.close()
             await dialler.transport.dial(await listener.transport.listen(LOOPBACK))
 
@@ -146,17 +147,25 @@ def test_two_dials_to_one_endpoint_do_not_disturb_each_other():
     asyncio.run(main())
 
 
-def test_two_that_dial_each_other_at_once_are_connected_and_lost_once():
+def test_two_that_dial_each_other_at_once_have_one_link_and_are_lost_once():
     async def main():
-        for _ in range(5):
+        for _ in range(20):
             async with sockets(None, None) as (one, other):
                 addresses = [await end.transport.listen(LOOPBACK) for end in (one, other)]
-                await asyncio.gather(one.transport.dial(addresses[1]), other.transport.dial(addresses[0]))
-                for number in range(50):
-                    one.transport.send([other.transport.peer_id], b"%d" % number)
-                    other.transport.send([one.transport.peer_id], b"%d" % number)
-                await asyncio.gather(one.until_messages(50), other.until_messages(50))
-                assert one.headers == other.headers == [b"%d" % number for number in range(50)]
+                dials = one.transport.dial(addresses[1]), other.transport.dial(addresses[0])
+                said: dict[Recorder, list[bytes]] = {one: [], other: []}
+                for dial in asyncio.as_completed(dials):
+                    await dial
+                    for end, to in ((one, other), (other, one)):
+                        for number in range(25):  # also as soon as one of the two believes that there is a link
+                            if end.transport.is_connected(to.transport.peer_id):
+                                said[to].append(b"%d" % number)
+                            end.transport.send([to.transport.peer_id], b"%d" % number)
+                await asyncio.gather(*(end.until_messages(len(said[end])) for end in (one, other)))
+                assert (one.headers, other.headers) == (said[one], said[other])
+                assert len(one.headers) >= 25 <= len(other.headers)
+                assert one.lost == other.lost == []
+                await eventually(lambda: all(len(end.transport._links) == 1 for end in (one, other)))
                 one.transport.disconnect(other.transport.peer_id)
                 await other.until_lost(one.transport.peer_id)
                 await asyncio.sleep(0.02)  # a second report would come now
@@ -175,59 +184,18 @@ def test_a_peer_that_was_started_anew_replaces_what_it_was(monkeypatch, caplog):
             await before.transport.dial(address)
             before.transport.send([listener.transport.peer_id], b"before")
             await listener.until_messages(1)
-            before.transport._on_later = lambda *_: None  # it is gone, and answers nothing
+            deafen(before)  # it is gone, and answers nothing
             await after.transport.dial(address)
             assert await listener.until_lost(after.transport.peer_id) == "it was started anew"
             listener.transport.send([after.transport.peer_id], b"welcome back")
             await after.until_messages(1)
             assert listener.transport.is_connected(after.transport.peer_id)
-            await before.until_lost(listener.transport.peer_id)
             assert not caplog.records
 
     asyncio.run(main())
 
 
-def test_a_connection_may_be_announced_after_its_first_message():
-    """ZeroMQ's threads race: one tells that it accepted, another may have received before that."""
-
-    async def main():
-        async with sockets(None, None) as (listener, dialler):
-            address = await listener.transport.listen(LOOPBACK)
-            router = listener.transport._listener
-            read_monitor = router._read_monitor
-            asyncio.get_running_loop().remove_reader(router._monitor.fileno())
-            router._read_monitor = lambda: None
-            dial = asyncio.create_task(dialler.transport.dial(address))
-            await eventually(lambda: router._early)
-            assert not dial.done()
-            router._read_monitor = read_monitor
-            router._read_monitor()
-            await asyncio.wait_for(dial, 60)
-            dialler.transport.send([address.peer_id], b"hello")
-            await listener.until_messages(1)
-
-    asyncio.run(main())
-
-
-def test_a_connection_may_be_announced_after_its_end():
-    async def main():
-        async with sockets(None) as (listener,):
-            await listener.transport.listen(LOOPBACK)
-            router = listener.transport._listener
-            fd = os.dup(0)
-            os.close(fd)
-            router._disconnected(fd)
-            router._accepted(fd)
-            assert (router._by_fd, router._gone) == ({}, set())
-            router._accepted(fd)  # the number, reused
-            assert list(router._by_fd) == [fd]
-
-    asyncio.run(main())
-
-
 def test_a_peer_that_comes_back_at_its_address_is_dialled_again_at_once():
-    """ZeroMQ's own news of a reconnection, which it tells after a loss, must not be taken for the new dial's."""
-
     async def main():
         async with sockets(None, SEED) as (dialler, first):
             address = await first.transport.listen(LOOPBACK)
@@ -245,8 +213,7 @@ def test_a_peer_that_comes_back_at_its_address_is_dialled_again_at_once():
 
 
 def test_a_peer_whose_queue_is_full_is_lost_and_the_others_are_not(monkeypatch):
-    monkeypatch.setattr(shoal.p2p.router, "SEND_QUEUE", 8)
-    monkeypatch.setattr(shoal.p2p.router, "RECEIVE_QUEUE", 8)
+    monkeypatch.setattr(shoal.p2p.link, "QUEUE_BYTES", 16 << 20)
 
     async def main():
         async with sockets(None, None, None) as (sender, slow, quick):
@@ -254,60 +221,77 @@ def test_a_peer_whose_queue_is_full_is_lost_and_the_others_are_not(monkeypatch):
                 slow.transport.dial(await sender.transport.listen(LOOPBACK)),
                 sender.transport.dial(await quick.transport.listen(LOOPBACK)),
             )
-            router = slow.transport._dialler
-            asyncio.get_running_loop().remove_reader(router.socket.fileno())
+            sender.transport.send([slow.transport.peer_id], b"hello")
+            await slow.until_messages(1)
+            deafen(slow)
             sent = 0
             while not sender.lost:
                 sender.transport.send([slow.transport.peer_id, quick.transport.peer_id], b"%d" % sent, [bytes(1 << 20)])
                 sent += 1
-                assert sent < 1000
+                assert sent < 80  # also what the kernel takes
                 await quick.until_messages(sent)
             assert sender.lost == [(slow.transport.peer_id, "its queue is full")]
             assert not sender.transport.is_connected(slow.transport.peer_id)
             assert quick.headers == [b"%d" % number for number in range(sent)]
             # What the slow one did get is a beginning without a gap.
-            asyncio.get_running_loop().add_reader(router.socket.fileno(), router._drain)
-            router._drain()
+            [link] = slow.transport._links
+            asyncio.get_running_loop().add_reader(link.socket, link._readable)
             await slow.until_lost(sender.transport.peer_id)
-            assert slow.headers == [b"%d" % number for number in range(len(slow.headers))]
-            assert len(slow.headers) < sent
+            got = slow.headers[1:]
+            assert got == [b"%d" % number for number in range(len(got))]
+            assert len(got) < sent
 
     asyncio.run(main())
 
 
-def test_what_waits_for_a_peer_that_does_not_read_is_bounded_in_bytes(monkeypatch):
-    monkeypatch.setattr(shoal.p2p.router, "SEND_QUEUE_BYTES", 16 << 20)
-    monkeypatch.setattr(shoal.p2p.router, "RECEIVE_QUEUE", 8)
+def test_no_more_than_the_bound_in_bytes_waits_for_a_peer(monkeypatch):
+    """More may pass, and a message costs something though it is empty."""
+    monkeypatch.setattr(shoal.p2p.link, "QUEUE_BYTES", 4 << 20)
 
     async def main():
         async with sockets(None, None) as (sender, reader):
             await reader.transport.dial(await sender.transport.listen(LOOPBACK))
-            for sent in range(1, 33):  # more than the bound in all, and never at a time
+            await eventually(lambda: sender.transport.is_connected(reader.transport.peer_id))
+            for sent in range(1, 33):
                 sender.transport.send([reader.transport.peer_id], b"", [bytes(1 << 20)])
                 await reader.until_messages(sent)
-            asyncio.get_running_loop().remove_reader(reader.transport._dialler.socket.fileno())
-            ((connection,),) = sender.transport._peers.values()
-            waiting = 0
-            while not connection.reason:
-                sender.transport.send([reader.transport.peer_id], b"", [bytes(1 << 20)])
-                waiting += 1
-                assert waiting < 80  # also what the reader's ZeroMQ and TCP take
-                await asyncio.sleep(0.001)
+            [link] = sender.transport._links
+            assert link._queued == 0
+            deafen(reader)
+            for _ in range(10_000_000):
+                sender.transport.send([reader.transport.peer_id], b"")
+                if link.stage is Stage.ENDED:
+                    break
             assert await sender.until_lost(reader.transport.peer_id) == "its queue is full"
+            assert link._queued <= 4 << 20
 
     asyncio.run(main())
 
 
-def test_where_the_kernel_does_not_count_bytes_nobody_is_cut_off_for_them(monkeypatch):
-    monkeypatch.setattr(shoal.p2p.router, "SEND_QUEUE_BYTES", 1 << 20)
-    monkeypatch.setattr(shoal.p2p.tcp, "counts", lambda fd: (0, 0))
-
+def test_large_messages_that_pass_are_movement():
     async def main():
-        async with sockets(None, None) as (sender, reader):
-            await reader.transport.dial(await sender.transport.listen(LOOPBACK))
-            for _ in range(8):
-                sender.transport.send([reader.transport.peer_id], b"", [bytes(1 << 20)])
-            await reader.until_messages(8)
+        async with sockets(None, None) as (one, other):
+            await one.transport.dial(await other.transport.listen(LOOPBACK))
+            peers = (other.transport.peer_id, one.transport.peer_id)
+            assert [one.transport.moved(peers[0]), other.transport.moved(peers[1])] == [0, 0]
+            one.transport.send([peers[0]], b"", [bytes(1000)])
+            one.transport.send([peers[0]], b"", [bytes(1 << 20)])
+            await other.until_messages(2)
+            await eventually(lambda: one.transport.moved(peers[0]) >= 1 << 20)
+            assert 1 << 20 <= other.transport.moved(peers[1]) < 1.1 * (1 << 20)
+            assert one.transport.moved(peers[0]) < 1.1 * (1 << 20)
+            deafen(other)
+            for _ in range(32):
+                one.transport.send([peers[0]], b"", [bytes(1 << 20)])
+            await asyncio.sleep(0.2)
+            # What the other side's kernel has is on its way, and no more; here nothing has come whole.
+            assert 1 << 20 <= one.transport.moved(peers[0]) < 16 << 20
+            [link] = other.transport._links
+            before = other.transport.moved(peers[1])
+            link._readable()
+            assert len(other.messages) == 2
+            assert other.transport.moved(peers[1]) > before, "a part of a message is under way"
+            assert one.transport.moved(Identity().peer_id) == 0
 
     asyncio.run(main())
 
@@ -328,7 +312,7 @@ def test_a_defect_in_a_handler_stops_neither_loop_nor_connection(caplog):
     asyncio.run(main())
 
 
-def test_32_transports_share_a_handful_of_threads():
+def test_32_transports_that_all_dial_each_other_need_no_thread():
     async def main():
         before = len(os.listdir("/proc/self/task"))
         async with sockets(*[None] * 32) as ends:
@@ -339,7 +323,7 @@ def test_32_transports_share_a_handful_of_threads():
             for end in ends:
                 end.transport.send([peer for peer in everybody if peer != end.transport.peer_id], b"hello all")
             await asyncio.gather(*(end.until_messages(31) for end in ends))
-            assert len(os.listdir("/proc/self/task")) - before <= 4
+            assert len(os.listdir("/proc/self/task")) == before
 
     asyncio.run(main())
 
@@ -384,7 +368,7 @@ def test_nothing_is_left_when_all_is_closed():
     assert threading.active_count() <= started_with
 
 
-def test_loops_in_different_threads_do_not_share_a_context():
+def test_loops_in_different_threads_share_nothing():
     def run():
         async def main():
             async with sockets(None, None) as (one, other):

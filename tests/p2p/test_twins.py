@@ -14,7 +14,7 @@ import pytest
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
-from tests.p2p.recorder import LOOPBACK, Recorder, eventually, sockets
+from tests.p2p.recorder import LOOPBACK, deafen, eventually, sockets
 
 pytestmark = pytest.mark.alone
 
@@ -32,12 +32,6 @@ def who_lives_has_time_to_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-
-
-def deafen(end: Recorder) -> None:
-    """Have it hear nothing over the links that it has, as if its machine were gone."""
-    for link in end.transport._links:
-        asyncio.get_running_loop().remove_reader(link.socket)
 
 
 def test_a_process_that_dials_the_other_one_is_told_and_tells(caplog):

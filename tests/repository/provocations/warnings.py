@@ -16,13 +16,12 @@ from torch.optim import lr_scheduler
 import shoal
 from shoal.averaging import coordination, reach
 from shoal.p2p.errors import PeerUnreachable
-from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sockets import SocketTransport
 from tests.optim.models import make_model
 from tests.optim.test_fallback import together as epoch_of
 from tests.optim.test_timeouts import deafen, together
-from tests.p2p.test_zeromq_hostile import stranger
+from tests.p2p.test_hostile import stranger
 from tests.repository.error_tables import Scene, provokes, raised
 
 
@@ -230,8 +229,8 @@ def a_peer_sends_bytes_that_are_no_message(scene: Scene) -> None:
 @provokes("refused a connection: …")
 def a_scanner_connects(scene: Scene) -> None:
     async def connect() -> None:
-        async with stranger(scene.dht.get_visible_maddrs()[0], Identity()) as dealer:
-            await dealer.send(b"what are you?")
+        async with stranger(scene.dht.get_visible_maddrs()[0]) as scanner:
+            await scanner.say(b"what are you?")
             await asyncio.to_thread(wait_for, scene, "refused a connection")
 
     asyncio.run(connect())
