@@ -26,8 +26,8 @@ def elements_of(payload: memoryview, dtype: torch.dtype) -> Tensor:
     """The elements in a payload as a 1-D tensor: a view of it where that is possible, else a copy.
 
     Copied are a payload that is not aligned to the element's size (loads from such addresses are undefined in
-    C++), one that is read-only (torch has no read-only tensors), and ``torch.bool``, where any byte but 0 counts as true
-    (what torch computes with bytes other than 0 and 1 is undefined).
+    C++), one that is read-only (torch has no read-only tensors), and ``torch.bool``, where any byte but 0 counts as
+    true (what torch computes with bytes other than 0 and 1 is undefined).
     """
     if payload.nbytes == 0:
         return torch.empty(0, dtype=dtype, device="cpu")

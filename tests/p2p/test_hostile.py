@@ -10,6 +10,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -65,7 +66,7 @@ class Stranger:
         self.listener = tls.peer_of(certificate)
         self.certificate = certificate
 
-    async def hear(self) -> greeting.Said:
+    async def hear(self) -> Any:
         """What the listener's transport says next."""
         head = await self.reader.readexactly(24)
         assert head[0] == Kind.CONTROL
@@ -364,7 +365,7 @@ def test_bytes_that_tls_does_not_accept_end_a_link():
 
     async def main():
         async with listener_and_friend() as (listener, friend, _):
-            [link] = [link for link in listener.transport._links]
+            [link] = listener.transport._links
             link._incoming.write(b"\x17\x03\x03\x00\x20" + os.urandom(32))
             link._advance()
             assert "does not speak TLS" in await listener.until_lost(friend.transport.peer_id)
@@ -385,7 +386,7 @@ def test_a_million_tiny_messages_do_not_hold_up_the_others(monkeypatch):
             for number in range(20):
                 friend.transport.send([address.peer_id], b"%d" % number)
                 before = len(listener.messages)
-                await listener.until(lambda number=number: b"%d" % number in listener.headers[-50_000:])
+                await listener.until(lambda: b"%d" % number in listener.headers[-50_000:])  # noqa: B023
                 assert len(listener.messages) - before < 100_000
             flood.cancel()
             await asyncio.gather(flood, return_exceptions=True)
@@ -425,7 +426,7 @@ def test_handshakes_at_once_are_bounded_per_address_and_in_all(monkeypatch, capl
     monkeypatch.setattr(shoal.p2p.listener, "HANDSHAKES", 6)
 
     async def main():
-        async with sockets(None, None) as (listener, friend):
+        async with sockets(None) as (listener,):
             address = await listener.transport.listen(Multiaddr("/ip4/0.0.0.0/tcp/0"))
 
             async def open_from(number: int, source: str) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
