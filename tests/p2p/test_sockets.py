@@ -15,6 +15,7 @@ import pytest
 
 import shoal.p2p.link
 import shoal.p2p.sockets
+from shoal.p2p import tcp
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.link import Stage
@@ -174,6 +175,62 @@ def test_two_that_dial_each_other_at_once_have_one_link_and_are_lost_once():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_peer_that_was_dialled_and_now_dials_is_asked_whether_it_has_lost_the_first_link(monkeypatch, lives):
+    """Its hello may have been under way when the first link opened, or it has lost that one without a word."""
+    monkeypatch.setattr("shoal.p2p.sockets.ALIVE_TIMEOUT", 100.0 if lives else 0.2)
+
+    async def main():
+        async with sockets(None, None) as (one, other):
+            here = await one.transport.listen(LOOPBACK)
+            await one.transport.dial(await other.transport.listen(LOOPBACK))
+            await eventually(lambda: other.transport.is_connected(here.peer_id))
+            link = other.transport._peers.pop(here.peer_id)  # so it dials
+            deafen(other)
+            dial = asyncio.create_task(other.transport.dial(here))
+            if lives:
+                await eventually(lambda: one.transport._rivals)
+                other.transport._peers[here.peer_id] = link
+                asyncio.get_running_loop().add_reader(link.socket, link._readable)
+                with pytest.raises(HandshakeFailed, match="it is connected already"):
+                    await dial
+                assert one.lost == other.lost == []
+            else:
+                await dial
+                assert [reason for _, reason in one.lost] == ["it was started anew"]
+            other.transport.send([here.peer_id], b"still here")
+            await one.until_messages(1)
+            link.end("the test is over")
+
+    asyncio.run(main())
+
+
+def test_what_came_before_a_send_failed_is_still_read():
+    async def main():
+        async with sockets(None, None) as (one, other):
+            await one.transport.dial(await other.transport.listen(LOOPBACK))
+            peers = (other.transport.peer_id, one.transport.peer_id)
+            one.transport.send([peers[0]], b"hello")
+            await other.until_messages(1)
+            deafen(other)
+            for number in range(5):
+                one.transport.send([peers[0]], b"%d" % number)
+            [link] = one.transport._links
+            link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # it ends by RST
+            link.socket.close()
+            one.transport._links.clear()
+            await asyncio.sleep(0.05)
+            for _ in range(3):  # these find out
+                other.transport.send([peers[1]], b"to nobody")
+            assert other.lost == []
+            [link] = other.transport._links
+            asyncio.get_running_loop().add_reader(link.socket, link._readable)
+            await other.until_lost(peers[1])
+            assert other.headers == [b"hello", b"0", b"1", b"2", b"3", b"4"]
+
+    asyncio.run(main())
+
+
 def test_a_peer_that_was_started_anew_replaces_what_it_was(monkeypatch, caplog):
     """Its old connection may look alive for a while: a machine that lost power says no goodbye."""
     monkeypatch.setattr("shoal.p2p.sockets.ALIVE_TIMEOUT", 0.2)
@@ -285,7 +342,8 @@ def test_large_messages_that_pass_are_movement():
                 one.transport.send([peers[0]], b"", [bytes(1 << 20)])
             await asyncio.sleep(0.2)
             # What the other side's kernel has is on its way, and no more; here nothing has come whole.
-            assert 1 << 20 <= one.transport.moved(peers[0]) < 16 << 20
+            received = tcp.counts(next(iter(other.transport._links)).socket)[1]
+            assert 1 << 20 <= one.transport.moved(peers[0]) <= received < 16 << 20
             [link] = other.transport._links
             before = other.transport.moved(peers[1])
             link._readable()
