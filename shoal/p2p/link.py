@@ -97,15 +97,12 @@ class Link:
 
     def connect(self, address: tuple[str, int]) -> None:
         """Dial."""
-        try:
-            tcp.prepare(self.socket)
-            self.socket.connect(address)
-        except BlockingIOError:
+        tcp.prepare(self.socket)
+        number = self.socket.connect_ex(address)
+        if number in (0, errno.EINPROGRESS):
             self._loop.add_writer(self.socket, self._connected)
-        except OSError as error:
-            self._unreachable(error.errno or 0)
         else:
-            self.secure()
+            self._unreachable(number)
 
     def _connected(self) -> None:
         self._loop.remove_writer(self.socket)
@@ -299,10 +296,11 @@ class Link:
             self.end("its connection was lost")
             return False
         try:
-            self._handle(self._reader.filled(number))
+            frame = self._reader.filled(number)
         except ValueError as error:
             self._owner.broke(self, str(error))
             return False
+        self._handle(frame)
         if self._reader.target is None:
             if not self._owner.budget_take(self, self._reader.size):
                 self._loop.remove_reader(self.socket)

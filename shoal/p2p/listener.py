@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import resource
 import socket
+import sys
 from collections.abc import Callable, Hashable
 
 from shoal.p2p import forks
@@ -67,7 +68,7 @@ def most_connections() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return max(1, hard - RESERVED_DESCRIPTORS)
+    return max(1, (sys.maxsize if hard == resource.RLIM_INFINITY else hard) - RESERVED_DESCRIPTORS)
 
 
 class Listener:

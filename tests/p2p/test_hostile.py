@@ -96,6 +96,10 @@ class Stranger:
                 pass
         return True
 
+    def stop_reading(self) -> None:
+        transport: Any = self.writer.transport
+        transport.pause_reading()
+
     async def join(self) -> None:
         """Be kept."""
         challenge = await self.hear()
@@ -485,7 +489,7 @@ def test_connections_of_one_peer_are_bounded(monkeypatch):
             for number, who in enumerate(others):
                 nonce, instance = (await who.hear()).nonce, number.to_bytes(8)
                 signed = greeting.signed(IMPOSTOR.peer_id, address.peer_id, instance, nonce, who.certificate)
-                who.writer.transport.pause_reading()
+                who.stop_reading()
                 await who.say(who.hello(nonce, instance=instance, signature=IMPOSTOR.sign(signed)))
             await eventually(lambda: connections(listener) == 1 + shoal.p2p.sockets.LINKS_PER_PEER)
             await asyncio.sleep(0.05)
@@ -512,7 +516,10 @@ def test_more_connections_than_there_are_descriptors_for(monkeypatch, caplog):
 def test_the_soft_limit_of_descriptors_is_raised(monkeypatch):
     limits = {"now": (1024, 4096)}
     fake = SimpleNamespace(
-        RLIMIT_NOFILE=7, getrlimit=lambda _: limits["now"], setrlimit=lambda _, new: limits.update(now=new)
+        RLIMIT_NOFILE=7,
+        RLIM_INFINITY=-1,
+        getrlimit=lambda _: limits["now"],
+        setrlimit=lambda _, new: limits.update(now=new),
     )
     monkeypatch.setattr(shoal.p2p.listener, "resource", fake)
     assert shoal.p2p.listener.most_connections() == 4096 - 256

@@ -26,4 +26,4 @@ def test_bytes_are_counted_and_silence_is_measured(monkeypatch):
             assert 1000 <= tcp.counts(near)[0] <= 1001  # the kernel counts the SYN, too
             assert not tcp.is_silent(near)
             monkeypatch.setattr(tcp, "LEAST_PATIENCE", -1.0)
-            assert tcp.is_silent(near)
+            assert not tcp.is_silent(near), "nobody was asked"
