@@ -12,6 +12,7 @@ import os
 import socket
 import ssl
 from collections import deque
+from contextlib import suppress
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -218,13 +219,8 @@ class Link:
             self._loop.remove_writer(self.socket)
         self._writing = wants
         if self.stage is Stage.FINISHING and not wants:
-            self._say_goodbye()
-
-    def _say_goodbye(self) -> None:
-        try:
-            self.socket.shutdown(socket.SHUT_WR)
-        except OSError:
-            self.end("its connection was lost")
+            with suppress(OSError):  # it has ended, which is read next
+                self.socket.shutdown(socket.SHUT_WR)
 
     def moved(self) -> int:
         """See `Transport.moved`."""

@@ -14,9 +14,10 @@ T = TypeVar("T")
 SWITCH_INTERVAL = 0.0005
 """Seconds for which another thread may keep the GIL when the reactor wants it back, as long as there is a reactor.
 
-Every call into torch or ZeroMQ that lets go of the GIL may have to wait so long for it afterwards. With Python's
-default of 5 ms a round beside a trainer in pure Python takes up to ten times as long (25M float32, float16, 4 peers on
-2 cores: 0.45 to 4.6 s instead of 0.31; with this 0.38 to 0.49 s). The trainer notices no difference."""
+Every call into torch, OpenSSL or the kernel that lets go of the GIL may have to wait so long for it afterwards. With
+Python's default of 5 ms a round beside a trainer in pure Python took up to ten times as long (25M float32, float16, 4
+peers on 2 cores, over ZeroMQ: 0.45 to 4.6 s instead of 0.31; with this 0.38 to 0.49 s). The trainer notices no
+difference."""
 
 
 class Reactor:

@@ -416,6 +416,7 @@ class SocketTransport(Transport):
         self.budget_free(link)
         if link.dialled and not link.outcome.done():
             link.outcome.set_exception(link.error(reason))
+            link.outcome.exception()  # asyncio would log it if nobody waits any more
         if link.peer is not None:
             rival = self._rivals.get(link.peer)
             if rival is not None and rival.link is link:

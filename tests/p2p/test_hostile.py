@@ -8,6 +8,7 @@ import os
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -389,18 +390,17 @@ def test_tiny_messages_without_end_do_not_hold_up_the_loop():
     async def main():
         async with listener_and_friend() as (listener, _, address), stranger(address, IMPOSTOR) as who:
             await who.join()
-            longest, before, loop = 0, 0, asyncio.get_running_loop()
+            seen = [0]
 
-            def look() -> None:  # once in every turn of the loop
-                nonlocal longest, before, looking
-                longest, before = max(longest, len(listener.messages) - before), len(listener.messages)
-                looking = loop.call_soon(look)
+            async def look() -> None:  # once in every turn of the loop
+                while seen[-1] < 40_000:
+                    await asyncio.sleep(0)
+                    seen.append(len(listener.messages))
 
-            looking = loop.call_soon(look)
+            looking = asyncio.create_task(look())
             await who.write(frames.encode(Kind.MESSAGE, b"") * 40_000)
-            await listener.until_messages(40_000)
-            looking.cancel()
-            assert longest <= 128
+            await looking
+            assert max(later - before for before, later in pairwise(seen)) <= 128
 
     asyncio.run(main())
 
