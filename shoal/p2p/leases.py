@@ -1,0 +1,72 @@
+"""Which memory the chunks of lanes belong to: asked in the threads that receive them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shoal.p2p.identity import PeerID
+
+
+@dataclass(eq=False, slots=True)
+class Target:
+    """Memory that waits for a chunk.
+
+    Attributes:
+        name: of the chunk.
+        source: the only peer that may bring it.
+        memory: of exactly its size. Until the chunk is delivered, anything may stand there.
+    """
+
+    name: bytes
+    source: PeerID
+    memory: memoryview
+    leased: bool = False
+
+
+class Leases:
+    """The memory that waits for chunks, by their names. May be called from any thread.
+
+    A target is leased while its chunk is opened into it: milliseconds, and never while bytes are waited for. So
+    `withdraw` is quick, and after it nothing is written to the memory any more.
+    """
+
+    def __init__(self) -> None:
+        self._targets: dict[bytes, Target] = {}
+        self._changed = threading.Condition()
+
+    def register(self, name: bytes, source: PeerID, memory: memoryview) -> Target:
+        """Let the chunk of that name, from that peer, be opened into `memory`; once. A chunk has one source at a time:
+        raises ValueError if this one is waited for already."""
+        target = Target(name, source, memory.cast("B"))
+        with self._changed:
+            if self._targets.setdefault(name, target) is not target:
+                raise ValueError(f"chunk {name.hex()} is waited for already")
+        return target
+
+    def withdraw(self, targets: Iterable[Target]) -> None:
+        """Return when nothing can be written into these targets any more. Those that are filled are no targets."""
+        withdrawn = list(targets)
+        with self._changed:
+            for target in withdrawn:
+                if self._targets.get(target.name) is target:
+                    del self._targets[target.name]
+            self._changed.wait_for(lambda: not any(target.leased for target in withdrawn))
+
+    def lease(self, name: bytes, source: PeerID, size: int) -> Target | None:
+        """The target of a chunk that is to be opened now; None if there is none for this name, source and size."""
+        with self._changed:
+            target = self._targets.get(name)
+            if target is None or target.leased or target.source != source or len(target.memory) != size:
+                return None
+            target.leased = True
+            return target
+
+    def give_back(self, target: Target, filled: bool) -> None:
+        """The opening is over. If it failed, the target waits for its chunk as before."""
+        with self._changed:
+            target.leased = False
+            if filled and self._targets.get(target.name) is target:
+                del self._targets[target.name]
+            self._changed.notify_all()

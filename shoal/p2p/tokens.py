@@ -1,0 +1,39 @@
+"""By which the connections of a lane are known: told over the link, good once, and not for long. No clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+TOKEN_BYTES: Final = 32
+TOKEN_SECONDS: Final = 10.0
+
+T = TypeVar("T")
+
+
+class Tokens(Generic[T]):
+    """What each token that this side gave is good for.
+
+    Args:
+        draw: gives so many random bytes.
+    """
+
+    def __init__(self, draw: Callable[[int], bytes]) -> None:
+        self._draw = draw
+        self._grants: dict[bytes, tuple[float, T]] = {}
+
+    def issue(self, grant: T, now: float) -> bytes:
+        """A token for `grant`."""
+        self.revoke(lambda _: False, now)
+        token = self._draw(TOKEN_BYTES)
+        self._grants[token] = now + TOKEN_SECONDS, grant
+        return token
+
+    def redeem(self, token: bytes, now: float) -> T | None:
+        """What it is good for; None if it is unknown, too old, or used."""
+        expires, grant = self._grants.pop(token, (now, None))
+        return grant if now < expires else None
+
+    def revoke(self, ended: Callable[[T], bool], now: float) -> None:
+        """Forget grants that have ended with their link, and those that are too old."""
+        self._grants = {t: (at, grant) for t, (at, grant) in self._grants.items() if now < at and not ended(grant)}
