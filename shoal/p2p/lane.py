@@ -18,9 +18,9 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 from weakref import WeakSet
 
-from shoal.p2p import tcp
+from shoal.p2p import congestion, tcp
 from shoal.p2p.buffers import Buffers, NoMemory
-from shoal.p2p.errors import MessageTooLarge, P2PError, PeerLost
+from shoal.p2p.errors import MessageTooLarge, P2PError, PeerLost, PeerUnreachable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Leases, Target
 from shoal.p2p.limit import Limit
@@ -37,6 +37,7 @@ from shoal.p2p.sealing import (
     Sealer,
     sealed_bytes,
 )
+from shoal.p2p.tokens import Tokens
 from shoal.p2p.writers import Writers
 
 MAX_CONNECTIONS: Final = 4
@@ -112,6 +113,7 @@ class Lanes:
         self.on_arrival, self.on_lost = on_arrival, on_lost
         self.upload, self.download = upload or Limit(None), download or Limit(None)
         self.leases, self.buffers, self.writers = Leases(), Buffers(MEMORY_BYTES), Writers()
+        self._tokens: Tokens[tuple[Lane, Keys]] = Tokens(os.urandom)
         self._lanes: set[Lane] = set()
         self._readers: list[threading.Thread] = []
         self._closed = False
@@ -119,9 +121,26 @@ class Lanes:
 
     def lane(self, peer: PeerID) -> Lane:
         """A new lane to that peer, without connections. What is sent waits for the first of them."""
+        if self._closed:
+            raise PeerUnreachable("this peer's lanes were closed")
         lane = Lane(self, peer)
         self._lanes.add(lane)
         return lane
+
+    def invite(self, lane: Lane, keys: Keys) -> bytes:
+        """A token with which the other side may add a connection to this lane, within TOKEN_SECONDS."""
+        return self._tokens.issue((lane, keys), time.monotonic())
+
+    def admit(self, accepted: socket.socket, token: bytes) -> bool:
+        """Add a connection to the lane that its first bytes, `token`, are good for; else close it. Belongs to the same
+        thread as `invite`."""
+        grant = self._tokens.redeem(token, time.monotonic())
+        if grant is None:
+            accepted.close()
+            return False
+        lane, keys = grant
+        lane.accept(accepted, keys)
+        return True
 
     def close(self) -> None:
         """End all lanes and threads. What had arrived is delivered before this returns."""
@@ -345,6 +364,8 @@ class _Connection(threading.Thread):
             self._open()
             self._lane.confirmed(self)
             self._read()
+        except BlockingIOError:  # what the kernel says after the time that it was given
+            reason = "the other side did not answer in time"
         except (OSError, P2PError) as error:
             reason = str(error)
         finally:
@@ -364,6 +385,7 @@ class _Connection(threading.Thread):
             raise BrokenFrame("the first frame is no hello")
         if self._dialled is None:
             self._greet(b"")
+        congestion.suit(self._socket)
         self._set_times(0, TURN_SECONDS)
 
     def _greet(self, token: bytes) -> None:
@@ -481,7 +503,8 @@ class _Connection(threading.Thread):
 
     def close_copy(self) -> None:
         """In a forked child, where a shutdown would end the parent's connection."""
-        os.close(self._socket.detach())
+        with suppress(OSError):  # it was closed already
+            os.close(self._socket.detach())
 
 
 _all: WeakSet[Lanes] = WeakSet()

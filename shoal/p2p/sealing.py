@@ -24,7 +24,10 @@ MAX_MESSAGE_BYTES: Final = HEADER_BYTES - _FIELDS.size
 _NONCE = struct.Struct(">4xQ")
 
 Suite = Literal["aes-256-gcm", "chacha20-poly1305"]
-_CIPHERS: Final[dict[Suite, type[AESGCM] | type[ChaCha20Poly1305]]] = {"aes-256-gcm": AESGCM, "chacha20-poly1305": ChaCha20Poly1305}
+_CIPHERS: Final[dict[Suite, type[AESGCM] | type[ChaCha20Poly1305]]] = {
+    "aes-256-gcm": AESGCM,
+    "chacha20-poly1305": ChaCha20Poly1305,
+}
 
 
 class BrokenFrame(P2PError):

@@ -23,8 +23,8 @@ class Tokens(Generic[T]):
         self._grants: dict[bytes, tuple[float, T]] = {}
 
     def issue(self, grant: T, now: float) -> bytes:
-        """A token for `grant`."""
-        self.revoke(lambda _: False, now)
+        """A token for `grant`. Those that are too old are forgotten."""
+        self._grants = {token: (expires, held) for token, (expires, held) in self._grants.items() if now < expires}
         token = self._draw(TOKEN_BYTES)
         self._grants[token] = now + TOKEN_SECONDS, grant
         return token
@@ -33,7 +33,3 @@ class Tokens(Generic[T]):
         """What it is good for; None if it is unknown, too old, or used."""
         expires, grant = self._grants.pop(token, (now, None))
         return grant if now < expires else None
-
-    def revoke(self, ended: Callable[[T], bool], now: float) -> None:
-        """Forget grants that have ended with their link, and those that are too old."""
-        self._grants = {t: (at, grant) for t, (at, grant) in self._grants.items() if now < at and not ended(grant)}
