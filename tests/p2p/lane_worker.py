@@ -1,0 +1,49 @@
+"""A process with one end of a lane: `python -m tests.p2p.lane_worker sends|takes|hogs|exits`, see test_lane_processes.py.
+
+It reads its two keys, and says where it listens and the token; then it does what its argument says.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+from shoal.p2p.identity import PeerID
+from shoal.p2p.sealing import Keys
+from tests.p2p.lane_ends import End, name
+
+HOG_SECONDS = 10.0
+
+
+def main() -> None:
+    """Play one end."""
+    mode = sys.argv[1]
+    end = End(2)
+    sealing, opening = (bytes.fromhex(key) for key in sys.stdin.readline().split())
+    lane = end.lanes.lane(PeerID(bytes([1]) * 32))
+    token = end.lanes.invite(lane, Keys("aes-256-gcm", sealing, opening))
+    print(end.listener.getsockname()[1], token.hex(), flush=True)
+    end.admit()
+    end.listener.close()
+    memory = memoryview(bytearray(4 << 20))
+    if mode == "hogs":
+        end.arrival()
+        print("holds the GIL", flush=True)
+        sys.setswitchinterval(1000)
+        until = time.monotonic() + HOG_SECONDS
+        while time.monotonic() < until:
+            pass
+        sys.setswitchinterval(0.005)
+    if mode in ("sends", "exits"):
+        room = threading.Semaphore(2)
+        for number in range(100 if mode == "exits" else 1 << 40):
+            room.acquire()
+            lane.send(name(number), b"", memory, room.release)
+    while mode != "exits":
+        end.arrival().release()
+        print("took one", flush=True)
+
+
+if __name__ == "__main__":
+    main()
