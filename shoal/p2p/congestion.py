@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import struct
+import threading
 from functools import cache
 from typing import Final
 
@@ -14,9 +15,17 @@ SHORT_MICROSECONDS: Final = 1000
 _RTT = struct.Struct("=68xI")  # of struct tcp_info: tcpi_rtt, microseconds
 
 
-@cache
+_lock = threading.Lock()
+
+
 def has_bbr() -> bool:
     """Whether this process may use BBR. If not, says so in the log, once."""
+    with _lock:
+        return _has_bbr()
+
+
+@cache
+def _has_bbr() -> bool:
     with socket.socket() as probe:
         try:
             probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")

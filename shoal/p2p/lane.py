@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 from weakref import WeakSet
 
-from shoal.p2p import congestion, tcp
+from shoal.p2p import congestion, forks, tcp
 from shoal.p2p.buffers import Buffers, NoMemory
 from shoal.p2p.errors import MessageTooLarge, P2PError, PeerLost, PeerUnreachable
 from shoal.p2p.identity import PeerID
@@ -116,7 +116,7 @@ class Lanes:
         self._tokens: Tokens[tuple[Lane, Keys]] = Tokens(os.urandom)
         self._lanes: set[Lane] = set()
         self._readers: list[threading.Thread] = []
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         _all.add(self)
 
     def lane(self, peer: PeerID) -> Lane:
@@ -144,8 +144,8 @@ class Lanes:
 
     def close(self) -> None:
         """End all lanes and threads. What had arrived is delivered before this returns."""
-        if self._closed:
-            return
+        if self._closed or os.getpid() != self._process:
+            return  # in a forked child there are no threads to end, and its sockets are closed
         self._closed = True
         for lane in list(self._lanes):
             lane.end()
@@ -163,15 +163,6 @@ class Lanes:
         """This lane is over, and all that came over it was delivered."""
         self._lanes.discard(lane)
         self.on_lost(lane.peer, reason)
-
-    def close_copies(self) -> None:
-        """In a forked child: close what it has copies of, and nothing more. TCP tells the other side of an end only
-        when the last copy is closed."""
-        for lane in self._lanes:
-            lane.close_copies()
-        if not self._closed:
-            self.writers.close_copies()
-        self._closed = True
 
 
 class Lane:
@@ -248,11 +239,6 @@ class Lane:
                 return
             self._told = True
         self.lanes.gone(self, self._reason)
-
-    def close_copies(self) -> None:
-        """In a forked child."""
-        for connection in self._connections:
-            connection.close_copy()
 
     @property
     def moved(self) -> int:
@@ -351,6 +337,7 @@ class _Connection(threading.Thread):
     ) -> None:
         super().__init__(name="shoal-lane", daemon=True)
         self._lane, self._lanes, self._socket, self._dialled = lane, lane.lanes, connection, dialled
+        forks.close_in_children(connection)
         self.fd = connection.fileno()
         self._sealer, self._opener = Sealer(keys.suite, keys.sealing), Opener(keys.suite, keys.opening)
         self.sending = threading.Lock()
@@ -501,11 +488,6 @@ class _Connection(threading.Thread):
             self._lanes.buffers.put(self._sealed)
         self._socket.close()
 
-    def close_copy(self) -> None:
-        """In a forked child, where a shutdown would end the parent's connection."""
-        with suppress(OSError):  # it was closed already
-            os.close(self._socket.detach())
-
 
 _all: WeakSet[Lanes] = WeakSet()
 
@@ -515,10 +497,4 @@ def _close_all() -> None:
         lanes.close()
 
 
-def _close_copies() -> None:
-    for lanes in list(_all):
-        lanes.close_copies()
-
-
 atexit.register(_close_all)
-os.register_at_fork(after_in_child=_close_copies)

@@ -52,10 +52,6 @@ class Writers:
         os.eventfd_write(self._end, 1)
         for thread in self._threads:
             thread.join()
-        self.close_copies()
-
-    def close_copies(self) -> None:
-        """Close the descriptors: all that a forked child has to do."""
         self._epoll.close()
         os.close(self._end)
 

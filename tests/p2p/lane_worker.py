@@ -1,4 +1,4 @@
-"""A process with one end of a lane: `python -m tests.p2p.lane_worker sends|takes|hogs|exits`, see test_lane_processes.py.
+"""A process with one end of a lane: `python -m tests.p2p.lane_worker sends|takes|hogs|exits`.
 
 It reads its two keys, and says where it listens and the token; then it does what its argument says.
 """
