@@ -32,6 +32,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from shoal.flat import bytes_of
 from shoal.p2p.identity import PeerID
 from shoal.p2p.lane import Arrival, Lane, Lanes
 from shoal.p2p.sealing import Keys
@@ -52,7 +53,7 @@ class Peer:
 
     def __init__(self, rank: int, args: argparse.Namespace, vector: torch.Tensor) -> None:
         self.rank, self.peers, self.chunk, self.vector = rank, args.peers, args.chunk, vector
-        self.memory = memoryview(vector.numpy()).cast("B")
+        self.memory = bytes_of(vector)
         width = -(-args.numel // args.peers)
         self.spans = [(min(i * width, args.numel), min((i + 1) * width, args.numel)) for i in range(args.peers)]
         if args.one_way:
@@ -207,7 +208,7 @@ def lanes(args: argparse.Namespace) -> float:
         f"CPU {sum(cpu):.2f} s a round, same digests {len(set(digests)) == 1}, largest error {max(errors):.1e}",
         flush=True,
     )
-    return statistics.median(slowest)
+    return float(statistics.median(slowest))
 
 
 def floor(args: argparse.Namespace) -> float:

@@ -43,6 +43,7 @@ from shoal.p2p.writers import Writers
 MAX_CONNECTIONS: Final = 4
 WINDOW_BYTES: Final = 8 << 20  # that wait to be sealed, of one lane
 SCRATCH_BYTES: Final = 2 * WINDOW_BYTES  # of one lane, that came without a target and are not released
+LEAST_SHARE: Final = 64 << 10  # of that, for each chunk
 MEMORY_BYTES: Final = 4 << 30  # of all lanes: chunks under way, and scratch
 OPENING_SECONDS: Final = 10.0
 TURN_SECONDS: Final = 0.1
@@ -78,7 +79,7 @@ class Arrival:
     def _let_go(self, *, reuse: bool) -> None:
         lane, self._lane = self._lane, None
         if lane is not None:
-            lane._put_scratch(self.memory, reuse=reuse)
+            lane.put_scratch(self.memory, reuse=reuse)
             self.memory = memoryview(b"")
 
 
@@ -166,8 +167,10 @@ class Lanes:
 
 
 class Lane:
-    """1 to 4 connections to one peer, over which chunks pass both ways; of several, in any order. May be used from any
-    thread. If one connection ends, all do."""
+    """1 to 4 connections to one peer, over which chunks pass both ways; of several, in any order. If one ends, all do.
+
+    `send`, `cancel` and `end` may be called from any thread, all else from the one that made the `Lanes`.
+    """
 
     def __init__(self, lanes: Lanes, peer: PeerID) -> None:
         self.peer, self.lanes = peer, lanes
@@ -310,18 +313,19 @@ class Lane:
     def take_scratch(self, size: int) -> memoryview:
         """Memory for a chunk without a target. Waits while the peer's share is used up: a peer that keeps to its
         window never comes so far. Raises PeerLost if the lane is over before there is some."""
+        share = max(size, LEAST_SHARE)
         with self._changed:
-            room = self._changed.wait_for(lambda: self._scratch + size <= SCRATCH_BYTES or self.over.is_set())
-            if not room or self._scratch + size > SCRATCH_BYTES:
-                raise PeerLost("the lane ended")
-            memory = self.lanes.buffers.take(size)
-            self._scratch += size
-            return memory
+            self._changed.wait_for(lambda: self._scratch + share <= SCRATCH_BYTES or self.over.is_set())
+            if self._scratch + share > SCRATCH_BYTES:
+                raise PeerLost("this side ended it")
+            self._scratch += share
+        return self.lanes.buffers.take(size)
 
-    def _put_scratch(self, memory: memoryview, *, reuse: bool) -> None:
+    def put_scratch(self, memory: memoryview, *, reuse: bool) -> None:
+        """It is not used any more; without `reuse`, somebody may still look at it."""
         self.lanes.buffers.put(memory, reuse=reuse)
         with self._changed:
-            self._scratch -= len(memory)
+            self._scratch -= max(len(memory), LEAST_SHARE)
             self._changed.notify_all()
 
 
@@ -365,6 +369,8 @@ class _Connection(threading.Thread):
         if self._dialled is not None:
             address, token = self._dialled
             self._socket.connect(address)
+            if self._lane.over.is_set():  # since before there was anything to shut down
+                raise PeerLost("this side ended it")
             self._greet(token)
         sealed = memoryview(bytearray(SEALED_HEADER_BYTES))
         self._receive(sealed, time.monotonic() + OPENING_SECONDS)

@@ -55,7 +55,7 @@ def test_a_killed_process_is_lost_at_once_and_what_it_had_sent_arrives(mode):
         assert time.monotonic() - killed < 1
         assert end.lost.empty()
         while not end.arrivals.empty():  # each of them whole
-            assert end.arrival().memory == CHUNK
+            assert bytes(end.arrival().memory) == CHUNK
 
 
 @pytest.mark.long

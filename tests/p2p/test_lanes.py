@@ -18,7 +18,7 @@ import pytest
 from shoal.p2p import congestion, lane
 from shoal.p2p.errors import MessageTooLarge, PeerUnreachable
 from shoal.p2p.identity import PeerID
-from shoal.p2p.lane import MAX_CONNECTIONS, SCRATCH_BYTES, WINDOW_BYTES
+from shoal.p2p.lane import LEAST_SHARE, MAX_CONNECTIONS, SCRATCH_BYTES, WINDOW_BYTES
 from shoal.p2p.limit import Limit
 from shoal.p2p.sealing import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES, NAME_BYTES
 from tests.p2p.lane_ends import PATIENCE, End, Raw, both_keys, join, name
@@ -50,7 +50,7 @@ def test_chunks_pass_both_ways_into_their_targets_or_scratch(connections, suite)
                 for arrival in came:
                     number = int(arrival.message.split()[1])
                     assert arrival.peer == here.peer
-                    assert arrival.memory == data[number]
+                    assert bytes(arrival.memory) == data[number]
                     assert arrival.target is (targets[number] if placed else None)
             assert memory == data
             for arrival in arrivals:
@@ -174,7 +174,7 @@ def test_over_ipv6():
         far.listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
         ours, _ = join(near, far)
         near.send(ours, 1, b"over IPv6")
-        assert far.arrival().memory == b"over IPv6"
+        assert bytes(far.arrival().memory) == b"over IPv6"
 
 
 def test_a_lane_has_four_connections():
@@ -182,7 +182,7 @@ def test_a_lane_has_four_connections():
         ours, _ = join(near, far, MAX_CONNECTIONS)
         ours.dial(far.listener.getsockname(), bytes(32), both_keys()[0])
         near.send(ours, 1, b"fine")
-        assert far.arrival().memory == b"fine"
+        assert bytes(far.arrival().memory) == b"fine"
         assert len(ours._connections) == MAX_CONNECTIONS
 
 
@@ -199,7 +199,7 @@ def test_scratch_is_bounded_for_each_peer_and_used_again():
         sender.start()
         arrivals = [end.arrival() for _ in range(SCRATCH_BYTES // (4 * MIB))]
         other.socket.sendall(other.chunk(1, b"another peer's"))
-        assert end.arrival().memory == b"another peer's"
+        assert bytes(end.arrival().memory) == b"another peer's"
         assert end.arrivals.empty()
         for number in range(len(arrivals), 9):
             if number % 2:
@@ -213,6 +213,18 @@ def test_scratch_is_bounded_for_each_peer_and_used_again():
         assert end.loss() == "this side ended it"
         raw.close()
         sender.join(PATIENCE)
+
+
+def test_many_tiny_chunks_take_no_more_scratch_than_a_few_large_ones():
+    with End(1) as end, Raw(end, PeerID(b"7" * 32)) as raw:
+        raw.socket.sendall(b"".join(raw.chunk(number, b"x") for number in range(300)))
+        most = SCRATCH_BYTES // LEAST_SHARE
+        arrivals = [end.arrival() for _ in range(most)]
+        with pytest.raises(queue.Empty):
+            end.arrivals.get(timeout=0.1)
+        for arrival in arrivals:
+            arrival.release()
+        assert [end.arrival().memory[0] for _ in range(300 - most)] == [ord("x")] * (300 - most)
 
 
 def waiting_in_kernel(ours: lane.Lane) -> int:
@@ -298,6 +310,12 @@ def test_nothing_is_left_of_lanes_in_any_state():
         silent = Raw(near, PeerID(b"5" * 32), greets=False)
         near.lanes.lane(PeerID(b"6" * 32)).dial(mute.getsockname(), bytes(32), both_keys()[0])
         near.lanes.lane(PeerID(b"9" * 32))
+        crowd = socket.create_server(("127.0.0.1", 0), backlog=0)
+        waiting = [socket.socket() for _ in range(3)]
+        for other in waiting:  # then the kernel answers nobody any more
+            other.setblocking(False)
+            other.connect_ex(crowd.getsockname())
+        near.lanes.lane(PeerID(b"4" * 32)).dial(crowd.getsockname(), bytes(32), both_keys()[0])
         full = Raw(near, PeerID(b"7" * 32))
         full.socket.setblocking(False)
         stalled = Raw(near, PeerID(b"8" * 32))
@@ -318,11 +336,13 @@ def test_nothing_is_left_of_lanes_in_any_state():
         far.lanes.close()
         for raw in (silent, full, stalled):
             raw.close()
+        for opened in (crowd, *waiting):
+            opened.close()
         assert near.lanes.buffers._out == SCRATCH_BYTES + 4 * 1024  # which this test has not released
         while not near.arrivals.empty():
             near.arrival().release()
         assert near.lanes.buffers._out == 0
-        assert near.lost.qsize() == 6
+        assert near.lost.qsize() == 7
     assert set(threading.enumerate()) == threads
     assert descriptors() == before
 
@@ -330,7 +350,7 @@ def test_nothing_is_left_of_lanes_in_any_state():
 def test_a_forked_child_holds_no_connection_open():
     with End(1) as near, Raw(near, PeerID(b"7" * 32)) as raw:
         raw.socket.sendall(raw.chunk(1, b"before"))
-        assert near.arrival().memory == b"before"
+        assert bytes(near.arrival().memory) == b"before"
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
@@ -338,7 +358,7 @@ def test_a_forked_child_holds_no_connection_open():
             os.read(read, 1)
             os._exit(0)
         raw.socket.sendall(raw.chunk(2, b"after"))
-        assert near.arrival().memory == b"after"
+        assert bytes(near.arrival().memory) == b"after"
         near.send(raw.lane, 1, b"both ways")
         assert raw.receive().message == b"chunk 1"
         near.lanes.close()
@@ -358,7 +378,7 @@ def test_a_kernel_without_bbr_is_named_once(caplog, monkeypatch):
     with End(1) as near, End(2) as far:
         ours, _ = join(near, far, 3)
         near.send(ours, 1, b"anyway")
-        assert far.arrival().memory == b"anyway"
+        assert bytes(far.arrival().memory) == b"anyway"
     assert len([record for record in caplog.records if "BBR" in record.message]) == 1
     congestion._has_bbr.cache_clear()
 

@@ -99,7 +99,7 @@ def test_a_token_is_good_once_and_not_for_long_and_a_wrong_one_never(monkeypatch
                 assert not end.admit()
                 assert stranger.recv(1) == b""
         raw.socket.sendall(raw.chunk(1, b"still here"))
-        assert end.arrival().memory == b"still here"
+        assert bytes(end.arrival().memory) == b"still here"
         assert end.lost.empty()
 
 
