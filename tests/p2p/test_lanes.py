@@ -12,6 +12,7 @@ import termios
 import threading
 import time
 from contextlib import suppress
+from random import Random
 
 import pytest
 
@@ -343,6 +344,45 @@ def test_nothing_is_left_of_lanes_in_any_state():
             near.arrival().release()
         assert near.lanes.buffers._out == 0
         assert near.lost.qsize() == 7
+    assert set(threading.enumerate()) == threads
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lanes_that_end_in_the_middle_free_all_memory_once_and_leave_nothing(seed):
+    random = Random(seed)
+    threads, before = set(threading.enumerate()), descriptors()
+    with End(1) as near, End(2) as far:
+        for _ in range(30):
+            ours, theirs = join(near, far, random.randint(1, 3))
+            frees = []
+            for number in range(random.randint(1, 40)):
+                for end, mine in ((near, ours), (far, theirs)):
+                    free: queue.SimpleQueue[int] = queue.SimpleQueue()
+                    data = memoryview(bytes(random.choice((1, 70_000, MIB))))
+                    if mine.send(name(number), b"", data, lambda free=free: free.put(1)):  # type: ignore[misc]
+                        frees.append(free)
+                    while random.random() < 0.7 and not end.arrivals.empty():
+                        end.arrival().release()
+            how = random.randrange(4)
+            if how == 0:
+                ours.end()
+            elif how == 1:
+                theirs.end()
+            else:
+                for connection in list((ours, theirs)[how - 2]._connections)[:1]:
+                    connection.shut()
+            near.loss()
+            far.loss()
+            for free in frees:
+                assert free.get(timeout=PATIENCE) == 1
+            for end in (near, far):
+                while not end.arrivals.empty():
+                    end.arrival().release()
+            assert all(free.empty() for free in frees)
+            assert near.lost.empty()
+            assert far.lost.empty()
+            assert near.lanes.buffers._out == far.lanes.buffers._out == 0
     assert set(threading.enumerate()) == threads
     assert descriptors() == before
 
