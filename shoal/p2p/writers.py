@@ -42,10 +42,9 @@ class Writers:
                 self._epoll.modify(fd, select.EPOLLOUT | select.EPOLLONESHOT)
 
     def remove(self, fd: int) -> None:
-        """The connection is about to be closed."""
+        """The connection is about to be closed, by which the kernel forgets what it has asked for."""
         with self._lock:
-            if self._turns.pop(fd, None) is not None:
-                self._epoll.unregister(fd)
+            self._turns.pop(fd, None)
 
     def close(self) -> None:
         """End the threads. There are no connections any more."""
