@@ -170,6 +170,11 @@ class Lane:
     """1 to 4 connections to one peer, over which chunks pass both ways; of several, in any order. If one ends, all do.
 
     `send`, `cancel` and `end` may be called from any thread, all else from the one that made the `Lanes`.
+
+    Attributes:
+        peer: who is at the other end.
+        over: set when the lane has ended, or is about to.
+        queued: bytes that wait to be sealed.
     """
 
     def __init__(self, lanes: Lanes, peer: PeerID) -> None:
@@ -180,7 +185,7 @@ class Lane:
         self._connections: list[_Connection] = []
         self._idle: list[_Connection] = []  # those that have nothing to send
         self._frames: deque[_Frame] = deque()
-        self._queued = self._scratch = 0  # bytes
+        self.queued = self._scratch = 0  # bytes
 
     # -- connections
 
@@ -230,7 +235,7 @@ class Lane:
             self._reason = reason
             for connection in self._connections:
                 connection.shut()
-            dropped, self._queued = list(self._frames), 0
+            dropped, self.queued = list(self._frames), 0
             self._frames.clear()
             self._changed.notify_all()
         for frame in dropped:
@@ -251,11 +256,6 @@ class Lane:
 
     # -- sending
 
-    @property
-    def queued(self) -> int:
-        """Bytes that wait to be sealed."""
-        return self._queued
-
     def send(self, name: bytes, message: bytes, memory: memoryview, when_free: Callable[[], None]) -> bool:
         """Queue a chunk; never waits. Returns False, and does nothing, if WINDOW_BYTES are queued already.
 
@@ -269,10 +269,10 @@ class Lane:
         if not 0 < len(memory) <= MAX_PAYLOAD_BYTES or len(message) > MAX_MESSAGE_BYTES or len(name) != NAME_BYTES:
             raise MessageTooLarge(f"a chunk of {len(memory)} bytes, a message of {len(message)} breaks the bounds")
         with self._changed:
-            if self._queued and self._queued + len(memory) > WINDOW_BYTES:
+            if self.queued and self.queued + len(memory) > WINDOW_BYTES:
                 return False
             if not self.over.is_set():
-                self._queued += len(memory)
+                self.queued += len(memory)
                 self._frames.append(_Frame(Header(len(memory), name, message), memory, when_free))
                 self._wake()
                 return True
@@ -284,7 +284,7 @@ class Lane:
         with self._changed:
             dropped = [frame for frame in self._frames if frame.header.name.startswith(prefix)]
             self._frames = deque(frame for frame in self._frames if not frame.header.name.startswith(prefix))
-            self._queued -= sum(len(frame.memory) for frame in dropped)
+            self.queued -= sum(len(frame.memory) for frame in dropped)
         for frame in dropped:
             frame.when_free()
 
@@ -298,7 +298,7 @@ class Lane:
             if not self._frames:
                 return None
             frame = self._frames.popleft()
-            self._queued -= len(frame.memory)
+            self.queued -= len(frame.memory)
             return frame
 
     def has_more(self, connection: _Connection) -> bool:

@@ -7,6 +7,7 @@ from typing import Final, Generic, TypeVar
 
 TOKEN_BYTES: Final = 32
 TOKEN_SECONDS: Final = 10.0
+FIRST_BYTE: Final = b"\0"  # with which nothing of TLS begins: links come to the same port
 
 T = TypeVar("T")
 
@@ -25,7 +26,7 @@ class Tokens(Generic[T]):
     def issue(self, grant: T, now: float) -> bytes:
         """A token for `grant`. Those that are too old are forgotten."""
         self._grants = {token: (expires, held) for token, (expires, held) in self._grants.items() if now < expires}
-        token = self._draw(TOKEN_BYTES)
+        token = FIRST_BYTE + self._draw(TOKEN_BYTES - 1)
         self._grants[token] = now + TOKEN_SECONDS, grant
         return token
 

@@ -1,10 +1,11 @@
-"""A process with one end of a lane: `python -m tests.p2p.lane_worker sends|takes|hogs|exits`.
+"""A process with one end of a lane: `python -m tests.p2p.lane_worker sends|takes|forks|hogs|exits`.
 
 It reads its two keys, and says where it listens and the token; then it does what its argument says.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from shoal.p2p.sealing import Keys
 from tests.p2p.lane_ends import End, name
 
 HOG_SECONDS = 10.0
+CHILD_SECONDS = 3.0
 
 
 def main() -> None:
@@ -27,6 +29,12 @@ def main() -> None:
     end.admit()
     end.listener.close()
     memory = memoryview(bytearray(4 << 20))
+    if mode == "forks":
+        end.arrival().release()
+        print("took one", flush=True)
+        if os.fork() == 0:
+            time.sleep(CHILD_SECONDS)
+            os._exit(0)
     if mode == "hogs":
         end.arrival()
         print("holds the GIL", flush=True)

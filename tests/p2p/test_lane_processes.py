@@ -39,11 +39,11 @@ def other_process(end: End, mode: str) -> Iterator[tuple[ForkedProcess, Lane]]:
         process.stdout.close()
 
 
-@pytest.mark.parametrize("mode", ["sends", "takes"])
+@pytest.mark.parametrize("mode", ["sends", "takes", "forks"])
 def test_a_killed_process_is_lost_at_once_and_what_it_had_sent_arrives(mode):
     with End(1) as end, other_process(end, mode) as (process, lane):
         for number in range(3):
-            if mode == "takes":
+            if mode != "sends":
                 end.send(lane, number, CHUNK).get(timeout=PATIENCE)
                 process.stdout.readline()
             else:

@@ -16,6 +16,7 @@ def test_a_token_is_good_once():
     tokens = counted()
     one, other = tokens.issue("one", 0.0), tokens.issue("other", 0.0)
     assert len(one) == len(other) == TOKEN_BYTES
+    assert one[:1] == other[:1] == b"\0"
     assert tokens.redeem(other, 1.0) == "other"
     assert tokens.redeem(other, 1.0) is None
     assert tokens.redeem(one, 1.0) == "one"
