@@ -27,7 +27,7 @@ class Buffers:
     def __init__(self, limit: int) -> None:
         self._limit, self._out, self._kept = limit, 0, 0
         self._free: dict[int, list[bytearray]] = {}
-        self._lock = threading.RLock()  # a chunk that is garbage may be collected under it
+        self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> memoryview:
         """A buffer of so many bytes, with anything in it. Raises NoMemory."""

@@ -44,6 +44,7 @@ MAX_CONNECTIONS: Final = 4
 WINDOW_BYTES: Final = 8 << 20  # that wait to be sealed, of one lane
 SCRATCH_BYTES: Final = 2 * WINDOW_BYTES  # of one lane, that came without a target and are not released
 LEAST_SHARE: Final = 64 << 10  # of that, for each chunk
+FORGOTTEN_SECONDS: Final = 0.1  # between two looks whether some was forgotten instead of released
 MEMORY_BYTES: Final = 4 << 30  # of all lanes: chunks under way, and scratch
 OPENING_SECONDS: Final = 10.0
 TURN_SECONDS: Final = 0.1
@@ -71,16 +72,14 @@ class Arrival:
 
     def release(self) -> None:
         """The chunk was used: `memory` may be another chunk's from now on. Does nothing for a target."""
-        self._let_go(reuse=True)
-
-    def __del__(self) -> None:
-        self._let_go(reuse=False)  # somebody may still have a view
-
-    def _let_go(self, *, reuse: bool) -> None:
         lane, self._lane = self._lane, None
         if lane is not None:
-            lane.put_scratch(self.memory, reuse=reuse)
-            self.memory = memoryview(b"")
+            memory, self.memory = self.memory, memoryview(b"")
+            lane.put_scratch(memory)
+
+    def __del__(self) -> None:
+        if self._lane is not None:  # no lock may be taken here: this thread may hold any
+            self._lane.forgotten.append(self.memory)
 
 
 class _Frame(NamedTuple):
@@ -186,6 +185,7 @@ class Lane:
         self._idle: list[_Connection] = []  # those that have nothing to send
         self._frames: deque[_Frame] = deque()
         self.queued = self._scratch = 0  # bytes
+        self.forgotten: deque[memoryview] = deque()  # scratch that is garbage
 
     # -- connections
 
@@ -203,8 +203,8 @@ class Lane:
             if self.over.is_set() or len(self._connections) == MAX_CONNECTIONS:
                 connection.close()
                 return
-            self._connections.append(connection)
             self.lanes.start(connection)
+            self._connections.append(connection)
 
     def confirmed(self, connection: _Connection) -> None:
         """The other side has the keys."""
@@ -313,15 +313,20 @@ class Lane:
     def take_scratch(self, size: int) -> memoryview:
         """Memory for a chunk without a target. Waits while the peer's share is used up: a peer that keeps to its
         window never comes so far. Raises PeerLost if the lane is over before there is some."""
-        share = max(size, LEAST_SHARE)
         with self._changed:
-            self._changed.wait_for(lambda: self._scratch + share <= SCRATCH_BYTES or self.over.is_set())
-            if self._scratch + share > SCRATCH_BYTES:
-                raise PeerLost("this side ended it")
-            self._scratch += share
+            while not self._has_room(size):
+                if self.over.is_set():
+                    raise PeerLost("this side ended it")
+                self._changed.wait(FORGOTTEN_SECONDS)
+            self._scratch += max(size, LEAST_SHARE)
         return self.lanes.buffers.take(size)
 
-    def put_scratch(self, memory: memoryview, *, reuse: bool) -> None:
+    def _has_room(self, size: int) -> bool:
+        while self.forgotten:
+            self.put_scratch(self.forgotten.popleft(), reuse=False)
+        return self._scratch + max(size, LEAST_SHARE) <= SCRATCH_BYTES
+
+    def put_scratch(self, memory: memoryview, *, reuse: bool = True) -> None:
         """It is not used any more; without `reuse`, somebody may still look at it."""
         self.lanes.buffers.put(memory, reuse=reuse)
         with self._changed:
