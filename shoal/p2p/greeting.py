@@ -17,6 +17,8 @@ MAGIC = "shoal"
 VERSION = 2
 INSTANCE_BYTES = 8
 NONCE_BYTES = 32
+TOKEN_BYTES = 32
+LANE_BYTE = b"\0"  # the first of a token: nothing of TLS begins with it, and links come to the same port
 _MAX_REASON = 1024
 # The first bytes of version 1, which was ZeroMQ's (ZMTP), and what they are answered.
 FIRST_VERSION = b"\xff\0\0\0\0\0\0\0\1\x7f"

@@ -19,7 +19,6 @@ HANDSHAKES = 512  # at once, in all
 RESERVED_DESCRIPTORS = 256  # of those that the process may have, for everything but accepted connections
 ACCEPT_AGAIN = 1.0  # seconds until a listener that was out of descriptors tries again
 _BACKLOG = 512
-_AT_A_TIME = 16
 
 
 class Admission:
@@ -92,10 +91,6 @@ class Listener:
         port: int,
         on_accepted: Callable[[socket.socket, str], None],
     ) -> None:
-        self._on_accepted = on_accepted
-        self._loop = asyncio.get_running_loop()
-        self._again: asyncio.TimerHandle | None = None
-        self._full = False
         six = address.version == 6
         self._socket = socket.create_server(
             (str(address), port),
@@ -106,32 +101,28 @@ class Listener:
         forks.close_in_children(self._socket)
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
-        self._loop.add_reader(self._socket, self._accept)
+        self._loop = asyncio.get_running_loop()
+        self._task = self._loop.create_task(self._accept(on_accepted))
 
-    def _accept(self) -> None:
-        for _ in range(_AT_A_TIME):
+    async def _accept(self, on_accepted: Callable[[socket.socket, str], None]) -> None:
+        full = False
+        while True:
             try:
-                connection, where = self._socket.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as error:  # no descriptors, or no memory
-                self._rest(error)
-                return
-            self._full = False
-            connection.setblocking(False)
-            self._on_accepted(connection, where[0])
-
-    def _rest(self, error: OSError) -> None:
-        """Connections wait at the kernel for a while."""
-        if not self._full:
-            self._full = True
-            log.warning("no connection can be accepted for now: %s; those that are there stay", error.strerror)
-        self._loop.remove_reader(self._socket)
-        self._again = self._loop.call_later(ACCEPT_AGAIN, self._loop.add_reader, self._socket, self._accept)
+                connection, where = await self._loop.sock_accept(self._socket)
+            except ConnectionAbortedError:
+                pass
+            except OSError as error:  # no descriptors, or no memory: connections wait at the kernel for a while
+                if not full:
+                    log.warning("no connection can be accepted for now: %s; those that are there stay", error.strerror)
+                full = True
+                await asyncio.sleep(ACCEPT_AGAIN)
+            else:
+                full = False
+                on_accepted(connection, where[0])
+            await asyncio.sleep(0)  # whatever comes, the loop does something else in between
 
     def close(self) -> None:
         """Accept no more."""
-        if self._again is not None:
-            self._again.cancel()
+        self._task.cancel()
         self._loop.remove_reader(self._socket)
         self._socket.close()

@@ -16,10 +16,10 @@ from weakref import WeakValueDictionary
 from shoal.p2p import frames, greeting, tcp, tls
 from shoal.p2p.budget import Budget
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
-from shoal.p2p.frames import Frame, Kind
+from shoal.p2p.frames import Kind
 from shoal.p2p.greeting import Alive, Challenge, Hello, Kept, Refusal, Taken
 from shoal.p2p.identity import Identity, PeerID
-from shoal.p2p.link import RECEIVE_BYTES, Link, Stage
+from shoal.p2p.link import Link, Stage
 from shoal.p2p.listener import Admission, Listener, most_connections
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.race import first_to_succeed
@@ -27,7 +27,6 @@ from shoal.p2p.transport import Buffer, Transport, check_size
 
 log = logging.getLogger(__name__)
 
-PROOF_TIMEOUT = 10.0  # seconds that one who connects has to prove who it is
 REFUSAL_TIME = 1.0  # seconds that a refused peer has to read why
 ALIVE_TIMEOUT = 3.0  # seconds that a connected peer has to show that it lives, when another says to be the same one
 LINGER = 0.5  # seconds that what is queued has to leave when the transport is closed
@@ -80,7 +79,6 @@ class SocketTransport(Transport):
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
         self.peer_id = identity.peer_id
-        self.scratch = memoryview(bytearray(RECEIVE_BYTES))  # where a link receives, for as long as a call takes
         self._instance = os.urandom(greeting.INSTANCE_BYTES)
         self._peers: dict[PeerID, Link] = {}
         self._links: set[Link] = set()  # all that have not ended
@@ -91,7 +89,7 @@ class SocketTransport(Transport):
         self._certificate = b""
         self._dialling: ssl.SSLContext | None = None
         self._admission = Admission(0)
-        self._budget: Budget[Link] = Budget(UNFINISHED_BYTES)
+        self.budget = Budget(UNFINISHED_BYTES)
         self._next_look: asyncio.TimerHandle | None = None
         self._closed = False
         self._emptied: asyncio.Event = asyncio.Event()
@@ -119,14 +117,10 @@ class SocketTransport(Transport):
             connection.close()
             return
         assert self._listening is not None
-        link = self._link(connection, self._listening, dialled=False)
-        self._admission.enter(link, where)
-        link.expire(PROOF_TIMEOUT, "it did not prove who it is")
-        tcp.prepare(connection)
-        link.secure()
+        self._admission.enter(self._link(connection, self._listening), where)
 
-    def _link(self, connection: socket.socket, context: ssl.SSLContext, *, dialled: bool) -> Link:
-        link = Link(self, connection, context, dialled=dialled)
+    def _link(self, connection: socket.socket, context: ssl.SSLContext, address: tuple[str, int] | None = None) -> Link:
+        link = Link(self, connection, context, address)
         self._links.add(link)
         if self._next_look is None:
             self._look()
@@ -153,10 +147,9 @@ class SocketTransport(Transport):
         except OSError as error:
             raise PeerUnreachable(f"{ip} can't be dialled: {error.strerror}") from error
         connection.setblocking(False)
-        link = self._link(connection, self._dialling, dialled=True)
+        link = self._link(connection, self._dialling, (str(ip), port))
         link.peer = peer
         try:
-            link.connect((str(ip), port))
             await asyncio.wait([link.challenged, link.outcome], return_when=asyncio.FIRST_COMPLETED)
             # A peer that is dialled at several addresses hears one hello at a time.
             async with self._greeting.setdefault(peer, asyncio.Lock()):
@@ -217,27 +210,20 @@ class SocketTransport(Transport):
             return
         frame = frames.encode(Kind.MESSAGE, header, buffers)  # the one copy, which all recipients share
         for link in links:
-            if not link.send(frame):
-                link.end("its queue is full")
+            link.send(frame)
 
-    def received(self, link: Link, frame: Frame) -> None:
+    def received(self, link: Link, header: memoryview, buffers: Sequence[memoryview]) -> None:
         """A message has come over an open link."""
         if link.peer is None or self._peers.get(link.peer) is not link:
             return
         try:
-            self._on_message(link.peer, frame.header, frame.buffers)
+            self._on_message(link.peer, header, buffers)
         except Exception:  # a defect of ours, told with its traceback; the loop that serves all other links goes on
             log.exception("handling what a connection brought failed")
 
-    def budget_take(self, link: Link, size: int) -> bool:
-        """Whether there is memory for a message of that size; if not, `resume` says when."""
-        return self._budget.take(link, size, asyncio.get_running_loop().time())
-
-    def budget_free(self, link: Link) -> None:
-        """The message that had the memory is there, or will never be."""
-        loop = asyncio.get_running_loop()
-        for other in self._budget.give(link, loop.time()):
-            loop.call_soon(other.resume)
+    def lane_came(self, link: Link, token: bytes) -> None:
+        """What was accepted is no link: its first bytes are the token of a lane's connection. It must end."""
+        link.end("no lane is expected")
 
     # -- greetings
 
@@ -246,15 +232,12 @@ class SocketTransport(Transport):
         if not link.dialled:
             link.nonce = os.urandom(greeting.NONCE_BYTES)
             link.say(Challenge(greeting.MAGIC, greeting.VERSION, self._instance, link.nonce))
-        elif tls.peer_of(link.certificate()) != link.peer:
+        elif tls.peer_of(link.certificate) != link.peer:
             link.end("somebody answers there who cannot prove to be that peer", HandshakeFailed)
 
     def heard(self, link: Link, payload: memoryview) -> None:
-        """The other transport says something."""
-        try:
-            said = greeting.decode(payload)
-        except ValueError as error:
-            return self.broke(link, str(error))
+        """The other transport says something. Raises ValueError if that is nothing that it may say."""
+        said = greeting.decode(payload)
         peer = link.peer
         connected = peer is not None and self._peers.get(peer) is link
         undecided = link.dialled and not link.outcome.done()
@@ -285,7 +268,7 @@ class SocketTransport(Transport):
     def _say_hello(self, link: Link, peer: PeerID) -> None:
         if link.outcome.done():
             return
-        signed = greeting.signed(self.peer_id, peer, self._instance, link.nonce, link.certificate())
+        signed = greeting.signed(self.peer_id, peer, self._instance, link.nonce, link.certificate)
         link.said_hello = True
         signature = self.identity.sign(signed)
         link.say(Hello(greeting.MAGIC, greeting.VERSION, self._instance, self.peer_id.key, signature))
@@ -389,14 +372,6 @@ class SocketTransport(Transport):
 
     # -- ends
 
-    def outdated(self, link: Link) -> None:
-        """The other side speaks the first version of the protocol."""
-        reason = f"it speaks version 1 of Shoal's protocol, this peer version {greeting.VERSION}"
-        if link.dialled:
-            return link.end(reason, HandshakeFailed)
-        log.info("refused a connection: %s", reason)
-        link.finish(REFUSAL_TIME, reason, plain=greeting.OUTDATED)
-
     def broke(self, link: Link, reason: str) -> None:
         """The other side did what it may not do."""
         if link.dialled and not link.outcome.done():
@@ -407,13 +382,12 @@ class SocketTransport(Transport):
             link.end(f"it broke the rules: {reason}")
         else:
             log.info("refused a connection: %s", reason)
-            link.end(reason)
+            link.finish(REFUSAL_TIME, reason)
 
     def ended(self, link: Link, reason: str) -> None:
         """A link is no more."""
         self._links.discard(link)
         self._admission.leave(link)
-        self.budget_free(link)
         if link.dialled and not link.outcome.done():
             link.outcome.set_exception(link.error(reason))
             link.outcome.exception()  # asyncio would log it if nobody waits any more
@@ -435,14 +409,10 @@ class SocketTransport(Transport):
             self._admit(peer)
 
     def _look(self) -> None:
-        loop = asyncio.get_running_loop()
         for link in list(self._links):
             if link.stage not in (Stage.CONNECTING, Stage.ENDED) and tcp.is_silent(link.socket):
                 link.end("its machine does not answer")
-        overdue = self._budget.overdue(loop.time())
-        if overdue is not None:
-            overdue.end("its message took too long")
-        self._next_look = loop.call_later(LOOK_INTERVAL, self._look)
+        self._next_look = asyncio.get_running_loop().call_later(LOOK_INTERVAL, self._look)
 
     async def _resolve(self, address: Multiaddr) -> list[IPAddress]:
         """The numeric addresses of a host; OSError if it has none."""

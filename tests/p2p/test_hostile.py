@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 import shoal.p2p.budget
+import shoal.p2p.link
 import shoal.p2p.listener
 import shoal.p2p.sockets
 from shoal.p2p import frames, greeting, tls
@@ -295,7 +296,7 @@ def test_no_memory_is_taken_for_who_is_not_proven(data, reason):
 
 
 def test_more_bytes_than_a_hello_takes_before_the_proof(monkeypatch):
-    monkeypatch.setattr(shoal.p2p.sockets, "PROOF_TIMEOUT", 100.0)
+    monkeypatch.setattr(shoal.p2p.link, "PROOF_TIMEOUT", 100.0)
 
     async def main():
         async with listener_and_friend() as (listener, _, address), stranger(address) as who:
@@ -322,7 +323,7 @@ def test_more_bytes_than_a_hello_takes_before_the_proof(monkeypatch):
 
 @pytest.mark.parametrize("speaks_tls", [False, True])
 def test_who_does_not_prove_who_it_is_in_time_is_thrown_out(monkeypatch, speaks_tls):
-    monkeypatch.setattr(shoal.p2p.sockets, "PROOF_TIMEOUT", 0.3)
+    monkeypatch.setattr(shoal.p2p.link, "PROOF_TIMEOUT", 0.3)
 
     async def main():
         async with listener_and_friend() as (listener, _, address):
@@ -374,9 +375,8 @@ def test_bytes_that_tls_does_not_accept_end_a_link():
 
     async def main():
         async with listener_and_friend() as (listener, friend, _):
-            [link] = listener.transport._links
-            link._incoming.write(b"\x17\x03\x03\x00\x20" + os.urandom(32))
-            link._advance()
+            [link] = friend.transport._links
+            link.socket.send(b"\x17\x03\x03\x00\x20" + os.urandom(32))
             assert "does not speak TLS" in await listener.until_lost(friend.transport.peer_id)
             await friend.until_lost(listener.transport.peer_id)
             await friend.transport.dial(listener.transport._listeners[0] and await listener.transport.listen(LOOPBACK))
@@ -417,7 +417,7 @@ def test_unfinished_messages_share_one_budget(monkeypatch):
                 for who in (one, two):
                     await who.join()
                     await who.write(head(Kind.MESSAGE, 4, 4 << 20) + b"slow" + bytes(1000))
-                await eventually(lambda: listener.transport._budget._free < 2 << 20)
+                await eventually(lambda: listener.transport.budget.free < 2 << 20)
                 friend.transport.send([address.peer_id], b"small", [b"passes"])
                 await listener.until(lambda: b"small" in listener.headers)
                 friend.transport.send([address.peer_id], b"large", [bytes(4 << 20)])
@@ -427,7 +427,7 @@ def test_unfinished_messages_share_one_budget(monkeypatch):
                 assert listener.transport.is_connected(slow[1].peer_id)
                 await two.write(bytes((4 << 20) - 1000))
                 await listener.until(lambda: b"slow" in listener.headers)
-            await eventually(lambda: listener.transport._budget._free == 9 << 20)
+            await eventually(lambda: listener.transport.budget.free == 9 << 20)
 
     asyncio.run(main())
 
@@ -531,26 +531,22 @@ def test_a_listener_out_of_descriptors_keeps_what_it_has_and_accepts_again(monke
 
     async def main():
         async with listener_and_friend() as (listener, friend, address), sockets(None) as (late,):
-            [accepting] = listener.transport._listeners
-            real = accepting._socket
+            loop: Any = asyncio.get_running_loop()
+            real, fails = loop.sock_accept, 0
 
-            class Full:
-                fails = 0
+            async def full(_listening: object) -> None:
+                nonlocal fails
+                fails += 1
+                raise OSError(24, "Too many open files")
 
-                def accept(self):
-                    self.fails += 1
-                    raise OSError(24, "Too many open files")
-
-                def fileno(self):
-                    return real.fileno()
-
-            accepting._socket = full = Full()
+            loop.sock_accept = full
+            (await asyncio.open_connection(address.host, address.port))[1].close()  # which is still accepted
             dial = asyncio.create_task(late.transport.dial(address))
-            await eventually(lambda: full.fails > 3)
+            await eventually(lambda: fails > 3)
             friend.transport.send([address.peer_id], b"still here")
             await listener.until_messages(1)
             assert not dial.done()
-            accepting._socket = real
+            loop.sock_accept = real
             await asyncio.wait_for(dial, 60)
 
     asyncio.run(main())
