@@ -11,9 +11,10 @@ import errno
 import os
 import socket
 import ssl
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from enum import Enum, auto
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from shoal.p2p import forks, frames, greeting, tcp
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from shoal.p2p.sockets import SocketTransport
 
 T = TypeVar("T")
+Wait = Generator[None, None, T]
+Address = tuple[str, int]
 
 QUEUE_BYTES = 128 << 20  # that wait for one peer; more than a peer that keeps the rules can be owed
 PROOF_TIMEOUT = 10.0  # seconds that one who connects has to prove who it is
@@ -67,11 +70,7 @@ class Link:
     """
 
     def __init__(
-        self,
-        owner: SocketTransport,
-        connection: socket.socket,
-        context: ssl.SSLContext,
-        address: tuple[str, int] | None,
+        self, owner: SocketTransport, connection: socket.socket, context: ssl.SSLContext, address: Address | None
     ) -> None:
         self.socket = connection
         self.dialled = address is not None
@@ -92,14 +91,15 @@ class Link:
         self._deaf = False  # the other side takes nothing any more
         self._large_in = self._large_out = 0  # bytes of large messages that came, and that were queued
         self._steps = 0
-        self._proof = asyncio.timeout(None if self.dialled else PROOF_TIMEOUT)
-        self._task = self._loop.create_task(self._run(address))
+        self._timer = self._loop.call_later(PROOF_TIMEOUT, self.end, "it did not prove who it is in time")
         forks.close_in_children(connection)
+        self._life = self._run(address)
+        self._go_on()
 
     def open(self) -> None:
         """Both sides are proven: messages pass."""
         self.stage = Stage.OPEN
-        self._proof.reschedule(None)
+        self._timer.cancel()
 
     # -- end
 
@@ -107,28 +107,22 @@ class Link:
         """End it when what is queued has left and the other side has closed, or after `seconds`. Nothing is heard
         meanwhile."""
         if self.stage not in (Stage.FINISHING, Stage.ENDED):
-            self.stage = Stage.FINISHING
-            self._task.cancel()
-            self._task = self._loop.create_task(self._drain(seconds, reason))
-
-    async def _drain(self, seconds: float, reason: str) -> None:
-        with suppress(OSError):  # a time-out is one, and the end, too
-            async with asyncio.timeout(seconds):
-                self._flush()
-                while True:
-                    await self._bytes(RECEIVE_BYTES)
-                    await asyncio.sleep(0)
-        self.end(reason)
+            self.stage, self._life = Stage.FINISHING, self._drain()
+            self._timer.cancel()
+            self._timer = self._loop.call_later(seconds, self.end, reason)
+            self._loop.add_reader(self.socket, self._go_on)
+            self._flush()
 
     def end(self, reason: str, error: type[PeerUnreachable] = PeerUnreachable) -> None:
         """End it now; what is queued is dropped."""
         if self.stage is not Stage.ENDED:
             self.stage, self.error = Stage.ENDED, error
-            self._task.cancel()
+            self._timer.cancel()
             self._loop.remove_reader(self.socket)
             self._loop.remove_writer(self.socket)
             self.socket.close()
             self._unsent.clear()
+            del self._life  # and the part of a message that it has
             self._loop.call_soon(self._owner.ended, self, reason)
 
     # -- out
@@ -140,7 +134,8 @@ class Link:
     def send(self, frame: bytes) -> None:
         """Queue a frame; if the queue is full, the link ends. One to a link that ended is dropped."""
         if self.stage in (Stage.GREETING, Stage.OPEN) and not self._deaf:
-            self._tls.write(frame)
+            with suppress(ssl.SSLError):  # TLS has failed, which ends the link
+                self._tls.write(frame)
             self._large_out += len(frame) if len(frame) >= LARGE_BYTES else 0
             self._flush()
 
@@ -174,81 +169,115 @@ class Link:
 
     # -- in
 
-    async def _run(self, address: tuple[str, int] | None) -> None:
+    # -- life
+
+    def resume(self) -> None:
+        """Go on, if it has not ended meanwhile."""
+        if self.stage is not Stage.ENDED:
+            self._loop.add_reader(self.socket, self._go_on)
+            self._go_on()
+
+    def _go_on(self) -> None:
         try:
-            async with self._proof:
-                if address is not None:
-                    await self._loop.sock_connect(self.socket, address)
-                tcp.prepare(self.socket)
-                self.stage = Stage.SECURING
-                await self._step(self._tls.do_handshake)
-                self.stage = Stage.GREETING
-                self.certificate = self._tls.getpeercert(binary_form=True) or b""
-                self._owner.secured(self)
-                while self.stage in (Stage.GREETING, Stage.OPEN):
-                    await self._hear()
+            next(self._life)
         except ssl.SSLError as error:
             self._owner.broke(self, f"it does not speak TLS 1.3: {error.reason}")
         except ValueError as error:
             self._owner.broke(self, str(error))
-        except ConnectionRefusedError:
-            self.end("nobody listens there")
         except OSError as error:
-            self.end(f"its connection was lost: {os.strerror(error.errno)}" if error.errno else "it took too long")
+            self.end(f"its connection was lost: {error.strerror}")
+        except StopIteration:
+            if self.stage is not Stage.FINISHING:
+                self.end("this side has failed")  # earlier, and said so then
 
-    async def _hear(self) -> None:
-        """Receive a frame, every part into memory of its own."""
-        kind, sizes = frames.announced(await self._read(frames.HEAD_BYTES), opened=self.stage is Stage.OPEN)
+    # What follows yields when it has to wait: until something has come, or until it is resumed.
+
+    def _run(self, address: Address | None) -> Wait[None]:
+        if address is not None:
+            number = self.socket.connect_ex(address)
+            if number == errno.EINPROGRESS:
+                self._loop.add_writer(self.socket, self._go_on)
+                yield
+                self._loop.remove_writer(self.socket)
+                number = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if number:
+                return self.end("nobody listens there" if number == errno.ECONNREFUSED else os.strerror(number))
+        self.stage = Stage.SECURING
+        tcp.prepare(self.socket)
+        self._loop.add_reader(self.socket, self._go_on)
+        first = b""
+        while not self.dialled and len(first) < (greeting.TOKEN_BYTES if first[:1] == greeting.LANE_BYTE else 1):
+            first += yield from self._bytes(greeting.TOKEN_BYTES - len(first))
+        if first[:1] == greeting.LANE_BYTE:
+            return self._owner.lane_came(self, first)
+        self._incoming.write(first)
+        yield from self._step(self._tls.do_handshake)
+        self.stage = Stage.GREETING
+        self.certificate = self._tls.getpeercert(binary_form=True) or b""
+        self._owner.secured(self)
+        while self.stage in (Stage.GREETING, Stage.OPEN):
+            yield from self._hear()
+
+    def _hear(self) -> Wait[None]:
+        """A frame, every part received into memory of its own."""
+        head = yield from self._read(frames.HEAD_BYTES)
+        kind, sizes = frames.announced(head, opened=self.stage is Stage.OPEN)
         large = sum(sizes) >= LARGE_BYTES
-        async with self._owner.budget.memory(self, sum(sizes)) if large else nullcontext():
-            header, *buffers = [await self._read(size, large=large) for size in sizes]
+        while large and not self._owner.budget.take(self, sum(sizes)):
+            self._loop.remove_reader(self.socket)
+            yield
+        parts = []
+        for size in sizes:
+            parts.append((yield from self._read(size, large=large)))
+        if large:
+            self._owner.budget.give(self)
         if kind is Kind.MESSAGE:
-            self._owner.received(self, header, buffers)
+            self._owner.received(self, parts[0], parts[1:])
         else:
-            self._owner.heard(self, header)
+            self._owner.heard(self, parts[0])
 
-    async def _read(self, size: int, *, large: bool = False) -> memoryview:
+    def _read(self, size: int, *, large: bool = False) -> Wait[memoryview]:
         whole = rest = memoryview(bytearray(size))
         while rest:
-            number = int(await self._step(lambda: self._tls.read(len(rest), rest)))  # noqa: B023 - called at once
+            number = int((yield from self._step(partial(self._tls.read, len(rest), rest))))  # typeshed says bytes
             if not number:
                 raise ConnectionResetError(errno.ECONNRESET, "TLS has ended")
             rest = rest[number:]
             self._large_in += number if large else 0
         return whole
 
-    async def _step(self, step: Callable[[], T]) -> T:
+    def _step(self, step: Callable[[], T]) -> Wait[T]:
         """Let TLS do something, as soon as what it needs has come."""
         while True:
             self._steps += 1
             if not self._steps % _STEPS:
-                await asyncio.sleep(0)
+                self._loop.call_soon(self.resume)
+                yield
             with suppress(ssl.SSLWantReadError):
                 try:
                     return step()
                 finally:
                     if self._outgoing.pending:
                         self._flush()
-            await self._receive()
+            most = RECEIVE_BYTES if self.stage is Stage.OPEN else UNPROVEN_BYTES - self._received
+            if not most:
+                raise ValueError(f"it sent {UNPROVEN_BYTES} bytes and has not proven who it is")
+            self._incoming.write((yield from self._bytes(most)))
 
-    async def _receive(self) -> None:
-        most = RECEIVE_BYTES if self.stage is Stage.OPEN else UNPROVEN_BYTES - self._received
-        if not most:
-            raise ValueError(f"it sent {UNPROVEN_BYTES} bytes and has not proven who it is")
-        data = await self._bytes(most if self._received else greeting.TOKEN_BYTES)
-        if not self._received and data.startswith(greeting.FIRST_VERSION):
+    def _bytes(self, most: int) -> Wait[bytes]:
+        data = b""
+        while not data:
+            yield
+            with suppress(BlockingIOError):
+                data = self.socket.recv(most)
+                if not data:
+                    raise ConnectionResetError(errno.ECONNRESET, "it was closed there")
+        self._received += len(data)
+        if self._received == len(data) and data.startswith(greeting.FIRST_VERSION):
             self._unsent += b"" if self.dialled else greeting.OUTDATED
             raise ValueError(f"it speaks version 1 of Shoal's protocol, this peer version {greeting.VERSION}")
-        if not self._received and data.startswith(greeting.LANE_BYTE) and not self.dialled:
-            while len(data) < greeting.TOKEN_BYTES:
-                data += await self._bytes(greeting.TOKEN_BYTES - len(data))
-            self._owner.lane_came(self, data)
-            await asyncio.sleep(0)  # the link has ended, and with it this task
-        self._received += len(data)
-        self._incoming.write(data)
-
-    async def _bytes(self, most: int) -> bytes:
-        data = await self._loop.sock_recv(self.socket, most)
-        if not data:
-            raise ConnectionResetError(errno.ECONNRESET, "TCP has ended")
         return data
+
+    def _drain(self) -> Wait[None]:
+        while True:
+            yield from self._bytes(RECEIVE_BYTES)

@@ -26,33 +26,31 @@ class Admission:
 
     def __init__(self, connections: int) -> None:
         self._most = connections
-        self._accepted: set[Hashable] = set()
-        self._proving: dict[Hashable, str] = {}  # and where each of these is
+        self._accepted: dict[Hashable, str] = {}  # where each is that has not proven who it is, and "" for the others
 
     def refusal(self, address: str) -> str:
         """Why nobody from there may connect now; "" if somebody may."""
         if len(self._accepted) >= self._most:
             return f"there are {self._most} already, which is as many as RLIMIT_NOFILE allows"
-        if len(self._proving) >= HANDSHAKES:
+        proving = [where for where in self._accepted.values() if where]
+        if len(proving) >= HANDSHAKES:
             return f"{HANDSHAKES} others are about to prove who they are"
         network = _network(address)
-        if list(self._proving.values()).count(network) >= HANDSHAKES_PER_ADDRESS:
+        if proving.count(network) >= HANDSHAKES_PER_ADDRESS:
             return f"{HANDSHAKES_PER_ADDRESS} others from {network} are about to prove who they are"
         return ""
 
     def enter(self, connection: Hashable, address: str) -> None:
         """A connection was accepted."""
-        self._accepted.add(connection)
-        self._proving[connection] = _network(address)
+        self._accepted[connection] = _network(address)
 
     def proven(self, connection: Hashable) -> None:
         """It is known who that is."""
-        self._proving.pop(connection, None)
+        self._accepted[connection] = ""
 
     def leave(self, connection: Hashable) -> None:
         """It has ended."""
-        self._accepted.discard(connection)
-        self._proving.pop(connection, None)
+        self._accepted.pop(connection, None)
 
 
 def _network(address: str) -> str:

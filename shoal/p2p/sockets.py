@@ -19,7 +19,7 @@ from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.frames import Kind
 from shoal.p2p.greeting import Alive, Challenge, Hello, Kept, Refusal, Taken
 from shoal.p2p.identity import Identity, PeerID
-from shoal.p2p.link import Link, Stage
+from shoal.p2p.link import Address, Link, Stage
 from shoal.p2p.listener import Admission, Listener, most_connections
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.race import first_to_succeed
@@ -119,7 +119,7 @@ class SocketTransport(Transport):
         assert self._listening is not None
         self._admission.enter(self._link(connection, self._listening), where)
 
-    def _link(self, connection: socket.socket, context: ssl.SSLContext, address: tuple[str, int] | None = None) -> Link:
+    def _link(self, connection: socket.socket, context: ssl.SSLContext, address: Address | None = None) -> Link:
         link = Link(self, connection, context, address)
         self._links.add(link)
         if self._next_look is None:
@@ -388,6 +388,7 @@ class SocketTransport(Transport):
         """A link is no more."""
         self._links.discard(link)
         self._admission.leave(link)
+        self.budget.give(link)
         if link.dialled and not link.outcome.done():
             link.outcome.set_exception(link.error(reason))
             link.outcome.exception()  # asyncio would log it if nobody waits any more
@@ -412,6 +413,7 @@ class SocketTransport(Transport):
         for link in list(self._links):
             if link.stage not in (Stage.CONNECTING, Stage.ENDED) and tcp.is_silent(link.socket):
                 link.end("its machine does not answer")
+        self.budget.look()
         self._next_look = asyncio.get_running_loop().call_later(LOOK_INTERVAL, self._look)
 
     async def _resolve(self, address: Multiaddr) -> list[IPAddress]:

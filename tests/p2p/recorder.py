@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
@@ -15,7 +13,6 @@ from shoal.p2p.sockets import SocketTransport
 from shoal.p2p.transport import Transport
 
 LOOPBACK = Multiaddr("/ip4/127.0.0.1/tcp/0")
-_deaf: WeakKeyDictionary[socket.socket, asyncio.Event] = WeakKeyDictionary()  # and when they hear again
 
 
 class Recorder:
@@ -62,8 +59,6 @@ class Recorder:
 async def sockets(*seeds: bytes | None) -> AsyncIterator[list[Recorder]]:
     """So many ends with sockets under them, as there are seeds of identities; closed at the end."""
     ends = [Recorder(SocketTransport(Identity(seed))) for seed in seeds]
-    loop: Any = asyncio.get_running_loop()
-    loop.sock_recv = _receive
     try:
         yield ends
     finally:
@@ -77,32 +72,13 @@ async def eventually(condition: Callable[[], object], timeout: float = 60.0) -> 
             await asyncio.sleep(0.005)
 
 
-async def _receive(connection: socket.socket, most: int) -> bytes:
-    """As the loop's `sock_recv`, but while a connection is deaf, what comes stays at the kernel."""
-    loop, descriptor = asyncio.get_running_loop(), connection.fileno()
-    while True:
-        if connection in _deaf:
-            await _deaf[connection].wait()
-        try:
-            return connection.recv(most)
-        except BlockingIOError:
-            something = asyncio.Event()
-            loop.add_reader(descriptor, something.set)
-        try:
-            await something.wait()
-        finally:
-            if connection.fileno() == descriptor:
-                loop.remove_reader(descriptor)
-
-
 def deafen(end: Recorder) -> None:
     """Have it hear nothing over the links that it has, as if its machine were gone."""
     for link in end.transport._links:
-        _deaf[link.socket] = asyncio.Event()
+        asyncio.get_running_loop().remove_reader(link.socket)
 
 
 def hear(end: Recorder) -> None:
     """Have it hear again."""
     for link in end.transport._links:
-        if link.socket in _deaf:
-            _deaf.pop(link.socket).set()
+        link.resume()

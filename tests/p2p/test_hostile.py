@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import ssl
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import pairwise
@@ -37,7 +39,7 @@ def no_errors(caplog):
     """Strangers cause no error of ours: neither a logged one nor one that reaches the loop (which logs it)."""
     caplog.set_level(logging.INFO)
     yield
-    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    assert [record for record in caplog.get_records("call") if record.levelno >= logging.ERROR] == []
 
 
 @pytest.fixture(autouse=True)
@@ -382,6 +384,64 @@ def test_bytes_that_tls_does_not_accept_end_a_link():
             await friend.transport.dial(listener.transport._listeners[0] and await listener.transport.listen(LOOPBACK))
             listener.lost.clear()
             friend.lost.clear()
+
+    asyncio.run(main())
+
+
+def test_bytes_that_tls_does_not_accept_before_the_proof():
+    async def main():
+        async with listener_and_friend() as (listener, _, address), stranger(address) as who:
+            await who.hear()
+            os.write(who.writer.get_extra_info("socket").fileno(), b"\x17\x03\x03\x00\x20" + os.urandom(32))
+            assert await who.is_over()
+            await eventually(lambda: connections(listener) == 1)
+
+    asyncio.run(main())
+
+
+def test_an_unknown_token_of_a_lane_ends_its_connection():
+    """Also one that comes in pieces, or never whole."""
+
+    async def main():
+        async with listener_and_friend() as (listener, _, address):
+            tokens: list[bytes] = []
+            came = listener.transport.lane_came
+            listener.transport.lane_came = lambda link, token: (tokens.append(token), came(link, token))
+            streams = [await asyncio.open_connection(address.host, address.port) for _ in range(3)]
+            streams[0][1].write(bytes(31))
+            streams[1][1].write(bytes(32) + b"more")
+            streams[2][1].write(bytes(10))
+            await eventually(lambda: connections(listener) == 3)
+            assert tokens == [bytes(32)]
+            streams[0][1].write(b"!and more")
+            with suppress(ConnectionResetError):
+                assert await streams[0][0].read() == b""
+            assert tokens == [bytes(32), bytes(31) + b"!"]
+            streams[2][1].close()
+            await eventually(lambda: connections(listener) == 1)
+            for _, writer in streams:
+                writer.close()
+
+    asyncio.run(main())
+
+
+def test_what_a_lost_link_had_of_a_message_goes_at_once():
+    """Not when Python looks for cycles."""
+
+    async def main():
+        async with listener_and_friend() as (listener, _, address), stranger(address, IMPOSTOR) as who:
+            await who.join()
+            await who.write(head(Kind.MESSAGE, 4, 4 << 20) + b"slow" + bytes(1000))
+            await eventually(lambda: listener.transport.budget.free < shoal.p2p.sockets.UNFINISHED_BYTES)
+            link = weakref.ref(listener.transport._peers[IMPOSTOR.peer_id])
+            gc.collect()
+            gc.disable()
+            try:
+                who.writer.transport.abort()
+                await listener.until_lost(IMPOSTOR.peer_id)
+                await eventually(lambda: link() is None, timeout=5)
+            finally:
+                gc.enable()
 
     asyncio.run(main())
 
