@@ -31,7 +31,7 @@ Wait = Generator[None, None, T]
 Address = tuple[str, int]
 
 QUEUE_BYTES = 128 << 20  # that wait for one peer; more than a peer that keeps the rules can be owed
-PROOF_TIMEOUT = 10.0  # seconds that one who connects has to prove who it is
+PROOF_TIMEOUT = 10.0  # seconds from a link's beginning until both sides must be proven
 UNPROVEN_BYTES = 16 << 10  # that may come before a link is open; a handshake and a hello take about 1 kB
 RECEIVE_BYTES = 64 << 10  # at a time
 _STEPS = 64  # of TLS at a time, before the loop may do something else
@@ -169,8 +169,6 @@ class Link:
 
     # -- in
 
-    # -- life
-
     def resume(self) -> None:
         """Go on, if it has not ended meanwhile."""
         if self.stage is not Stage.ENDED:
@@ -190,7 +188,8 @@ class Link:
             if self.stage is not Stage.FINISHING:
                 self.end("this side has failed")  # earlier, and said so then
 
-    # What follows yields when it has to wait: until something has come, or until it is resumed.
+    # What follows is a generator, not a task: those need a turn of the loop more for each message. It yields until
+    # something has come, or until it is resumed.
 
     def _run(self, address: Address | None) -> Wait[None]:
         if address is not None:
