@@ -132,7 +132,8 @@ class Link:
         self.send(frames.encode(Kind.CONTROL, greeting.encode(said)))
 
     def send(self, frame: bytes) -> None:
-        """Queue a frame; if the queue is full, the link ends. One to a link that ended is dropped."""
+        """Queue a frame; if the queue is full, the link ends. One to a link without TLS, or that ended, is
+        dropped."""
         if self.stage in (Stage.GREETING, Stage.OPEN) and not self._deaf:
             with suppress(ssl.SSLError):  # TLS has failed, which ends the link
                 self._tls.write(frame)

@@ -376,13 +376,10 @@ class SocketTransport(Transport):
         """The other side did what it may not do."""
         if link.dialled and not link.outcome.done():
             link.end(reason, HandshakeFailed)
-        elif link.stage is Stage.GREETING:
-            self._refuse(link, reason)
         elif link.stage is Stage.OPEN:
             link.end(f"it broke the rules: {reason}")
         else:
-            log.info("refused a connection: %s", reason)
-            link.finish(REFUSAL_TIME, reason)
+            self._refuse(link, reason)
 
     def ended(self, link: Link, reason: str) -> None:
         """A link is no more."""

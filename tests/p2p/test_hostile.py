@@ -26,7 +26,7 @@ from shoal.p2p.errors import HandshakeFailed
 from shoal.p2p.frames import Kind
 from shoal.p2p.greeting import MAGIC, VERSION, Challenge, Hello, Kept
 from shoal.p2p.identity import Identity, PeerID
-from shoal.p2p.link import UNPROVEN_BYTES
+from shoal.p2p.link import UNPROVEN_BYTES, Link
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_HEADER_BYTES
 from tests.p2p.recorder import LOOPBACK, Recorder, eventually, sockets
@@ -406,7 +406,12 @@ def test_an_unknown_token_of_a_lane_ends_its_connection():
         async with listener_and_friend() as (listener, _, address):
             tokens: list[bytes] = []
             came = listener.transport.lane_came
-            listener.transport.lane_came = lambda link, token: (tokens.append(token), came(link, token))
+
+            def lane_came(link: Link, token: bytes) -> None:
+                tokens.append(token)
+                came(link, token)
+
+            listener.transport.lane_came = lane_came
             streams = [await asyncio.open_connection(address.host, address.port) for _ in range(3)]
             streams[0][1].write(bytes(31))
             streams[1][1].write(bytes(32) + b"more")
