@@ -20,7 +20,7 @@ class SendTo(Protocol):
     """`Channel.notify`, for chunks."""
 
     def __call__(
-        self, keys: Sequence[bytes], message: Part | Result, buffers: Sequence[memoryview] = (), name: bytes = b"", /
+        self, keys: Sequence[bytes], message: Part | Result, buffers: Sequence[memoryview] = (), name: bytes = b""
     ) -> None: ...
 
 
