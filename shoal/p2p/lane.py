@@ -245,7 +245,9 @@ class _Connection:
         dialled: address and token, if this side dials.
     """
 
-    def __init__(self, lane: Lane, connection: socket.socket, keys: Keys, dialled: tuple[Address, bytes] | None) -> None:
+    def __init__(
+        self, lane: Lane, connection: socket.socket, keys: Keys, dialled: tuple[Address, bytes] | None
+    ) -> None:
         self.socket = connection
         self.reader = threading.Thread(target=self._run, name="shoal-lane-in", daemon=True)
         self._lane, self._shared, self._dialled = lane, lane.shared, dialled
@@ -306,7 +308,7 @@ class _Connection:
     def _wait_at_most(self, seconds: float) -> None:
         """For how long the kernel waits in one call; 0 for ever. (A time-out of Python's would mean more calls.)"""
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self.socket.setsockopt(socket.SOL_SOCKET, option, _PATIENCE.pack(int(seconds), 0))
+            self.socket.setsockopt(socket.SOL_SOCKET, option, _PATIENCE.pack(int(seconds), int(seconds % 1 * 1e6)))
 
     def _receive(self, memory: memoryview, deadline: float = float("inf")) -> None:
         limit = self._shared.download
