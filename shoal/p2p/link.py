@@ -20,6 +20,7 @@ from shoal.p2p import forks, frames, greeting, tcp
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.frames import Frame, Kind, Reader
 from shoal.p2p.identity import PeerID
+from shoal.p2p.lane import Address, Lane
 from shoal.p2p.movement import LARGE_BYTES
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ class Link:
             will.
         said_hello: of a dialled link: whether the listener may keep it.
         error: what `ended` means for who dialled.
+        lane: beside it, if there is one.
+        keys: what this side seals with on each of the lane's connections; `dialled_lanes` of them are in use, if this
+            side dialled.
     """
 
     def __init__(
@@ -74,6 +78,9 @@ class Link:
         self.instance = self.nonce = b""
         self.said_hello = False
         self.error: type[PeerUnreachable] = PeerUnreachable
+        self.lane: Lane | None = None
+        self.keys: list[bytes] = []
+        self.dialled_lanes = 0
         self.stage = Stage.CONNECTING
         self._owner = owner
         self._loop = asyncio.get_running_loop()
@@ -121,6 +128,12 @@ class Link:
         self.stage = Stage.SECURING
         self._loop.add_reader(self.socket, self._readable)
         self._advance()
+
+    @property
+    def address(self) -> Address:
+        """Where the other side is."""
+        address: Address = self.socket.getpeername()
+        return address
 
     def certificate(self) -> bytes:
         """The other side's, DER."""
@@ -238,6 +251,8 @@ class Link:
             if not scratch:
                 return self.end(f"it sent {UNPROVEN_BYTES} bytes and has not proven who it is")
         try:
+            if not self._received and not self.dialled and self.socket.recv(1, socket.MSG_PEEK) == greeting.LANE_BYTE:
+                return self._owner.lane_came(self)
             number = self.socket.recv_into(scratch)
         except BlockingIOError:
             return
