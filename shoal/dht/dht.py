@@ -19,10 +19,9 @@ from shoal.dht.records import (
     DHTValue,
     Subkey,
     ValueWithExpiration,
-    check_expiration,
     encode_key,
-    encode_value,
     get_dht_time,
+    make_record,
 )
 from shoal.dht.validation import RecordValidator
 from shoal.p2p.identity import Identity, PeerID
@@ -316,12 +315,9 @@ class DHT:
         Raises:
             TypeError, ValueError: for a key or value that can't be stored.
         """
-        encode_key(key)
-        encode_value(value)
-        check_expiration(expiration_time, get_dht_time())
-        if subkey is not None:
-            encode_key(subkey, "subkey")
-        future = self.submit(self.dht_node.store(key, value, expiration_time, subkey))
+        # Here and not on the reactor's thread: the caller is told of what makes no sense, and may change `value` then.
+        record = make_record(key, value, expiration_time, subkey, get_dht_time())
+        future = self.submit(self.dht_node.store_record(record))
         return future if return_future else self._result(future)
 
     @overload
