@@ -13,7 +13,7 @@ from random import Random
 import pytest
 import torch
 
-from shoal.p2p import congestion, lane
+from shoal.p2p import congestion, lane, sealing
 from shoal.p2p.errors import MessageTooLarge
 from shoal.p2p.identity import PeerID
 from shoal.p2p.lane import LEAST_SHARE, MAX_CONNECTIONS, SCRATCH_BYTES
@@ -108,7 +108,7 @@ def test_what_waited_for_the_connection_is_sent_but_what_was_cancelled():
 def test_who_cancels_waits_for_what_is_being_sealed(monkeypatch):
     began, goes_on = threading.Event(), threading.Event()
 
-    class Slow(lane.Sealer):
+    class Slow(sealing.Sealer):
         def seal(self, header, payload, out):
             if header.size:
                 began.set()
@@ -202,7 +202,7 @@ def test_a_lane_has_four_connections():
 
 def test_scratch_is_bounded_for_each_peer_and_used_again():
     with End(1) as end, Raw(end, PeerID(b"7" * 32)) as raw, Raw(end, PeerID(b"8" * 32)) as other:
-        frames = [raw.chunk(number, bytes([number]) * (4 * MIB)) for number in range(10)]
+        frames = [raw.chunk(number, bytes([number]) * (4 * MIB)) for number in range(14)]
 
         def send() -> None:
             with suppress(OSError):  # of the last one, when the lane ends
@@ -215,13 +215,13 @@ def test_scratch_is_bounded_for_each_peer_and_used_again():
         other.socket.sendall(other.chunk(1, b"another peer's"))
         assert bytes(end.arrival().memory) == b"another peer's"
         assert end.arrivals.empty()
-        for number in range(len(arrivals), 9):
+        for number in range(len(arrivals), 13):
             if number % 2:
                 del arrivals[0]
             else:
-                arrivals[0] = torch.frombuffer(arrivals[0].memory, dtype=torch.uint8)  # which refers to it
+                tensor = torch.frombuffer(arrivals.pop(0).memory, dtype=torch.uint8)  # which refers to it
                 assert end.arrivals.empty()
-                del arrivals[0]
+                del tensor
             arrivals.append(end.arrival())
             assert arrivals[-1].memory[-1] == number
         raw.lane.end()  # with one more that waits for scratch
