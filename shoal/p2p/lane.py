@@ -96,6 +96,7 @@ class Lane:
         self._changed = threading.Condition()  # and the lock of what follows
         self._reason, self._told = "", False
         self._connections: list[_Connection] = []
+        self._readers: list[threading.Thread] = []
         self._queue: deque[_Chunk] = deque()
         self._queued = 0  # bytes
         self._sealing: list[_Chunk] = []
@@ -120,6 +121,7 @@ class Lane:
                 connection.socket.close()
             else:
                 self._connections.append(connection)
+                self._readers.append(connection.reader)
                 connection.reader.start()
 
     def end(self, reason: str = "this side ended it") -> None:
@@ -161,10 +163,8 @@ class Lane:
 
     def join(self) -> None:
         """Wait for the threads of a lane that was ended."""
-        with self._changed:
-            threads = [connection.reader for connection in self._connections]
-        for thread in threads:
-            thread.join()
+        for reader in self._readers:
+            reader.join()
 
     @property
     def moved(self) -> int:

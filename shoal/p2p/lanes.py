@@ -67,6 +67,7 @@ class Lanes:
 
     def _over(self, link: Link, lane: Lane, reason: str) -> None:
         self._lanes.discard(lane)
+        lane.join()  # the thread that has told this is about to end
         link.lane = None
         if not self._lanes:
             self._none.set()
