@@ -15,7 +15,7 @@ import torch
 
 from shoal.averaging.control import Gathered, StepControl
 from shoal.averaging.directory import DHTDirectory, Directory
-from shoal.averaging.donor import Snapshot, StateDonor
+from shoal.averaging.donor import EncodedState, Snapshot, StateDonor, encoded
 from shoal.averaging.errors import AveragingError
 from shoal.averaging.exchange import compute_serially
 from shoal.averaging.gathered import encode_gathered
@@ -448,7 +448,13 @@ class DecentralizedAverager(Stepping):
         rng = random.Random(self.peer_id.key)
         return await download_state(self.dht.node, f"state/{self.prefix}", donors, timeout=timeout, rng=rng)
 
-    async def _take_snapshot(self) -> Snapshot:
-        assert self._swarm is not None
-        data, tensors, *infos = await asyncio.get_running_loop().run_in_executor(None, self.get_current_state)
-        return snapshot_of(self._swarm.tip, data, tensors, self._state_compression, *infos)
+    async def _take_snapshot(self) -> EncodedState:
+        swarm = self._swarm
+        assert swarm is not None
+
+        def take() -> Snapshot:
+            data, tensors, *infos = self.get_current_state()
+            return snapshot_of(swarm.tip, data, tensors, self._state_compression, *infos)
+
+        # In one expression, so that the tensors are let go of before it is encoded.
+        return await asyncio.to_thread(lambda: encoded(take()))

@@ -145,12 +145,17 @@ class Book:
                 late.update((key, None) for key in self.keys if self._owes_part(key) and key not in came)
         return late
 
-    def owed_results(self) -> dict[bytes, None]:
-        """The reducers whose results are missing."""
+    @property
+    def awaited(self) -> dict[int, bytes]:
+        """The chunks whose averages are missing, and from which other member they come."""
         if not self.receives[self.me]:
             return {}
-        pairs = zip(self.owners, self.digests, strict=True)
-        return {owner: None for owner, digest in pairs if not digest and owner != self.me}
+        pairs = enumerate(zip(self.owners, self.digests, strict=True))
+        return {chunk: owner for chunk, (owner, digest) in pairs if not digest and owner != self.me}
+
+    def owed_results(self) -> dict[bytes, None]:
+        """The reducers whose results are missing."""
+        return dict.fromkeys(self.awaited.values())
 
     # -- when somebody leaves
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from shoal.averaging.book import Book
 from shoal.averaging.messages import Part, Repair, Result, Source
+from shoal.p2p.leases import Leases
 
 
 class BytesExchange(Protocol):
@@ -20,8 +21,9 @@ class BytesExchange(Protocol):
     book: Book
     progressed: int
 
-    def start(self, weight: float) -> None:
-        """Send the first parts; `weight` is what this member's input weighs."""
+    def start(self, weight: float, leases: Leases) -> None:
+        """Send the first parts; `weight` is what this member's input weighs. What others send waits in `leases` for the
+        output's memory, until `close`."""
 
     def part(self, sender: bytes, part: Part, buffers: Sequence[memoryview]) -> None:
         """A member's part of a chunk has come. Raises RuleBroken if it does not belong here."""
@@ -35,8 +37,14 @@ class BytesExchange(Protocol):
     def repair(self, repair: Repair) -> list[Source]:
         """Follow a repair; returns what is to be fetched. Raises RuleBroken if it does not fit the round."""
 
+    def await_fetched(self, chunk: int, holder: bytes) -> None:
+        """That holder is about to be asked for a chunk."""
+
     def fetched(self, chunk: int, digest: bytes, data: memoryview) -> None:
         """A chunk has come from a holder. Raises RuleBroken if it is not the one with that digest."""
+
+    def close(self) -> None:
+        """Nothing is written into the output any more, by whatever still comes."""
 
     def chunk_bytes(self, chunk: int) -> memoryview:
         """The average of a chunk that is here, uncompressed."""

@@ -10,6 +10,7 @@ import msgspec
 
 from shoal.averaging.member import Member
 from shoal.p2p.identity import PeerID
+from shoal.p2p.leases import Leases
 from shoal.p2p.node import Node, Reply, Service
 from shoal.p2p.transport import Buffer
 
@@ -27,9 +28,12 @@ class Channel:
     def __init__(self, node: Node, service: Service) -> None:
         self.node, self._service = node, service
 
-    def notify(self, keys: Iterable[bytes], message: msgspec.Struct, buffers: Sequence[Buffer] = ()) -> None:
-        """Send `message` to those of these peers that are connected. Buffers may be reused on return."""
-        self.node.notify([PeerID(key) for key in keys], self._service, message, buffers)
+    def notify(
+        self, keys: Iterable[bytes], message: msgspec.Struct, buffers: Sequence[Buffer] = (), name: bytes = b""
+    ) -> None:
+        """Send `message` to those of these peers that are connected. Buffers may be reused on return, but for one with
+        a `name` (see `Transport.send`)."""
+        self.node.notify([PeerID(key) for key in keys], self._service, message, buffers, name)
 
     async def call(self, key: bytes, message: msgspec.Struct, expect: type[Body], timeout: float) -> Body:
         """Send a request and return its reply, connecting first if need be. Raises what `Node.call` does."""
@@ -38,6 +42,15 @@ class Channel:
     async def ask(self, key: bytes, message: msgspec.Struct, timeout: float, buffers: Sequence[Buffer] = ()) -> Reply:
         """As `call`, for replies of several kinds, or with buffers."""
         return await self.node.call_for_buffers(PeerID(key), self._service, message, timeout=timeout, buffers=buffers)
+
+    def cancel(self, prefix: bytes) -> None:
+        """Nobody reads the buffers any more that were sent under names that begin so (`Transport.cancel`)."""
+        self.node.transport.cancel(prefix)
+
+    @property
+    def leases(self) -> Leases:
+        """Where memory waits for what others send under a name."""
+        return self.node.transport.leases
 
     def is_connected(self, key: bytes) -> bool:
         """Whether a message to that peer can be sent now; always true of this peer itself."""

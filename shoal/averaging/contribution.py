@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from shoal.averaging.bytes_exchange import BytesExchange
 from shoal.averaging.errors import AveragingError
@@ -12,8 +13,15 @@ from shoal.averaging.messages import Begin, Commit, Part, Result
 from shoal.averaging.tip import Tip
 from shoal.p2p.identity import PeerID
 
-SendTo = Callable[[Sequence[bytes], Part | Result, Sequence[memoryview]], None]
 Fault = Callable[[bytes, str], None]
+
+
+class SendTo(Protocol):
+    """`Channel.notify`, for chunks."""
+
+    def __call__(
+        self, keys: Sequence[bytes], message: Part | Result, buffers: Sequence[memoryview] = (), name: bytes = b""
+    ) -> None: ...
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from shoal.compression import CodecPlan
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Node, Reply, Service
+from shoal.p2p.sealing import NAME_BYTES
 
 MAX_SNAPSHOTS: Final = 2
 KEEP_SECONDS: Final = 30.0  # a snapshot of which no chunk was asked for so long is dropped
@@ -73,11 +74,23 @@ class Snapshot:
     codecs: CodecPlan
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedState:
+    """A snapshot as it is sent to every newcomer: encoded once.
+
+    Attributes:
+        manifest: names the state and the digest of each chunk.
+        payloads: of each chunk, by its number. Those that no codec has changed are views of the snapshot's memory;
+            what no payload is a view of is not held.
+    """
+
+    manifest: Manifest
+    payloads: Sequence[memoryview]
+
+
 @dataclass(slots=True)
 class _Held:
-    snapshot: Snapshot
-    manifest: Manifest
-    chunks: list[StateChunk]
+    state: EncodedState
     asked: float  # when a chunk of it was last asked for, or it was taken
     readers: set[PeerID]  # to whom it was offered last: who asks for an offer again is done with it
 
@@ -92,7 +105,8 @@ class StateDonor:
     Args:
         node: the peer's node.
         service_name: the same at donors and newcomers, and unlike any other service's on the node.
-        take_snapshot: makes a consistent copy of the state; may raise `Refused` with the reason why there is none now.
+        take_snapshot: makes a consistent copy of the state, encoded (see `encoded`), best in a thread of its own; may
+            raise `Refused` with the reason why there is none now.
         current_tip: the name of the state that `take_snapshot` would copy.
         allow: whether newcomers are served at all; may be changed later.
         priority: of this state among those of others, when it is asked for.
@@ -102,7 +116,7 @@ class StateDonor:
         self,
         node: Node,
         service_name: str,
-        take_snapshot: Callable[[], Awaitable[Snapshot]],
+        take_snapshot: Callable[[], Awaitable[EncodedState]],
         current_tip: Callable[[], Tip],
         allow: bool = True,
         priority: Callable[[], float] = lambda: 0.0,
@@ -139,15 +153,15 @@ class StateDonor:
         raise Refused("not a request")
 
     async def _offer(self, peer: PeerID) -> Reply:
-        for snapshot in self._held.values():
-            snapshot.readers.discard(peer)
+        for other in self._held.values():
+            other.readers.discard(peer)
         held = self._newest()
-        if held is None or (held.snapshot.tip != self._current_tip() and self._make_room()):
+        if held is None or (held.state.manifest.tip != self._current_tip() and self._make_room()):
             if self._preparing is None:
                 self._preparing = self._node.spawn(self._prepare())
             held = await self._prepared(self._preparing)
         held.readers.add(peer)
-        return Reply(Offer(self._priority()), [held.manifest.encode()])
+        return Reply(Offer(self._priority()), [held.state.manifest.encode()])
 
     async def _prepared(self, task: asyncio.Task[_Held]) -> _Held:
         try:
@@ -172,10 +186,8 @@ class StateDonor:
 
     async def _prepare(self) -> _Held:
         try:
-            snapshot = await self._take_snapshot()
-            manifest = await describe(snapshot)
-            held = _Held(snapshot, manifest, manifest.chunks, _now(), set())
-            self._held[manifest.id] = held
+            held = _Held(await self._take_snapshot(), _now(), set())
+            self._held[held.state.manifest.id] = held
             if self._sweeper is None:
                 self._sweeper = asyncio.get_running_loop().call_later(KEEP_SECONDS, self._sweep)
             return held
@@ -193,10 +205,13 @@ class StateDonor:
         held = self._held.get(request.manifest)
         if held is None:
             raise Refused("this state is not held any more: ask for the manifest again")
-        if request.chunk >= len(held.chunks):
-            raise Refused(f"the state has {len(held.chunks)} chunks, there is no number {request.chunk}")
+        payloads = held.state.payloads
+        if request.chunk >= len(payloads):
+            raise Refused(f"the state has {len(payloads)} chunks, there is no number {request.chunk}")
         held.asked = _now()
-        return Reply(Chunk(), [_payload(held.snapshot, held.chunks[request.chunk])])
+        # A name, so that it passes over a lane without a copy. Newcomers wait for no name: they take it out of scratch.
+        name = request.manifest[: NAME_BYTES - 4] + request.chunk.to_bytes(4)
+        return Reply(Chunk(), [payloads[request.chunk]], name)
 
 
 def _now() -> float:
@@ -210,19 +225,18 @@ def _payload(snapshot: Snapshot, chunk: StateChunk) -> memoryview:
     return codec.encode(snapshot.buffers[chunk.buffer][chunk.start : chunk.stop])
 
 
-async def describe(snapshot: Snapshot) -> Manifest:
-    """The manifest of a snapshot. Lets the loop run after each chunk.
+def encoded(snapshot: Snapshot) -> EncodedState:
+    """The snapshot as it is sent. Takes as long as its codecs and blake3 do, so it is not for the reactor's thread.
 
     Raises ValueError (msgspec.ValidationError) if the snapshot is larger than a manifest can say.
     """
     shapes = tuple(BufferShape(str(b.dtype).removeprefix("torch."), b.numel()) for b in snapshot.buffers)
-    digests = bytearray()
-    for chunk in state_chunks(len(snapshot.scalars), [shape.numel for shape in shapes]):
-        digests += blake3(_payload(snapshot, chunk)).digest()
-        await asyncio.sleep(0)
+    payloads = [_payload(snapshot, chunk) for chunk in state_chunks(len(snapshot.scalars), shapes)]
+    digests = b"".join(blake3(payload).digest() for payload in payloads)
     numbers: dict[str, int] = {}
     runs = tuple(
         (span.stop - span.start, numbers.setdefault(span.codec.name, len(numbers))) for span in snapshot.codecs.spans
     )
-    made = Manifest(snapshot.tip, snapshot.layout, tuple(numbers), runs, shapes, len(snapshot.scalars), bytes(digests))
-    return Manifest.decode(made.encode())  # so that bounds are checked here and not by every newcomer
+    made = Manifest(snapshot.tip, snapshot.layout, tuple(numbers), runs, shapes, len(snapshot.scalars), digests)
+    # Decoded, so that bounds are checked here and not by every newcomer.
+    return EncodedState(Manifest.decode(made.encode()), payloads)

@@ -1,8 +1,8 @@
 """The bytes of a round: parts go out of flat memory, are summed, and the averages come back into flat memory.
 
-Counted per round of N bytes, n members with equal spans: each member sends and receives 2(n-1)/n N, copies each byte
-that it sends once (a result once for all recipients), writes its span once and reads it n times, copies (n-1)/n N
-results into place, and hashes N. Nothing else is done per byte.
+Counted per round of N bytes, n members with equal spans: each member seals, sends, receives and opens 2(n-1)/n N,
+writes its span once and reads it n times, and hashes N. Results are opened where they belong. Nothing else is done per
+byte.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from blake3 import blake3
 
 from shoal.averaging.book import Book, RuleBroken
 from shoal.averaging.contribution import Fault, SendTo
-from shoal.averaging.messages import Begin, Part, Repair, Result, Source
+from shoal.averaging.messages import Begin, Carries, Part, Repair, Result, Source, name_of
 from shoal.averaging.plan import chunk_table
-from shoal.compression import CodecPlan
+from shoal.compression import CodecPlan, NoCompression
 from shoal.flat import bytes_of, is_finite
+from shoal.p2p.identity import PeerID
+from shoal.p2p.leases import Leases, Target
 
 
 def compute_serially() -> None:
@@ -60,8 +62,9 @@ class Exchange:
         self._inputs, self._outputs = inputs, outputs
         self._codecs = [codecs.codec_of(chunk.buffer, chunk.start, chunk.stop) for chunk in book.chunks]
         self._send, self._fault = send, fault
+        self._leases: Leases | None = None  # where the output waits for the averages of others; None before `start`
+        self._targets: dict[int, Target] = {}  # of chunks that others are to send as they are
         self._payloads: dict[int, dict[bytes, memoryview]] = {}
-        self._started = False
         self.progressed = 0  # grows with everything that arrives
 
     @classmethod
@@ -84,11 +87,12 @@ class Exchange:
             raise RuleBroken(f"BEGIN divides {begin.starts[-1]} chunks; the vector has {len(chunks)}")
         return cls(Book(me, begin, chunks), inputs, outputs, codecs, send, fault)
 
-    def start(self, weight: float) -> None:
-        """Send the first parts, and reduce what is ready. Before this, the input is not read. `weight` is what it
-        weighs, which may be another than in BEGIN."""
+    def start(self, weight: float, leases: Leases) -> None:
+        """Send the first parts, and reduce what is ready. Before this, the input is not read, nor the output written.
+        `weight` is what the input weighs, which may be another than in BEGIN."""
         self.book.weights[self.book.me] = weight
-        self._started = True
+        self._leases = leases
+        self._await_results()
         self._reduce(self.book.put_out(()))
         self._send_parts()
 
@@ -116,8 +120,9 @@ class Exchange:
                 raise RuleBroken(f"a result with {len(buffers)} payloads")
             self._check_size(chunk, buffers[0])
             self.progressed += 1
-            out = self._slice(self._outputs, chunk)
-            out.copy_(self._codecs[chunk].decode(buffers[0], out.dtype, out.numel()))
+            in_place, out = self._stop_waiting(chunk), self._slice(self._outputs, chunk)
+            if not in_place:
+                out.copy_(self._codecs[chunk].decode(buffers[0], out.dtype, out.numel()))
             self._received(chunk, out)
         self._send_parts()
 
@@ -130,18 +135,32 @@ class Exchange:
         """Follow a repair; returns what is to be fetched. Raises RuleBroken if it does not fit the round."""
         self.progressed += 1
         fetches, ready = self.book.repair(repair)
+        for source in repair.sources:
+            self._stop_waiting(source.chunk)
+        self._await_results()
         self._reduce(ready)
         self._send_parts()
         return fetches
 
+    def await_fetched(self, chunk: int, holder: bytes) -> None:
+        """That holder is about to be asked for a chunk."""
+        self._stop_waiting(chunk)
+        self._await(chunk, holder, Carries.FETCHED)
+
     def fetched(self, chunk: int, digest: bytes, data: memoryview) -> None:
         """A chunk has come from a holder. Raises RuleBroken if it is not the one with that digest."""
-        out = self._slice(self._outputs, chunk)
-        if data.nbytes != out.numel() * out.element_size() or blake3(data).digest() != digest:
+        in_place, out = self._stop_waiting(chunk), bytes_of(self._slice(self._outputs, chunk))
+        if data.nbytes != out.nbytes or blake3(out if in_place else data).digest() != digest:
             raise RuleBroken(f"chunk {chunk} is not the one that was committed")
-        bytes_of(out)[:] = data
+        if not in_place:
+            out[:] = data
         self.progressed += 1
         self.book.received(chunk, digest)
+
+    def close(self) -> None:
+        """Nothing is written into the output any more, by whatever still comes."""
+        for chunk in list(self._targets):
+            self._stop_waiting(chunk)
 
     def chunk_bytes(self, chunk: int) -> memoryview:
         """The average of a chunk that is here, uncompressed."""
@@ -153,6 +172,28 @@ class Exchange:
         span = self.book.chunks[chunk]
         return tensors[span.buffer][span.start : span.stop]
 
+    def _name(self, carries: Carries, chunk: int) -> bytes:
+        return name_of(self.book.begin.round, carries, chunk)
+
+    def _await(self, chunk: int, source: bytes, carries: Carries) -> None:
+        """Have a chunk opened where it belongs, if it comes as it is. (Of a bool, a byte may be wrong.)"""
+        out = self._slice(self._outputs, chunk)
+        if self._leases is not None and out.dtype is not torch.bool:
+            self._targets[chunk] = self._leases.register(self._name(carries, chunk), PeerID(source), bytes_of(out))
+
+    def _await_results(self) -> None:
+        for chunk, owner in self.book.awaited.items():
+            if isinstance(self._codecs[chunk], NoCompression) and chunk not in self._targets:
+                self._await(chunk, owner, Carries.RESULT)
+
+    def _stop_waiting(self, chunk: int) -> bool:
+        """A chunk has come, or comes from somebody else. Nobody writes it any more; whether it was opened in place."""
+        target = self._targets.pop(chunk, None)
+        if target is None or self._leases is None:
+            return False
+        self._leases.withdraw([target])
+        return target.filled
+
     def _check_size(self, chunk: int, data: memoryview) -> None:
         span = self.book.chunks[chunk]
         expected = self._codecs[chunk].encoded_nbytes(span.stop - span.start, self._outputs[span.buffer].dtype)
@@ -160,13 +201,14 @@ class Exchange:
             raise RuleBroken(f"chunk {chunk} came as {data.nbytes} bytes instead of {expected}")
 
     def _send_parts(self) -> None:
-        for owner, chunk in self.book.next_parts() if self._started else ():
+        for owner, chunk in self.book.next_parts() if self._leases is not None else ():
             weight = self.book.weights[self.book.me]
             payload = [self._codecs[chunk].encode(self._slice(self._inputs, chunk))] if weight > 0 else []
-            self._send([owner], Part(self.book.begin.round, chunk, self.book.plan, weight), payload)
+            message = Part(self.book.begin.round, chunk, self.book.plan, weight)
+            self._send([owner], message, payload, self._name(Carries.PART, chunk) if payload else b"")
 
     def _reduce(self, chunks: Sequence[int]) -> None:
-        for chunk in chunks if self._started else ():
+        for chunk in chunks if self._leases is not None else ():
             out, codec = self._slice(self._outputs, chunk), self._codecs[chunk]
             contributions = self._contributions(chunk)
             _weighted_mean(contributions, out)
@@ -182,7 +224,8 @@ class Exchange:
             self._payloads.pop(chunk, None)
             self.book.reduced(chunk)
             live = [k for k in self.book.keys if k != self.book.me and k not in self.book.out and self.book.receives[k]]
-            self._send(live, Result(self.book.begin.round, chunk, self.book.plan), [encoded])
+            message = Result(self.book.begin.round, chunk, self.book.plan)
+            self._send(live, message, [encoded], self._name(Carries.RESULT, chunk))
             if self.book.receives[self.book.me]:
                 self._received(chunk, out)
 

@@ -10,7 +10,7 @@ from shoal.averaging.book import RuleBroken, check_begin, root_of
 from shoal.averaging.bytes_exchange import BytesExchange
 from shoal.averaging.channel import Channel
 from shoal.averaging.errors import ResultLost
-from shoal.averaging.messages import Begin, Commit, Committed, Digests, Fetch, Result
+from shoal.averaging.messages import Begin, Carries, Commit, Committed, Digests, Fetch, Result, name_of
 from shoal.p2p.errors import P2PError, Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Answer, Reply
@@ -61,6 +61,7 @@ class Fetching:
                     return
                 request = Fetch(exchange.book.begin.round, chunk)
                 try:
+                    exchange.await_fetched(chunk, holder)
                     reply = await self._channel.ask(holder, request, self._timeout)
                     if len(reply.buffers) != 1:
                         raise RuleBroken("it came without its bytes")
@@ -138,4 +139,5 @@ def serve(exchange: BytesExchange | None, message: Fetch | Digests) -> Answer:
         return Committed(book.begin, tuple(book.digests))
     if message.chunk >= len(book.chunks) or not book.digests[message.chunk]:
         raise Refused(f"chunk {message.chunk} is not here")
-    return Reply(Result(message.round, message.chunk, book.plan), [exchange.chunk_bytes(message.chunk)])
+    name = name_of(message.round, Carries.FETCHED, message.chunk)
+    return Reply(Result(message.round, message.chunk, book.plan), [exchange.chunk_bytes(message.chunk)], name)

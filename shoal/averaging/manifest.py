@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Final
@@ -13,10 +13,14 @@ from blake3 import blake3
 
 from shoal.averaging.tip import DIGEST_BYTES, Tip
 from shoal.p2p.identity import PeerID
+from shoal.p2p.transport import MAX_BUFFER_BYTES
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 CHUNK_ELEMENTS: Final = 1 << 18
-"""Elements of a flat buffer in one chunk: 1 MiB of float32, and at most the 4 MiB that fit into a message."""
+"""Elements of a flat buffer in one chunk of a state that is not large: 1 MiB of float32."""
+
+MAX_CHUNK_FACTOR: Final = 3
+LARGE_BYTES: Final = 64 << 20
 
 SCALAR_CHUNK_BYTES: Final = 1 << 20
 MAX_CHUNKS: Final = 1 << 16
@@ -55,12 +59,19 @@ class BufferShape(msgspec.Struct, frozen=True):
     dtype: Annotated[str, msgspec.Meta(max_length=16)]
     numel: Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS * CHUNK_ELEMENTS)]
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element. Raises ValueError for a dtype that flat buffers don't have."""
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"a buffer has dtype {self.dtype!r}; known are {', '.join(ITEM_BYTES)}")
+        return ITEM_BYTES[self.dtype]
+
 
 class Manifest(msgspec.Struct, frozen=True):
     """Names a state and every byte of it. Two donors hold the same state, encoded alike, if their `id` is equal.
 
     Chunks are numbered: first those of the scalars, 1 MiB each, then of each buffer in turn those of its elements,
-    `CHUNK_ELEMENTS` each; the last of each may be shorter.
+    `chunk_elements` each; the last of each may be shorter.
 
     Attributes:
         tip: epoch, lineage and samples of the state.
@@ -88,11 +99,9 @@ class Manifest(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.format != FORMAT:
             raise ValueError(f"this version of Shoal reads manifests of format {FORMAT}, not {self.format}")
-        for number, buffer in enumerate(self.buffers):
-            if buffer.dtype not in ITEM_BYTES:
-                raise ValueError(f"buffer {number} has dtype {buffer.dtype!r}; known are {', '.join(ITEM_BYTES)}")
+        nbytes = self.nbytes
         chunks = -(-self.scalars_nbytes // SCALAR_CHUNK_BYTES)
-        chunks += sum(-(-buffer.numel // CHUNK_ELEMENTS) for buffer in self.buffers)
+        chunks += sum(-(-buffer.numel // chunk_elements(nbytes, buffer.itemsize)) for buffer in self.buffers)
         if len(self.digests) != chunks * DIGEST_BYTES:
             raise ValueError(f"a state of {chunks} chunks has {chunks * DIGEST_BYTES} bytes of digests, not "
                              f"{len(self.digests)}")  # fmt: skip
@@ -130,7 +139,7 @@ class Manifest(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """The size of the state in memory: of the buffers and the scalars."""
-        return self.scalars_nbytes + sum(ITEM_BYTES[buffer.dtype] * buffer.numel for buffer in self.buffers)
+        return _nbytes(self.scalars_nbytes, self.buffers)
 
     @property
     def spans(self) -> Iterator[tuple[int, int, int, str]]:
@@ -150,16 +159,37 @@ class Manifest(msgspec.Struct, frozen=True):
     @property
     def chunks(self) -> list[StateChunk]:
         """What each chunk is, by its number."""
-        return list(state_chunks(self.scalars_nbytes, [buffer.numel for buffer in self.buffers]))
+        return list(state_chunks(self.scalars_nbytes, self.buffers))
+
+    def chunk_nbytes(self, chunk: StateChunk) -> int:
+        """What a chunk takes in memory."""
+        return (chunk.stop - chunk.start) * (1 if chunk.buffer is None else self.buffers[chunk.buffer].itemsize)
 
 
-def state_chunks(scalars_nbytes: int, numels: list[int]) -> Iterator[StateChunk]:
-    """The chunks, in order, of a state with so many bytes of scalars and buffers of so many elements."""
+def _nbytes(scalars_nbytes: int, buffers: Sequence[BufferShape]) -> int:
+    return scalars_nbytes + sum(buffer.itemsize * buffer.numel for buffer in buffers)
+
+
+def chunk_elements(nbytes: int, itemsize: int) -> int:
+    """Elements in one chunk of a state of `nbytes`, for a buffer whose elements take `itemsize` bytes.
+
+    Each chunk costs a request and a few turns of both loops, so a large state has larger ones. It still has many,
+    so that several donors end at about the same time. Three times `CHUNK_ELEMENTS` and not four: a chunk of several
+    codecs, each filled up to 8 bytes, may be a little larger than its elements, and must fit into a message.
+    """
+    factor = max(1, min(nbytes // LARGE_BYTES, MAX_CHUNK_FACTOR))
+    return min(factor * CHUNK_ELEMENTS, MAX_BUFFER_BYTES // itemsize)
+
+
+def state_chunks(scalars_nbytes: int, buffers: Sequence[BufferShape]) -> Iterator[StateChunk]:
+    """The chunks, in order, of a state with so many bytes of scalars and these buffers."""
+    nbytes = _nbytes(scalars_nbytes, buffers)
     for start in range(0, scalars_nbytes, SCALAR_CHUNK_BYTES):
         yield StateChunk(None, start, min(start + SCALAR_CHUNK_BYTES, scalars_nbytes))
-    for buffer, numel in enumerate(numels):
-        for start in range(0, numel, CHUNK_ELEMENTS):
-            yield StateChunk(buffer, start, min(start + CHUNK_ELEMENTS, numel))
+    for number, buffer in enumerate(buffers):
+        size = chunk_elements(nbytes, buffer.itemsize)
+        for start in range(0, buffer.numel, size):
+            yield StateChunk(number, start, min(start + size, buffer.numel))
 
 
 def choose(offers: Mapping[PeerID, Manifest]) -> bytes:

@@ -26,6 +26,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated
 
 import msgspec
@@ -38,6 +39,20 @@ MAX_CHUNK_ELEMENTS = 1 << 20
 MAX_OPTIONS = 64
 MAX_GATHER_BYTES = 64 << 10
 MAX_OPTIONS_BYTES = 1 << 10
+
+
+class Carries(bytes, Enum):
+    """What a named buffer is: the byte in its name after the round's."""
+
+    PART = b"P"
+    RESULT = b"R"
+    FETCHED = b"F"
+
+
+def name_of(round_id: bytes, carries: Carries, chunk: int) -> bytes:
+    """The name under which a chunk of a round passes from one member to another (`Transport.send`)."""
+    return round_id + carries.value + chunk.to_bytes(7)
+
 
 Members = Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 Keys = Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_MEMBERS)]

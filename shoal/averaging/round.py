@@ -107,7 +107,8 @@ class RoundDriver:
         attempt.began = self._now()
         self._of_all = 0
         self.gets_on()
-        self._last = None  # its memory is written again
+        self._forget(self._last)  # its memory is written again
+        self._last = None
         self.changed.set()  # who waits for the result goes by the time of this round
         self._channel.spawn(self._flow(attempt, begin))
 
@@ -134,7 +135,7 @@ class RoundDriver:
             await attempt.contribution.prepare()
         if attempt.exchange is None or self._participant.begin is not begin:
             return
-        attempt.exchange.start(attempt.contribution.weight)
+        attempt.exchange.start(attempt.contribution.weight, self._channel.leases)
         self._follow_plan(begin.round)
 
     def _follow_plan(self, round_id: bytes) -> None:
@@ -150,11 +151,9 @@ class RoundDriver:
         """A chunk has come. Raises Refused, and complains of the sender, if it does not belong here."""
         exchange = self._exchange
         if exchange is None or exchange.book.begin.round != message.round:
-            if self._participant.commit_of(message.round) is not None:
-                return  # late, from a member that was left out
-            if self.attempt is None or exchange is not None:
-                raise Refused("this peer is not in that round")
-            self._keep_early(peer, message, buffers)
+            # Chunks pass beside other messages: what says of which round they are may come later, or have come.
+            if self.attempt is not None and self._participant.commit_of(message.round) is None:
+                self._keep_early(peer, message, buffers)
             return
         book = exchange.book
         if peer.key in book.out:
@@ -256,6 +255,8 @@ class RoundDriver:
     async def fetch_committed(self, attempt: Attempt, commit: Commit) -> None:
         """Get the average of a round that went on without this peer, from those who were in it; or that this peer has,
         but did not use. Raises `ResultLost` if nobody brings it."""
+        self._forget(attempt.exchange)
+        self._forget(self._last)
         exchange, self._last = self._last, None  # its memory is written again, but for what it is asked for
         # The two sides of a partition may commit two results of one round.
         held = exchange is not None and exchange.book.begin.round == commit.round
@@ -287,15 +288,24 @@ class RoundDriver:
         if attempt is not None and attempt.outcome is None and self._participant.begin is not None:
             self.complain(self._participant.me, "it gave up", fault=False)
             self.leave()
+        if attempt is not None:
+            self._forget(attempt.exchange)
         self.attempt = None
         self._early.clear()
         self._fetching.stop()
+
+    def _forget(self, exchange: BytesExchange | None) -> None:
+        """Its memory is about to be used for something else: nothing is written there, nor sent from there."""
+        if exchange is not None:
+            exchange.close()
+            self._channel.cancel(exchange.book.begin.round)
 
     def leave(self) -> None:
         """Be in no round."""
         self._participant.leave()
         self._fetching.stop()
         if self.attempt is not None:
+            self._forget(self.attempt.exchange)
             self.attempt.exchange = None
             self.attempt.joined = None
 

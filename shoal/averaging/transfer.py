@@ -19,12 +19,14 @@ from torch import Tensor
 
 from shoal.averaging.donor import (
     Chunk,
+    EncodedState,
     GetChunk,
     GetManifest,
     Offer,
     Snapshot,
     StateDonor,
     Withheld,
+    encoded,
     transfer_service,
 )
 from shoal.averaging.download import DownloadPlan
@@ -37,9 +39,20 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.movement import Movement
 from shoal.p2p.node import Node, Reply, Service
 
-__all__ = ["DownloadFailed", "Downloaded", "NothingShared", "NothingWanted", "Snapshot", "StateDonor", "download_state"]
+__all__ = [
+    "DownloadFailed",
+    "Downloaded",
+    "EncodedState",
+    "NothingShared",
+    "NothingWanted",
+    "Snapshot",
+    "StateDonor",
+    "download_state",
+    "encoded",
+]
 
 OFFER_SECONDS: Final = 15.0  # after so long, donors that have offered nothing are not waited for
+WINDOW_BYTES: Final = 6 << 20  # asked of one donor at a time, about; but no more than 4 chunks, nor less than 2
 MAX_STALE: Final = 5  # choices that are given up because the swarm goes on without waiting; a snapshot costs its donor
 
 
@@ -132,14 +145,16 @@ class _Fetch:
     def __init__(self, manifest: Manifest, donors: Iterable[PeerID]) -> None:
         self.manifest = manifest
         self.id = manifest.id
-        self.plan = DownloadPlan(manifest.chunk_digests, donors)
+        self._chunks = manifest.chunks
+        largest = max((manifest.chunk_nbytes(chunk) for chunk in self._chunks), default=1)
+        window = max(2, min(WINDOW_BYTES // largest, 4))
+        self.plan = DownloadPlan(manifest.chunk_digests, donors, window=window, max_outstanding=8 * window)
         try:
             self.buffers = [torch.empty(b.numel, dtype=getattr(torch, b.dtype), device="cpu") for b in manifest.buffers]
         except RuntimeError as error:  # what torch raises when there is no memory
             raise DownloadFailed(f"there is no memory for {_title(manifest)}, {manifest.nbytes} bytes") from error
         self.scalars = bytearray(manifest.scalars_nbytes)
         self.nbytes = 0
-        self._chunks = manifest.chunks
         self.codecs = _codecs_of(manifest)
 
     def take(self, donor: PeerID, number: int, reply: Reply) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from itertools import repeat
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,13 +23,12 @@ from shoal.dht.records import (
     DHTValue,
     Subkey,
     ValueWithExpiration,
-    check_expiration,
     decode_subkey,
     decode_value,
     encode_key,
-    encode_value,
     get_dht_time,
     key_id,
+    make_record,
     node_id,
 )
 from shoal.dht.replication import Replication
@@ -188,7 +188,11 @@ class DHTNode:
         expired already, or if a validator refuses it. Raises TypeError and ValueError as `encode_key` and
         `encode_value` do.
         """
-        record = self._record(key, value, expiration_time, subkey)
+        return await self.store_record(make_record(key, value, expiration_time, subkey, self._clock()))
+
+    async def store_record(self, record: DHTRecord) -> bool:
+        """As `store`, of what `make_record` made."""
+        record = self._signed(record)
         return (await self._store_records([record]))[record]
 
     async def store_many(
@@ -206,7 +210,8 @@ class DHTNode:
         subkeys = subkeys or [None] * len(keys)
         if not len(keys) == len(values) == len(times) == len(subkeys):
             raise ValueError("keys, values, expiration times and subkeys must be equally many")
-        records = list(map(self._record, keys, values, times, subkeys))
+        now = repeat(self._clock())
+        records = [self._signed(record) for record in map(make_record, keys, values, times, subkeys, now)]
         by_key: dict[bytes, list[DHTRecord]] = {}
         for record in records:
             by_key.setdefault(record.key, []).append(record)
@@ -218,9 +223,7 @@ class DHTNode:
             for key, subkey, record in zip(keys, subkeys, records, strict=True)
         }
 
-    def _record(self, key: DHTKey, value: DHTValue, expiration: DHTExpiration, subkey: Subkey | None) -> DHTRecord:
-        place = NO_SUBKEY if subkey is None else encode_key(subkey, "subkey")
-        record = DHTRecord(encode_key(key), place, encode_value(value), check_expiration(expiration, self._clock()))
+    def _signed(self, record: DHTRecord) -> DHTRecord:
         return msgspec.structs.replace(record, value=self._validator.sign_value(record))
 
     async def _store_records(self, records: list[DHTRecord]) -> dict[DHTRecord, bool]:
@@ -251,7 +254,7 @@ class DHTNode:
 
     async def _store_at(self, peer: PeerID, lookup: Lookup, records: list[DHTRecord]) -> list[bool] | None:
         if peer == self.peer_id:
-            return [self._protocol.keep(record) for record in records]
+            return [self._protocol.keep_valid(record) for record in records]
         return await self._protocol.send_records(peer, lookup.addresses[peer], records)
 
     # -- finding

@@ -170,8 +170,10 @@ class Protocol:
         if not self.is_valid(record):
             log.debug("refused an invalid record under %r, subkey %r", record.key, record.subkey)
             return False
-        if cache:
-            return self.cache.store(record, self.clock())
+        return self.cache.store(record, self.clock()) if cache else self.keep_valid(record)
+
+    def keep_valid(self, record: DHTRecord) -> bool:
+        """Store `record`, which was found valid, here; returns whether it is kept."""
         kept = self.storage.store(record, self.clock())
         if kept:
             self.replication.refreshed(key_id(record.key), asyncio.get_running_loop().time())

@@ -160,6 +160,15 @@ def decode_value(encoded: bytes) -> DHTValue:
     return value
 
 
+def make_record(
+    key: DHTKey, value: DHTValue, expiration_time: DHTExpiration, subkey: Subkey | None, now: float
+) -> DHTRecord:
+    """The record of a value that is to be stored, before a validator signs it. Raises TypeError and ValueError for what
+    no record can have: see `encode_key`, `encode_value`, `check_expiration`."""
+    place = NO_SUBKEY if subkey is None else encode_key(subkey, "subkey")
+    return DHTRecord(encode_key(key), place, encode_value(value), check_expiration(expiration_time, now))
+
+
 def check_expiration(expiration_time: DHTExpiration, now: float) -> float:
     """`expiration_time` as a float. Raises ValueError if no record can have it `now`."""
     seconds = float(expiration_time)

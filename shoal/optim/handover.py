@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Collection, Sequence
 
-from shoal.averaging.donor import Snapshot
+from shoal.averaging.donor import EncodedState, encoded
 from shoal.averaging.errors import Rejected
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import NothingWanted
@@ -55,8 +55,8 @@ class Handover:
         """Of this peer's state among those that newcomers are offered: one that is outranked is the last choice."""
         return -1.0 if self.is_behind else 0.0
 
-    async def take_snapshot(self) -> Snapshot:
-        """A copy of the state that this peer holds, for a newcomer; on the reactor. Raises Refused if it can't be
+    async def take_snapshot(self) -> EncodedState:
+        """A copy of the state that this peer holds, for newcomers; on the reactor. Raises Refused if it can't be
         given."""
         # A commit that is being applied is waited for, but not for ever: the trainer may have stopped.
         with contextlib.suppress(TimeoutError):
@@ -64,7 +64,7 @@ class Handover:
                 while self._replica.tip != self._run.tip:
                     await self._run.state_changed()
         try:
-            return await asyncio.to_thread(self._replica.snapshot, self._compression)
+            return await asyncio.to_thread(lambda: encoded(self._replica.snapshot(self._compression)))
         except ValueError as error:
             log.warning("a newcomer can't have this peer's state: %s", error)
             raise Refused(str(error)) from error

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from shoal.averaging.contribution import Contribution, Outcome
 from shoal.averaging.directory import DHTDirectory
-from shoal.averaging.donor import Snapshot, StateDonor
+from shoal.averaging.donor import EncodedState, StateDonor
 from shoal.averaging.errors import AveragingError
 from shoal.averaging.exchange import compute_serially
 from shoal.averaging.member import MAX_ADDRESSES, Member, Role
@@ -90,7 +90,7 @@ class Run:
 
     def start(
         self,
-        take_snapshot: Callable[[], Awaitable[Snapshot]],
+        take_snapshot: Callable[[], Awaitable[EncodedState]],
         current_tip: Callable[[], Tip],
         priority: Callable[[], float],
     ) -> None:

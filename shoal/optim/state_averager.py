@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import Gathered, StepControl
-from shoal.averaging.donor import Snapshot
+from shoal.averaging.donor import EncodedState, Snapshot, encoded
 from shoal.averaging.errors import AveragingError
 from shoal.averaging.tip import Tip
 from shoal.dht.dht import DHT
@@ -315,7 +315,7 @@ class TrainingStateAverager(DecentralizedAverager):
             tensors = [tensor.detach().to("cpu", copy=True) for tensor in self._local.local]
         return {"epoch": self.local_epoch, "group_bits": self.get_group_bits()}, tensors, self._local.infos
 
-    async def _take_snapshot(self) -> Snapshot:
+    async def _take_snapshot(self) -> EncodedState:
         def take() -> Snapshot:
             with self._guarded.still():
                 tip = Tip.genesis(self.prefix)
@@ -323,7 +323,7 @@ class TrainingStateAverager(DecentralizedAverager):
                 return self._local.shared.snapshot(tip, self._state_compression)
 
         try:
-            return await asyncio.to_thread(take)
+            return await asyncio.to_thread(lambda: encoded(take()))
         except ValueError as error:
             log.warning("a newcomer can't have this peer's state: %s", error)
             raise Refused(str(error)) from error

@@ -1,16 +1,20 @@
-"""Buffers that are used again and again: memory of the kernel's is cleared before it is given, which costs as much as a
-cipher."""
+"""Memory for what comes and goes over lanes. It is used again and again: memory that is fresh from the kernel costs as
+much as a cipher."""
 
 from __future__ import annotations
 
+import ctypes
+import queue
 import threading
+import weakref
+from collections import deque
 from typing import Final
 
 from shoal.p2p.errors import P2PError
 
 _SMALLEST_BITS: Final = 16
 _SPARE: Final = 1 << 10  # beyond a power of two: for what sealing adds to a payload of that size
-KEPT_BYTES: Final = 64 << 20
+KEPT_BYTES: Final = 64 << 20  # of each size
 
 
 class NoMemory(P2PError):
@@ -18,38 +22,32 @@ class NoMemory(P2PError):
 
 
 class Buffers:
-    """A pool of buffers, for any thread.
+    """A pool, for any thread. A buffer comes back when nobody refers to it any more.
 
     Args:
         limit: bytes that may be out at once.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._out, self._kept = limit, 0, 0
-        self._free: dict[int, list[bytearray]] = {}
+        self._left = limit
+        self._free: dict[int, deque[bytearray]] = {}
         self._lock = threading.Lock()
+        # A buffer comes back in any thread, in the middle of anything: so without a lock.
+        self._back: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
 
     def take(self, nbytes: int) -> memoryview:
         """A buffer of so many bytes, with anything in it. Raises NoMemory."""
         size = (1 << max(_SMALLEST_BITS, (nbytes - _SPARE - 1).bit_length())) + _SPARE
         with self._lock:
-            if self._out + size > self._limit:
-                raise NoMemory(
-                    f"{self._out} bytes of chunks are under way or wait to be used; the limit is {self._limit}"
-                )
-            self._out += size
+            while not self._back.empty():
+                memory = self._back.get()
+                self._left += len(memory)
+                self._free.setdefault(len(memory), deque(maxlen=KEPT_BYTES // len(memory))).append(memory)
+            if size > self._left:
+                raise NoMemory("too much memory is taken by chunks that are under way or wait to be used")
+            self._left -= size
             free = self._free.get(size)
-            if free:
-                self._kept -= size
-                return memoryview(free.pop())[:nbytes]
-        return memoryview(bytearray(size))[:nbytes]
-
-    def put(self, buffer: memoryview, *, reuse: bool = True) -> None:
-        """It is not used any more; without `reuse`, somebody may still look at it."""
-        memory = buffer.obj
-        assert isinstance(memory, bytearray)
-        with self._lock:
-            self._out -= len(memory)
-            if reuse and self._kept + len(memory) <= KEPT_BYTES:
-                self._kept += len(memory)
-                self._free.setdefault(len(memory), []).append(memory)
+            memory = free.pop() if free else bytearray(size)
+        lent = (ctypes.c_ubyte * size).from_buffer(memory)
+        weakref.finalize(lent, self._back.put, memory).atexit = False
+        return memoryview(lent).cast("B")[:nbytes]

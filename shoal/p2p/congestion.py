@@ -39,8 +39,13 @@ def _has_bbr() -> bool:
     return True
 
 
-def suit(connection: socket.socket) -> None:
-    """Use BBR on a connection that may lose packets. (Over loopback it takes twice the time and the CPU.)"""
+def is_long(connection: socket.socket) -> bool:
+    """Whether a path may lose packets. (Over loopback BBR takes twice the time and the CPU.)"""
     (microseconds,) = _RTT.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT.size))
-    if microseconds >= SHORT_MICROSECONDS and has_bbr():
+    return bool(microseconds >= SHORT_MICROSECONDS)
+
+
+def suit(connection: socket.socket) -> None:
+    """Use BBR on a connection that may lose packets."""
+    if is_long(connection) and has_bbr():
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")

@@ -26,6 +26,7 @@ OUTDATED = f"This peer of Shoal speaks version {VERSION} of its protocol, and no
 
 Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Magic = Annotated[str, msgspec.Meta(max_length=16)]
+LaneKey = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Instance = Annotated[bytes, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
 
 
@@ -85,7 +86,39 @@ class Alive(msgspec.Struct, tag=5, array_like=True, frozen=True):
     """The answer to `Taken` of the one that is connected."""
 
 
-Said = Challenge | Hello | Kept | Refusal | Taken | Alive
+class Wanted(msgspec.Struct, tag=6, array_like=True, frozen=True):
+    """The listener has chunks to send: the dialler is to dial a lane."""
+
+
+class Key(msgspec.Struct, tag=7, array_like=True, frozen=True):
+    """The dialler is about to dial a connection of the lane.
+
+    Attributes:
+        key: fresh and random; what it will seal with.
+        aes: whether its processor has instructions for AES.
+        bbr: whether its kernel has BBR.
+    """
+
+    key: LaneKey
+    aes: bool
+    bbr: bool
+
+
+class Token(msgspec.Struct, tag=8, array_like=True, frozen=True):
+    """The listener's answer.
+
+    Attributes:
+        key, aes, bbr: as above.
+        token: by which the connection is known; good once.
+    """
+
+    key: LaneKey
+    aes: bool
+    bbr: bool
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+
+
+Said = Challenge | Hello | Kept | Refusal | Taken | Alive | Wanted | Key | Token
 _decoder = msgspec.msgpack.Decoder(Said)
 encode = msgspec.msgpack.Encoder().encode
 

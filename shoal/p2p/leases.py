@@ -17,12 +17,14 @@ class Target:
         name: of the chunk.
         source: the only peer that may bring it.
         memory: of exactly its size. Until the chunk is delivered, anything may stand there.
+        filled: whether the chunk was opened into it.
     """
 
     name: bytes
     source: PeerID
     memory: memoryview
     leased: bool = False
+    filled: bool = False
 
 
 class Leases:
@@ -66,7 +68,7 @@ class Leases:
     def give_back(self, target: Target, filled: bool) -> None:
         """The opening is over. If it failed, the target waits for its chunk as before."""
         with self._changed:
-            target.leased = False
+            target.leased, target.filled = False, filled
             if filled and self._targets.get(target.name) is target:
                 del self._targets[target.name]
             self._changed.notify_all()

@@ -21,6 +21,7 @@ from shoal.p2p import forks, frames, greeting, tcp
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.frames import Kind
 from shoal.p2p.identity import PeerID
+from shoal.p2p.lane import Address, Lane
 from shoal.p2p.movement import LARGE_BYTES
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Wait = Generator[None, None, T]
-Address = tuple[str, int]
 
 QUEUE_BYTES = 128 << 20  # that wait for one peer; more than a peer that keeps the rules can be owed
 PROOF_TIMEOUT = 10.0  # seconds from a link's beginning until both sides must be proven
@@ -67,6 +67,9 @@ class Link:
             will.
         said_hello: of a dialled link: whether the listener may keep it.
         error: what `ended` means for who dialled.
+        lane: beside it, if there is one.
+        keys: what this side seals with on each of the lane's connections; `dialled_lanes` of them are in use, if this
+            side dialled.
     """
 
     def __init__(
@@ -78,6 +81,9 @@ class Link:
         self.instance = self.nonce = self.certificate = b""
         self.said_hello = False
         self.error: type[PeerUnreachable] = PeerUnreachable
+        self.lane: Lane | None = None
+        self.keys: list[bytes] = []
+        self.dialled_lanes = 0
         self.stage = Stage.CONNECTING
         self._owner = owner
         self._loop = asyncio.get_running_loop()
@@ -95,6 +101,12 @@ class Link:
         forks.close_in_children(connection)
         self._life = self._run(address)
         self._go_on()
+
+    @property
+    def address(self) -> Address:
+        """Where the other side is."""
+        address: Address = self.socket.getpeername()
+        return address
 
     def open(self) -> None:
         """Both sides are proven: messages pass."""

@@ -99,28 +99,31 @@ class Listener:
         forks.close_in_children(self._socket)
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
+        self._on_accepted, self._full = on_accepted, False
         self._loop = asyncio.get_running_loop()
-        self._task = self._loop.create_task(self._accept(on_accepted))
+        self._listen()
 
-    async def _accept(self, on_accepted: Callable[[socket.socket, str], None]) -> None:
-        full = False
-        while True:
-            try:
-                connection, where = await self._loop.sock_accept(self._socket)
-            except ConnectionAbortedError:
-                pass
-            except OSError as error:  # no descriptors, or no memory: connections wait at the kernel for a while
-                if not full:
-                    log.warning("no connection can be accepted for now: %s; those that are there stay", error.strerror)
-                full = True
-                await asyncio.sleep(ACCEPT_AGAIN)
-            else:
-                full = False
-                on_accepted(connection, where[0])
-            await asyncio.sleep(0)  # whatever comes, the loop does something else in between
+    def _listen(self) -> None:
+        if self._socket.fileno() != -1:
+            self._loop.add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            connection, where = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # no descriptors, or no memory: connections wait at the kernel for a while
+            if not self._full:
+                log.warning("no connection can be accepted for now: %s; those that are there stay", error.strerror)
+            self._full = True
+            self._loop.remove_reader(self._socket)
+            self._loop.call_later(ACCEPT_AGAIN, self._listen)
+            return
+        self._full = False
+        connection.setblocking(False)
+        self._on_accepted(connection, where[0])
 
     def close(self) -> None:
         """Accept no more."""
-        self._task.cancel()
         self._loop.remove_reader(self._socket)
         self._socket.close()

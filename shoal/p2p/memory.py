@@ -9,6 +9,7 @@ from contextvars import Context
 
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.identity import PeerID
+from shoal.p2p.leases import Leases
 from shoal.p2p.movement import LARGE_BYTES
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Buffer, Transport, check_size
@@ -71,7 +72,7 @@ class MemoryNetwork:
         self._last_arrival[link] = when
         loop.call_at(when, event, context=Context())  # what is under way belongs to neither peer
 
-    def _deliver(self, source: PeerID, target: PeerID, header: bytes, buffers: Sequence[bytes]) -> None:
+    def _deliver(self, source: PeerID, target: PeerID, header: bytes, buffers: Sequence[bytes], name: bytes) -> None:
         number = self.transports[source].connections[target]
 
         def event() -> None:
@@ -81,7 +82,7 @@ class MemoryNetwork:
             if transport.connections.get(source) == number:
                 pair = frozenset((source, target))
                 self.moved[pair] = self.moved.get(pair, 0) + (size if size >= LARGE_BYTES else 0)
-                transport.received(source, header, buffers)
+                transport.received(source, header, transport.placed(source, buffers, name))
 
         size = len(header) + sum(map(len, buffers))
         self._arrive(source, target, size, event)
@@ -105,6 +106,7 @@ class MemoryTransport(Transport):
     def __init__(self, network: MemoryNetwork, peer_id: PeerID) -> None:
         self.network = network
         self.peer_id = peer_id
+        self.leases = Leases()
         self.connections: dict[PeerID, int] = {}  # by their numbers, of which both ends have the same
         self.dead = False
         network.transports[peer_id] = self
@@ -150,14 +152,14 @@ class MemoryTransport(Transport):
     def moved(self, peer: PeerID) -> int:
         return self.network.moved.get(frozenset((self.peer_id, peer)), 0) if peer in self.connections else 0
 
-    def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = ()) -> None:
+    def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = (), name: bytes = b"") -> None:
         check_size(header, buffers)
         if self.dead:
             return
         message, payload = bytes(header), [bytes(buffer) for buffer in buffers]
         for peer in peers:
             if peer in self.connections:
-                self.network._deliver(self.peer_id, peer, message, payload)
+                self.network._deliver(self.peer_id, peer, message, payload, name)
 
     def disconnect(self, peer: PeerID) -> None:
         if peer in self.connections and not self.dead:
@@ -169,8 +171,20 @@ class MemoryTransport(Transport):
         self.network.transports.pop(self.peer_id, None)
         self.network._listening = {a: p for a, p in self.network._listening.items() if p != self.peer_id}
 
-    def received(self, source: PeerID, header: bytes, buffers: Sequence[bytes]) -> None:
-        self._on_message(source, memoryview(header), [memoryview(buffer) for buffer in buffers])
+    def cancel(self, prefix: bytes) -> None:
+        pass  # everything was copied when it was sent
+
+    def placed(self, source: PeerID, buffers: Sequence[bytes], name: bytes) -> list[memoryview]:
+        """The buffers where they belong."""
+        views = [memoryview(buffer) for buffer in buffers]
+        if name and (target := self.leases.lease(name, source, len(views[0]))) is not None:
+            target.memory[:] = views[0]
+            self.leases.give_back(target, filled=True)
+            views[0] = target.memory
+        return views
+
+    def received(self, source: PeerID, header: bytes, buffers: Sequence[memoryview]) -> None:
+        self._on_message(source, memoryview(header), buffers)
 
     def lost(self, peer: PeerID, reason: str) -> None:
         if self.connections.pop(peer, None) is not None:

@@ -66,10 +66,11 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a request was answered with: a message, and buffers beside it."""
+    """What a request was answered with: a message, and buffers beside it; `name` as in `Transport.send`."""
 
     body: msgspec.Struct
     buffers: Sequence[Buffer] = ()
+    name: bytes = b""
 
 
 Answer = Reply | msgspec.Struct | None
@@ -212,10 +213,16 @@ class Node:
     # -- messages out
 
     def notify(
-        self, peers: Sequence[PeerID], service: Service, message: msgspec.Struct, buffers: Sequence[Buffer] = ()
+        self,
+        peers: Sequence[PeerID],
+        service: Service,
+        message: msgspec.Struct,
+        buffers: Sequence[Buffer] = (),
+        name: bytes = b"",
     ) -> None:
-        """Send `message` to each connected peer of `peers`, expecting no reply. Buffers may be reused on return."""
-        self._post(peers, _NOTICE, service.name, 0, 0.0, message, buffers)
+        """Send `message` to each connected peer of `peers`, expecting no reply. Buffers may be reused on return, except
+        one with a `name` (see `Transport.send`)."""
+        self._post(peers, _NOTICE, service.name, 0, 0.0, message, buffers, name)
 
     async def call(
         self,
@@ -282,13 +289,14 @@ class Node:
         timeout: float,
         message: msgspec.Struct,
         buffers: Sequence[Buffer] = (),
+        name: bytes = b"",
     ) -> None:
         body = msgspec.Raw(self._encoder.encode(message))
         header = self._encoder.encode(Envelope(kind, service, call, timeout, body))
         others = [peer for peer in peers if peer != self.peer_id]
         if others:
             self.bytes_sent += len(others) * sum(memoryview(buffer).nbytes for buffer in buffers)
-            self.transport.send(others, header, buffers)
+            self.transport.send(others, header, buffers, name)
         if len(others) != len(peers):
             # To itself, a node speaks through the same door as everybody: encoded, checked, and never re-entrant.
             copies = [memoryview(bytes(buffer)) for buffer in buffers]
@@ -382,7 +390,7 @@ class Node:
             return
         reply = answer if isinstance(answer, Reply) else Reply(answer)
         try:
-            self._post([peer], _REPLY, request.service, request.call, 0.0, reply.body, reply.buffers)
+            self._post([peer], _REPLY, request.service, request.call, 0.0, reply.body, reply.buffers, reply.name)
         except Exception:  # a defect of ours: too large, or not encodable
             log.exception("the reply to a request of %r to %r can't be sent", peer, request.service)
             self._decline(peer, request, Unavailable("internal error"))

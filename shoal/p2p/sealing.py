@@ -30,6 +30,11 @@ _CIPHERS: Final[dict[Suite, type[AESGCM] | type[ChaCha20Poly1305]]] = {
 }
 
 
+def suite_of(both: bool) -> Suite:
+    """The cipher of a lane whose other side says whether it has instructions for AES."""
+    return "aes-256-gcm" if both and has_aes() else "chacha20-poly1305"
+
+
 class BrokenFrame(P2PError):
     """A frame does not open, or breaks the bounds. Nobody is to blame for it: the path may have changed the bytes."""
 

@@ -13,13 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 from weakref import WeakValueDictionary
 
-from shoal.p2p import frames, greeting, tcp, tls
+from shoal.p2p import frames, greeting, sealing, tcp, tls
 from shoal.p2p.budget import Budget
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.frames import Kind
-from shoal.p2p.greeting import Alive, Challenge, Hello, Kept, Refusal, Taken
+from shoal.p2p.greeting import Alive, Challenge, Hello, Kept, Key, Refusal, Taken, Token, Wanted
 from shoal.p2p.identity import Identity, PeerID
-from shoal.p2p.link import Address, Link, Stage
+from shoal.p2p.lane import Address, Shared
+from shoal.p2p.lanes import Lanes
+from shoal.p2p.leases import Leases
+from shoal.p2p.limit import Limit
+from shoal.p2p.link import Link, Stage
 from shoal.p2p.listener import Admission, Listener, most_connections
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.race import first_to_succeed
@@ -33,6 +37,8 @@ LINGER = 0.5  # seconds that what is queued has to leave when the transport is c
 LINKS_PER_PEER = 4  # accepted ones, refused ones that have not left yet included
 UNFINISHED_BYTES = 256 << 20  # of large messages that have not come whole
 LOOK_INTERVAL = 0.5  # seconds
+LANE_BYTES = 64 << 10  # from which a named buffer goes over the lane
+LANE_LINGER = 1.0  # seconds that a lane has after its link's end to bring what has come
 _FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 
 _TAKEN = "another process with the same identity is connected already"
@@ -72,13 +78,22 @@ class SocketTransport(Transport):
     The kernel asks after the other side (`tcp`), so a machine or a network that is gone is noticed, however long a
     large message takes on a slow line. A process that hangs is not: its kernel still answers.
 
+    Large named buffers pass over a lane beside the link (`lanes`), which lives as long as the link.
+
     Args:
         identity: who this peer is.
+        upload_limit, download_limit: bytes per second that lanes may send and receive; None for no limit.
     """
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(
+        self, identity: Identity, *, upload_limit: float | None = None, download_limit: float | None = None
+    ) -> None:
         self.identity = identity
         self.peer_id = identity.peer_id
+        self.leases = Leases()
+        shared = Shared(self.leases, Limit(upload_limit), Limit(download_limit))
+        self._lanes = Lanes(shared, self._on_chunk, self._lane_over)
+        self._leaving: dict[PeerID, tuple[Link, str, asyncio.TimerHandle]] = {}  # whose lanes are read to their end
         self._instance = os.urandom(greeting.INSTANCE_BYTES)
         self._peers: dict[PeerID, Link] = {}
         self._links: set[Link] = set()  # all that have not ended
@@ -173,6 +188,8 @@ class SocketTransport(Transport):
         link = self._peers.pop(peer, None)
         if link is not None:
             link.end("this side disconnected")
+            if link.lane is not None:
+                link.lane.end()
         if peer in self._rivals and not self._closed:
             # Not before the caller has dealt with the loss.
             asyncio.get_running_loop().call_soon(self._admit, peer)
@@ -193,6 +210,7 @@ class SocketTransport(Transport):
                 link.finish(LINGER, "this transport was closed")
             else:
                 link.end("this transport was closed")
+        await self._lanes.close(LINGER)
         if self._links:
             await self._emptied.wait()
         if self._next_look is not None:
@@ -201,12 +219,18 @@ class SocketTransport(Transport):
     # -- messages
 
     def moved(self, peer: PeerID) -> int:
-        return self._peers[peer].moved() if peer in self._peers else 0
+        link = self._peers.get(peer)
+        return 0 if link is None else link.moved() + (0 if link.lane is None else link.lane.moved)
 
-    def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = ()) -> None:
+    def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = (), name: bytes = b"") -> None:
         check_size(header, buffers)
-        links = [link for peer in peers if (link := self._peers.get(peer))]
+        links = [link for peer in peers if (link := self._peers.get(peer)) and link.stage is Stage.OPEN]
         if not links:
+            return
+        if name and memoryview(buffers[0]).nbytes >= LANE_BYTES and len(header) <= sealing.MAX_MESSAGE_BYTES:
+            for link in links:
+                if not self._lanes.of(link).send(name, bytes(header), memoryview(buffers[0])):
+                    link.end("its queue is full")
             return
         frame = frames.encode(Kind.MESSAGE, header, buffers)  # the one copy, which all recipients share
         for link in links:
@@ -214,16 +238,29 @@ class SocketTransport(Transport):
 
     def received(self, link: Link, header: memoryview, buffers: Sequence[memoryview]) -> None:
         """A message has come over an open link."""
-        if link.peer is None or self._peers.get(link.peer) is not link:
-            return
+        if link.peer is not None and self._peers.get(link.peer) is link:
+            self._deliver(link.peer, header, buffers)
+
+    def _on_chunk(self, link: Link, message: bytes, memory: memoryview) -> None:
+        """A message has come over the lane beside a link, which may have ended since."""
+        assert link.peer is not None
+        leaving = self._leaving.get(link.peer)
+        if self._peers.get(link.peer) is link or (leaving is not None and leaving[0] is link):
+            self._deliver(link.peer, memoryview(message), [memory])
+
+    def _deliver(self, peer: PeerID, header: memoryview, buffers: Sequence[memoryview]) -> None:
         try:
-            self._on_message(link.peer, header, buffers)
+            self._on_message(peer, header, buffers)
         except Exception:  # a defect of ours, told with its traceback; the loop that serves all other links goes on
             log.exception("handling what a connection brought failed")
 
+    def cancel(self, prefix: bytes) -> None:
+        self._lanes.cancel(prefix)
+
     def lane_came(self, link: Link, token: bytes) -> None:
-        """What was accepted is no link: its first bytes are the token of a lane's connection. It must end."""
-        link.end("no lane is expected")
+        """What was accepted is no link, but a lane's connection, if its first bytes are a good token."""
+        self._lanes.admit(link.socket, token)
+        link.end("it is no link")
 
     # -- greetings
 
@@ -262,6 +299,11 @@ class SocketTransport(Transport):
                 link.say(Alive())
             case Alive() if connected and peer is not None:
                 self._lives(peer)
+            case Wanted() | Key() | Token() if connected:
+                try:
+                    self._lanes.heard(link, said)
+                except ValueError as error:
+                    self.broke(link, str(error))
             case _:
                 self.broke(link, f"{type(said).__name__} is not expected now")
 
@@ -287,6 +329,7 @@ class SocketTransport(Transport):
             return link.end("too many links of one peer")
         self._admission.proven(link)
         link.peer, link.instance = peer, hello.instance
+        self._left(peer)
         earlier = self._peers.get(peer)
         if earlier is None:
             self._welcome(link, peer)
@@ -295,10 +338,12 @@ class SocketTransport(Transport):
         else:
             self._lives(peer)
             self._lose(peer, "it connected anew")
+            self._left(peer)
             self._welcome(link, peer)
 
     def _on_kept(self, link: Link, peer: PeerID) -> None:
         """The other side keeps a link that was dialled, or uses one that was kept."""
+        self._left(peer)
         if peer in self._peers:
             self._hold(link, peer)
         elif link.dialled:
@@ -403,8 +448,28 @@ class SocketTransport(Transport):
         link = self._peers.pop(peer, None)
         if link is not None:
             link.end(reason)
+            wait = LANE_LINGER if link.lane is not None else 0.0
+            timer = asyncio.get_running_loop().call_later(wait, self._left, peer)
+            self._leaving[peer] = link, reason, timer
+            if not wait:
+                self._left(peer)
+
+    def _left(self, peer: PeerID) -> None:
+        """If that peer was lost: what had come from it was read, or need not be waited for."""
+        if peer in self._leaving:
+            link, reason, timer = self._leaving.pop(peer)
+            timer.cancel()
+            if link.lane is not None:
+                link.lane.end()
             self._on_lost(peer, reason)
             self._admit(peer)
+
+    def _lane_over(self, link: Link, reason: str) -> None:
+        assert link.peer is not None
+        leaving = self._leaving.get(link.peer)
+        if leaving is not None and leaving[0] is link:
+            self._left(link.peer)
+        link.end(f"its lane was lost: {reason}")
 
     def _look(self) -> None:
         for link in list(self._links):

@@ -15,12 +15,13 @@ _KEEPALIVES = 10  # unanswered ones until the kernel itself gives up, which is l
 _INFO = struct.Struct("=3xB20xI24xII8xI48xQQ")
 
 
-def prepare(connection: socket.socket) -> None:
-    """Have what is sent leave at once, and the kernel ask after the other side when nothing comes."""
+def prepare(connection: socket.socket, keepalive: int = _KEEPALIVE_SECONDS) -> None:
+    """Have what is sent leave at once, and the kernel ask after the other side when nothing came for `keepalive`
+    seconds."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_SECONDS)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, keepalive)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, keepalive)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVES)
 
 

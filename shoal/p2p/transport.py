@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from shoal.p2p.errors import MessageTooLarge
 from shoal.p2p.identity import PeerID
+from shoal.p2p.leases import Leases
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.twins import Twins
 
@@ -25,15 +26,22 @@ class Transport(ABC):
 
     All methods are called on the loop's thread, and both handlers are called there. What a caller may rely on:
 
-    - messages of one peer arrive whole, in the order sent, or not at all and then the peer is reported lost;
+    - messages of one peer arrive whole, in the order sent, or not at all and then the peer is reported lost; one with a
+      `name` may be overtaken by others, or overtake them;
     - `on_message` names the authenticated sender; the views that it is given stay valid as long as they are referenced;
     - a connected peer is not replaced by another process with its identity, for as long as it lives: that other one is
       refused, and all three are told (`twins`);
     - `on_lost(peer, reason)` is called once when a peer is not connected any more, whoever dialled, after the last
       message that had arrived from it; a peer to which this side disconnected is not reported.
+
+    Attributes:
+        peer_id: who this peer is.
+        leases: where the memory is registered that named buffers belong to. One that came into it is that memory in
+            `on_message`, and its target is `filled`.
     """
 
     peer_id: PeerID
+    leases: Leases
 
     def start(self, on_message: MessageHandler, on_lost: LostHandler) -> None:
         """Name the handlers; called once, before anything else."""
@@ -63,12 +71,20 @@ class Transport(ABC):
         late and not lost."""
 
     @abstractmethod
-    def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = ()) -> None:
+    def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = (), name: bytes = b"") -> None:
         """Queue one message to each of `peers`, copying it once; never waits.
+
+        With a `name` (NAME_BYTES), one buffer comes along that the receiver may be waiting for under that name
+        (`leases`). It may be sent without a copy: it must not be written before it has arrived, or `cancel` was called.
 
         A peer that is not connected, or whose queue is full (which ends its connection), gets nothing: `on_lost` tells.
         Raises MessageTooLarge before anything is queued.
         """
+
+    @abstractmethod
+    def cancel(self, prefix: bytes) -> None:
+        """Nobody reads the buffers any more that were sent under names that begin so; those that have not left do not
+        arrive. May wait for milliseconds."""
 
     @abstractmethod
     def disconnect(self, peer: PeerID) -> None:

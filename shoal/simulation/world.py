@@ -209,7 +209,7 @@ class _Transport(MemoryTransport):
             await asyncio.sleep(0.1)  # it greets as soon as it goes on
         await super().dial(address)
 
-    def received(self, source: PeerID, header: bytes, buffers: Sequence[bytes]) -> None:
+    def received(self, source: PeerID, header: bytes, buffers: Sequence[memoryview]) -> None:
         hasher = blake3(header)
         for buffer in buffers:
             hasher.update(buffer)

@@ -109,9 +109,9 @@ def test_who_owes_too_long_is_left_out(kind: type, option: str, monkeypatch: pyt
         silent = peers[2].peer_id.key
 
         def init(self: Exchange, book: Any, inputs: Any, outputs: Any, codecs: Any, send: Any, fault: Any) -> None:
-            def keeping(keys: Any, message: Any, buffers: Any) -> None:
+            def keeping(keys: Any, message: Any, buffers: Any, name: bytes) -> None:
                 if not (book.me == silent and isinstance(message, kind)):
-                    send(keys, message, buffers)
+                    send(keys, message, buffers, name)
 
             original(self, book, inputs, outputs, codecs, keeping, fault)
 

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import random
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from shoal.averaging.donor import KEEP_SECONDS, Chunk, GetChunk, GetManifest, Offer, describe, transfer_service
-from shoal.averaging.manifest import CHUNK_ELEMENTS, BufferShape, Manifest
+from shoal.averaging.donor import KEEP_SECONDS, Chunk, GetChunk, GetManifest, Offer, transfer_service
+from shoal.averaging.manifest import CHUNK_ELEMENTS, LARGE_BYTES, BufferShape, Manifest
 from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import Downloaded, DownloadFailed, Snapshot, StateDonor, download_state
+from shoal.averaging.transfer import (
+    Downloaded,
+    DownloadFailed,
+    EncodedState,
+    Snapshot,
+    StateDonor,
+    download_state,
+    encoded,
+)
 from shoal.compression import Codec, Float16Compression
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import Identity, PeerID
@@ -50,10 +59,10 @@ def donate(node: Node, state: Snapshot | None = None) -> list[Snapshot]:
     current = [state or snapshot()]
     taken: list[Snapshot] = []
 
-    async def take() -> Snapshot:
+    async def take() -> EncodedState:
         await asyncio.sleep(0.1)
         taken.append(current[0])
-        return current[0]
+        return encoded(current[0])
 
     StateDonor(node, NAME, take, lambda: current[0].tip)
     return taken
@@ -130,7 +139,7 @@ def test_five_donors_of_which_one_lies_one_dies_one_dawdles_and_one_differs():
     async def scenario() -> None:
         world = World(2, bandwidth=4e6)
         state = snapshot(chunks=40)
-        manifest = await describe(state)
+        manifest = encoded(state).manifest
         newcomer, (honest, liar, mortal, slow, other) = await swarm(world, 5)
         donate(honest, state)
         donate(mortal, state)
@@ -162,7 +171,7 @@ def test_five_donors_of_which_one_lies_one_dies_one_dawdles_and_one_differs():
 def test_a_slow_donor_does_not_hold_up_the_last_chunks():
     async def scenario() -> None:
         state = snapshot()
-        manifest = await describe(state)
+        manifest = encoded(state).manifest
         newcomer, (good, slow) = await swarm(World(3), 2)
         donate(good, state)
 
@@ -181,7 +190,7 @@ def test_a_slow_donor_does_not_hold_up_the_last_chunks():
 def test_if_all_donors_of_the_majority_fail_the_next_state_is_tried():
     async def scenario() -> None:
         newcomer, donors = await swarm(World(4), 3)
-        manifest = await describe(snapshot(8))
+        manifest = encoded(snapshot(8)).manifest
 
         def refuses(number: int) -> Reply:
             raise Refused("changed my mind")
@@ -204,9 +213,9 @@ def test_a_donor_that_offers_late_still_helps():
         for donor in donors[:2]:
             donate(donor, state)
 
-        async def takes_its_time() -> Snapshot:
+        async def takes_its_time() -> EncodedState:
             await asyncio.sleep(3)
-            return state
+            return encoded(state)
 
         StateDonor(donors[2], NAME, takes_its_time, lambda: state.tip)
         result = await download(newcomer, donors)
@@ -222,7 +231,7 @@ def test_without_a_usable_donor_the_error_names_each_with_its_reason():
         newcomer, donors = await swarm(world, 5)
         unwilling, ignorant, corrupt, gone, garbled = donors
         StateDonor(unwilling, NAME, snapshot, lambda: snapshot().tip, allow=False)  # type: ignore[arg-type]
-        manifest = await describe(snapshot())
+        manifest = encoded(snapshot()).manifest
         donate_by(corrupt, manifest, lambda number: Reply(Chunk(), [b"short"]))
         garbled.serve(transfer_service(NAME), lambda peer, message, buffers: Reply(Offer(), [b"not a manifest"]))
         world.kill(gone.peer_id)
@@ -283,7 +292,7 @@ def test_a_state_larger_than_the_newcomer_allows_is_refused_before_anything_is_a
     async def scenario() -> None:
         newcomer, donors = await swarm(World(9), 1)
         shape = BufferShape("float64", 1 << 33)
-        huge = Manifest(Tip(1, bytes(32), 1.0), b"", ("none",), ((1 << 33, 0),), (shape,), 0, bytes(32 << 15))
+        huge = Manifest(Tip(1, bytes(32), 1.0), b"", ("none",), ((1 << 33, 0),), (shape,), 0, bytes(32 << 14))
         donate_by(donors[0], huge, lambda number: Reply(Chunk(), [b""]))
         monkeypatch.setattr(torch, "empty", None)
         with pytest.raises(DownloadFailed, match=f"offers a state of {8 << 33} bytes, more than the {1 << 30} allowed"):
@@ -312,6 +321,71 @@ def test_a_codec_shrinks_what_is_sent_and_all_newcomers_decode_the_same():
     run(scenario())
 
 
+def test_a_chunk_is_encoded_once_for_all_newcomers_and_the_snapshot_is_let_go_of(monkeypatch: pytest.MonkeyPatch):
+    async def scenario() -> None:
+        world = World(17)
+        *newcomers, donor = [await world.spawn_node() for _ in range(4)]
+        world.introduce()
+        snapshots: list[weakref.ref[torch.Tensor]] = []
+
+        async def take() -> EncodedState:
+            state = snapshot(codec=Float16Compression())
+            snapshots.append(weakref.ref(state.buffers[0]))
+            return encoded(state)
+
+        StateDonor(donor, NAME, take, lambda: snapshot().tip)
+        for newcomer in newcomers:
+            await download(newcomer, [donor])
+        assert len(snapshots) == 1
+        assert sorted(encodings) == sorted([CHUNK_ELEMENTS] * 8 + [3, 100])
+        assert snapshots[0]() is None, "what was encoded is held beside its payloads"
+
+    encodings: list[int] = []
+    encode = Codec.encode
+
+    def counting(self: Codec, chunk: torch.Tensor) -> memoryview:
+        encodings.append(chunk.numel())
+        return encode(self, chunk)
+
+    monkeypatch.setattr(Codec, "encode", counting)
+    run(scenario())
+
+
+def test_what_no_codec_changes_is_sent_from_the_snapshots_own_memory():
+    state = snapshot()
+    payloads = encoded(state).payloads[2:]  # behind the scalars
+    first = state.buffers[0]
+    first[CHUNK_ELEMENTS] = 7.5
+    assert payloads[1][:4] == torch.tensor([7.5]).numpy().tobytes()
+
+
+def test_a_large_state_comes_in_larger_chunks_fewer_at_a_time():
+    async def scenario() -> None:
+        newcomer, (donor,) = await swarm(World(18, bandwidth=1e9), 1)
+        state = torch.arange(LARGE_BYTES, dtype=torch.float32)  # four times that in bytes: chunks of 3 MiB
+        large = Snapshot(Tip(1, bytes(32), 1.0), b"", [state], b"", codecs_of([state]))
+        manifest = encoded(large).manifest
+        asked: list[int] = []
+        most = 0
+
+        async def answer(number: int) -> Reply:
+            nonlocal most
+            asked.append(number)
+            most = max(most, len(asked))
+            await asyncio.sleep(0.01)
+            asked.remove(number)
+            chunk = manifest.chunks[number]
+            return Reply(Chunk(), [memoryview(state.numpy()).cast("B")[4 * chunk.start : 4 * chunk.stop]])
+
+        donate_by(donor, manifest, answer)
+        result = await download(newcomer, [donor])
+        assert torch.equal(result.buffers[0], state)
+        assert len(manifest.chunks) == -(-LARGE_BYTES // (3 * CHUNK_ELEMENTS))
+        assert most == 2
+
+    run(scenario())
+
+
 def test_the_state_is_one_moments_while_the_donor_trains_on():
     async def scenario() -> None:
         world = World(11, bandwidth=3e6)
@@ -322,8 +396,8 @@ def test_the_state_is_one_moments_while_the_donor_trains_on():
         def tip() -> Tip:
             return Tip(epoch, bytes(32), float(epoch))
 
-        async def take() -> Snapshot:
-            return Snapshot(tip(), b"", [parameters.clone()], b"", codecs_of([parameters]))
+        async def take() -> EncodedState:
+            return encoded(Snapshot(tip(), b"", [parameters.clone()], b"", codecs_of([parameters])))
 
         async def trains() -> None:
             nonlocal epoch
@@ -373,8 +447,8 @@ def test_a_download_in_progress_is_not_cut_off_by_newer_snapshots():
         state = snapshot(1, chunks=20)
         epoch = 1
 
-        async def take() -> Snapshot:
-            return replace(state, tip=tip())
+        async def take() -> EncodedState:
+            return encoded(replace(state, tip=tip()))
 
         def tip() -> Tip:
             return Tip(epoch, bytes(32), float(epoch))
@@ -395,8 +469,8 @@ def test_who_asks_again_gets_the_newest_state():
         newcomer, (node,) = await swarm(World(16), 1)
         state = snapshot(1, chunks=7)
 
-        async def take() -> Snapshot:
-            return replace(state, tip=tip())
+        async def take() -> EncodedState:
+            return encoded(replace(state, tip=tip()))
 
         def tip() -> Tip:
             return Tip(epoch, bytes(32), float(epoch))
@@ -432,7 +506,7 @@ def test_a_donor_that_stops_tells_those_who_wait():
     async def scenario() -> None:
         newcomer, (node,) = await swarm(World(15), 1)
 
-        async def never() -> Snapshot:
+        async def never() -> EncodedState:
             await asyncio.sleep(10_000)
             raise AssertionError
 

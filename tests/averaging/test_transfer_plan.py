@@ -14,13 +14,17 @@ from hypothesis import strategies as st
 from shoal.averaging.download import DownloadPlan
 from shoal.averaging.manifest import (
     CHUNK_ELEMENTS,
+    ITEM_BYTES,
+    LARGE_BYTES,
     MAX_CHUNKS,
+    MAX_CODECS,
     MAX_LAYOUT_BYTES,
     MAX_RUNS,
     BufferShape,
     Manifest,
     StateChunk,
     choose,
+    chunk_elements,
 )
 from shoal.averaging.tip import Tip
 from shoal.p2p.identity import PeerID
@@ -54,6 +58,16 @@ def test_chunks_are_the_scalars_and_then_each_buffer():
         StateChunk(2, 0, 5),
     ]
     assert manifest().nbytes == 10 + 4 * (CHUNK_ELEMENTS + 1) + 5
+
+
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+@pytest.mark.parametrize("nbytes", [0, LARGE_BYTES - 1, 2 * LARGE_BYTES, 3 * LARGE_BYTES, 1 << 40])
+def test_a_chunk_fits_into_a_message_and_a_large_state_has_many(dtype: str, nbytes: int):
+    size = chunk_elements(nbytes, ITEM_BYTES[dtype])
+    # Of a chunk of several codecs, the part of each is filled up to 8 bytes.
+    padding = MAX_CODECS * 8 if ITEM_BYTES[dtype] % 8 else 0
+    assert CHUNK_ELEMENTS <= size <= (MAX_BUFFER_BYTES - padding) // ITEM_BYTES[dtype]
+    assert nbytes < LARGE_BYTES or nbytes // (size * ITEM_BYTES[dtype]) >= 16
 
 
 def test_codecs_are_those_of_runs_through_all_buffers():
@@ -92,7 +106,7 @@ def test_a_manifest_survives_the_wire_and_its_id_covers_every_field():
         ({"scalars_nbytes": 1 << 25}, "of digests"),
         ({"tip": Tip(1 << 60, bytes(32), 0.0)}, "Expected `int`"),
         ({"tip": Tip(1, bytes(31), 0.0)}, "length >= 32"),
-        ({"format": 1}, "format 2, not 1"),
+        ({"format": 1}, "format 3, not 1"),
         ({"codecs": ("none",)}, "not among the 1 of the manifest"),
         ({"codecs": ("none", "x" * 33)}, "length <= 32"),
         ({"codecs": ("none",) * 65}, "codecs"),

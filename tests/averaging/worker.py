@@ -40,13 +40,13 @@ def die_when(where: str, number: int) -> None:
         original_init = Exchange.__init__
 
         def init(self: Exchange, book: Any, inputs: Any, outputs: Any, codecs: Any, send: Any, fault: Any) -> None:
-            def counting(keys: Any, message: Any, buffers: Any) -> None:
+            def counting(keys: Any, message: Any, buffers: Any, name: bytes) -> None:
                 nonlocal sent
                 sent += isinstance(message, kind)
                 if sent == number:
                     time.sleep(0.05)  # what was sent before is on its way: the kernel has it
                     die()
-                send(keys, message, buffers)
+                send(keys, message, buffers, name)
 
             original_init(self, book, inputs, outputs, codecs, counting, fault)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from shoal.dht import DHT, DHTNode, RecordValidator, SchemaValidator, SignatureValidator, get_dht_time
+from shoal.dht import DHT, DHTNode, RecordValidator, SchemaValidator, SignatureValidator, get_dht_time, records
 from shoal.dht.records import DHTRecord, ValueWithExpiration
 from shoal.dht.validation import owner_marker
 from shoal.p2p.errors import PeerUnreachable
@@ -52,6 +52,33 @@ def test_store_and_get(swarm: list[DHT]) -> None:
         assert dht.get("key") == ValueWithExpiration({"a": [1, None, b"x"]}, expiration)
         assert dht.get("nothing") is None
         assert dht.is_alive()
+
+
+def test_a_value_is_encoded_once_and_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[object] = []
+    encode = records.encode_value
+
+    def counting(value: object) -> bytes:
+        encoded.append(value)
+        return encode(value)
+
+    checked: list[DHTRecord] = []
+
+    class Asked(RecordValidator):
+        def validate(self, record: DHTRecord) -> bool:
+            checked.append(record)
+            return True
+
+    monkeypatch.setattr(records, "encode_value", counting)
+    value = {"a": [1, 2]}
+    with DHT(start=True, record_validators=[Asked()]) as dht:
+        stored = dht.store("key", value, get_dht_time() + 60, return_future=True)
+        value["a"].append(3)
+        assert stored.result(60)
+        assert (len(encoded), len(checked)) == (1, 1)
+        found = dht.get("key")
+        assert found is not None
+        assert found.value == {"a": [1, 2]}, "it was encoded after `store` had returned"
 
 
 def test_return_future(swarm: list[DHT]) -> None:

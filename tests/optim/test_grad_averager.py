@@ -128,13 +128,13 @@ def test_a_round_that_fails_halfway_and_is_tried_again_averages_nothing_twice(mo
         original = Exchange.__init__
 
         def init(self: Exchange, book: Any, inputs: Any, outputs: Any, codecs: Any, send: Any, fault: Any) -> None:
-            def losing(keys: Any, message: Any, buffers: Any) -> None:
+            def losing(keys: Any, message: Any, buffers: Any, name: bytes) -> None:
                 """In the first round nobody sends more than its first results."""
                 nonlocal sent
                 sent += isinstance(message, Result)
                 broken.add(message.round) if not broken else None
                 if not (message.round in broken and isinstance(message, Result) and sent > 3):
-                    send(keys, message, buffers)
+                    send(keys, message, buffers, name)
 
             original(self, book, inputs, outputs, codecs, losing, fault)
 

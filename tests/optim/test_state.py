@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.averaging.donor import Snapshot, describe
+from shoal.averaging.donor import Snapshot, encoded
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import Downloaded
 from shoal.compression import NoCompression
@@ -28,7 +27,7 @@ def downloaded(snapshot: Snapshot, **scalars: Any) -> Downloaded:
     """The snapshot as it arrives; `scalars` are put in place of its own."""
     raw = msgspec.msgpack.decode(snapshot.scalars) | scalars
     given = replace(snapshot, scalars=msgspec.msgpack.encode(raw))
-    manifest = asyncio.run(describe(given))
+    manifest = encoded(given).manifest
     return Downloaded(manifest, [buffer.clone() for buffer in given.buffers], False, given.scalars, {}, {}, 0, 0.0)
 
 

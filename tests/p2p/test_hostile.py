@@ -595,22 +595,26 @@ def test_a_listener_out_of_descriptors_keeps_what_it_has_and_accepts_again(monke
 
     async def main():
         async with listener_and_friend() as (listener, friend, address), sockets(None) as (late,):
-            loop: Any = asyncio.get_running_loop()
-            real, fails = loop.sock_accept, 0
+            [accepting] = listener.transport._listeners
+            real = accepting._socket
 
-            async def full(_listening: object) -> None:
-                nonlocal fails
-                fails += 1
-                raise OSError(24, "Too many open files")
+            class Full:
+                fails = 0
 
-            loop.sock_accept = full
-            (await asyncio.open_connection(address.host, address.port))[1].close()  # which is still accepted
+                def accept(self):
+                    self.fails += 1
+                    raise OSError(24, "Too many open files")
+
+                def fileno(self):
+                    return real.fileno()
+
+            accepting._socket = full = Full()
             dial = asyncio.create_task(late.transport.dial(address))
-            await eventually(lambda: fails > 3)
+            await eventually(lambda: full.fails > 3)
             friend.transport.send([address.peer_id], b"still here")
             await listener.until_messages(1)
             assert not dial.done()
-            loop.sock_accept = real
+            accepting._socket = real
             await asyncio.wait_for(dial, 60)
 
     asyncio.run(main())

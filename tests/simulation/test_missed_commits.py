@@ -117,14 +117,14 @@ def test_a_coordinator_that_commits_and_loses_its_connections_in_the_same_moment
         node, notify = coordinator.peer.node, coordinator.peer.node.notify
         cut_at: list[float] = []
 
-        def cutting(peers: Any, service: Any, message: Any, buffers: Any = ()) -> None:
+        def cutting(peers: Any, service: Any, message: Any, buffers: Any = (), name: bytes = b"") -> None:
             if isinstance(message, Commit) and not cut_at:
                 cut_at.append(asyncio.get_running_loop().time())
                 for other in trainers:
                     if other is not coordinator:
                         world.cut(node.peer_id, other.peer.node.peer_id)
                 asyncio.get_running_loop().call_later([0.05, 0.31, 1.0][seed % 3], world.heal)
-            notify(peers, service, message, buffers)
+            notify(peers, service, message, buffers, name)
 
         node.notify = cutting  # type: ignore[method-assign]
         await asyncio.gather(*(trainer.train_on(trainers, 16) for trainer in trainers))
@@ -148,11 +148,11 @@ def test_a_commit_that_went_with_a_connection_is_told_again() -> None:
         notify = node.notify
         dropped: list[float] = []
 
-        def dropping(peers: Any, service: Any, message: Any, buffers: Any = ()) -> None:
+        def dropping(peers: Any, service: Any, message: Any, buffers: Any = (), name: bytes = b"") -> None:
             if isinstance(message, Commit) and not dropped:
                 dropped.append(asyncio.get_running_loop().time())
                 peers = [node.peer_id]
-            notify(peers, service, message, buffers)
+            notify(peers, service, message, buffers, name)
 
         node.notify = dropping  # type: ignore[method-assign]
         await asyncio.gather(*(trainer.train_on(trainers, 4) for trainer in trainers))

@@ -10,7 +10,7 @@ import torch
 
 from shoal.averaging.manifest import CHUNK_ELEMENTS
 from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import Downloaded, Snapshot, StateDonor, download_state
+from shoal.averaging.transfer import Downloaded, EncodedState, Snapshot, StateDonor, download_state, encoded
 from shoal.p2p.node import Node
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
@@ -28,9 +28,9 @@ async def scenario(seed: int) -> tuple[list[Downloaded], str]:
     world.introduce()
     donors, newcomers = nodes[:48], nodes[48:]
 
-    async def take() -> Snapshot:
+    async def take() -> EncodedState:
         await asyncio.sleep(world.rng.random())
-        return STATE
+        return encoded(STATE)
 
     async def downloads(newcomer: Node, number: int) -> Downloaded:
         peers = [donor.peer_id for donor in donors]

@@ -118,10 +118,10 @@ def test_a_part_that_the_decoder_refuses_is_a_fault_at_once(weight: float) -> No
         await asyncio.gather(*(trainer.train(1) for trainer in trainers))
         notify = liar.peer.node.notify
 
-        def lie(peers: Any, service: Any, message: Any, buffers: Any = ()) -> None:
+        def lie(peers: Any, service: Any, message: Any, buffers: Any = (), name: bytes = b"") -> None:
             if isinstance(message, Part):
                 message = msgspec.structs.replace(message, weight=weight)
-            notify(peers, service, message, buffers)
+            notify(peers, service, message, buffers, name)
 
         liar.peer.node.notify = lie  # type: ignore[method-assign]
         lying = asyncio.create_task(liar.train_on(trainers, 100))

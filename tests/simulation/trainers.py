@@ -18,7 +18,7 @@ from shoal.averaging.manifest import CHUNK_ELEMENTS
 from shoal.averaging.messages import Begin, Progress
 from shoal.averaging.rules import Rules
 from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import Snapshot, StateDonor, download_state
+from shoal.averaging.transfer import EncodedState, Snapshot, StateDonor, download_state, encoded
 from shoal.p2p.errors import P2PError
 from tests.codecs import codecs_of
 from tests.simulation.swarms import Peer
@@ -52,9 +52,9 @@ class Trainer:
         await self.goal[1].wait()
 
     def donate(self) -> None:
-        async def take() -> Snapshot:
+        async def take() -> EncodedState:
             buffers = [self.state.clone(), self.ballast.clone()]
-            return Snapshot(self.tip, b"layout", buffers, b"", codecs_of(buffers))
+            return encoded(Snapshot(self.tip, b"layout", buffers, b"", codecs_of(buffers)))
 
         StateDonor(self.peer.node, NAME, take, lambda: self.tip, priority=lambda: -1.0 if self.is_behind else 0.0)
 
