@@ -167,6 +167,11 @@ class Lane:
             reader.join()
 
     @property
+    def connections(self) -> int:
+        """How many there are."""
+        return len(self._connections)
+
+    @property
     def moved(self) -> int:
         """Bytes that have passed, both ways: also while one chunk takes long."""
         with self._changed:

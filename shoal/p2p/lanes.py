@@ -107,6 +107,11 @@ class Lanes:
         if link is not None and keys is not None and link.lane is not None and link.stage is Stage.OPEN:
             link.lane.accept(connection.dup(), keys)
 
+    @property
+    def connections(self) -> int:
+        """How many connections all lanes have."""
+        return sum(lane.connections for lane in self._lanes)
+
     def cancel(self, prefix: bytes) -> None:
         """See `Transport.cancel`."""
         for lane in self._lanes:

@@ -95,6 +95,8 @@ class Link:
         self._sealed = 0  # bytes, encrypted, that were queued
         self._unsent = bytearray()  # of these, what the kernel has not taken
         self._deaf = False  # the other side takes nothing any more
+        self._upload, self._download = owner.shared.upload, owner.shared.download
+        self._paying = False  # for what was sent
         self._large_in = self._large_out = 0  # bytes of large messages that came, and that were queued
         self._steps = 0
         self._timer = self._loop.call_later(PROOF_TIMEOUT, self.end, "it did not prove who it is in time")
@@ -160,20 +162,30 @@ class Link:
         if len(self._unsent) > QUEUE_BYTES:
             return self.end("its queue is full")
         try:
-            if self._unsent:
-                del self._unsent[: self.socket.send(self._unsent)]
+            if self._unsent and not self._paying:
+                with memoryview(self._unsent) as unsent:
+                    number = self.socket.send(unsent[: self._upload.piece])
+                del self._unsent[:number]
+                if wait := self._upload.charge(number):
+                    self._paying = True
+                    self._loop.call_later(wait, self._paid)
         except BlockingIOError:
             pass
         except OSError:
             # What had come from it before is still to be read, and then its end.
             self._deaf = True
             self._unsent.clear()
-        if self._unsent:
+        if self._unsent and not self._paying:
             return self._loop.add_writer(self.socket, self._flush)
         self._loop.remove_writer(self.socket)
-        if self.stage is Stage.FINISHING:
+        if not self._unsent and self.stage is Stage.FINISHING:
             with suppress(OSError):  # it has ended, which is read next
                 self.socket.shutdown(socket.SHUT_WR)
+
+    def _paid(self) -> None:
+        self._paying = False
+        if self.stage is not Stage.ENDED:
+            self._flush()
 
     def moved(self) -> int:
         """See `Transport.moved`."""
@@ -281,10 +293,14 @@ class Link:
         while not data:
             yield
             with suppress(BlockingIOError):
-                data = self.socket.recv(most)
+                data = self.socket.recv(min(most, self._download.piece))
                 if not data:
                     raise ConnectionResetError(errno.ECONNRESET, "it was closed there")
         self._received += len(data)
+        if wait := self._download.charge(len(data)):
+            self._loop.remove_reader(self.socket)
+            self._loop.call_later(wait, self.resume)
+            yield
         if self._received == len(data) and data.startswith(greeting.FIRST_VERSION):
             self._unsent += b"" if self.dialled else greeting.OUTDATED
             raise ValueError(f"it speaks version 1 of Shoal's protocol, this peer version {greeting.VERSION}")

@@ -28,9 +28,9 @@ class Admission:
         self._most = connections
         self._accepted: dict[Hashable, str] = {}  # where each is that has not proven who it is, and "" for the others
 
-    def refusal(self, address: str) -> str:
-        """Why nobody from there may connect now; "" if somebody may."""
-        if len(self._accepted) >= self._most:
+    def refusal(self, address: str, lanes: int = 0) -> str:
+        """Why nobody from there may connect now, beside so many connections of lanes; "" if somebody may."""
+        if len(self._accepted) + lanes >= self._most:
             return f"there are {self._most} already, which is as many as RLIMIT_NOFILE allows"
         proving = [where for where in self._accepted.values() if where]
         if len(proving) >= HANDSHAKES:

@@ -82,7 +82,7 @@ class SocketTransport(Transport):
 
     Args:
         identity: who this peer is.
-        upload_limit, download_limit: bytes per second that lanes may send and receive; None for no limit.
+        upload_limit, download_limit: bytes per second that this peer may send and receive; None for no limit.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class SocketTransport(Transport):
         self.identity = identity
         self.peer_id = identity.peer_id
         self.leases = Leases()
-        shared = Shared(self.leases, Limit(upload_limit), Limit(download_limit))
-        self._lanes = Lanes(shared, self._on_chunk, self._lane_over)
+        self.shared = Shared(self.leases, Limit(upload_limit), Limit(download_limit))
+        self._lanes = Lanes(self.shared, self._on_chunk, self._lane_over)
         self._leaving: dict[PeerID, tuple[Link, str, asyncio.TimerHandle]] = {}  # whose lanes are read to their end
         self._instance = os.urandom(greeting.INSTANCE_BYTES)
         self._peers: dict[PeerID, Link] = {}
@@ -126,7 +126,7 @@ class SocketTransport(Transport):
         return address.with_port(listener.port).with_peer(self.peer_id)
 
     def _accepted(self, connection: socket.socket, where: str) -> None:
-        reason = self._admission.refusal(where)
+        reason = self._admission.refusal(where, self._lanes.connections)
         if reason:
             log.info("refused a connection from %s: %s", where, reason)
             connection.close()
@@ -300,10 +300,7 @@ class SocketTransport(Transport):
             case Alive() if connected and peer is not None:
                 self._lives(peer)
             case Wanted() | Key() | Token() if connected:
-                try:
-                    self._lanes.heard(link, said)
-                except ValueError as error:
-                    self.broke(link, str(error))
+                self._lanes.heard(link, said)
             case _:
                 self.broke(link, f"{type(said).__name__} is not expected now")
 

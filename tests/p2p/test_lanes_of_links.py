@@ -13,7 +13,7 @@ import pytest
 
 from shoal.p2p import congestion, lanes
 from shoal.p2p.identity import PeerID
-from shoal.p2p.lane import MAX_CONNECTIONS
+from shoal.p2p.lane import MAX_CONNECTIONS, Lane
 from shoal.p2p.sealing import NAME_BYTES
 from shoal.p2p.sockets import LANE_BYTES
 from tests.p2p.recorder import LOOPBACK, Recorder, eventually, sockets
@@ -138,13 +138,13 @@ def test_a_link_whose_lane_hangs_is_lost_all_the_same(monkeypatch):
 
 def test_a_token_is_good_once_and_not_for_long_and_a_wrong_one_never(monkeypatch):
     tokens: list[bytes] = []
-    dial = lanes.Lane.dial
+    dial = Lane.dial
 
     def noting(self: Any, address: Any, token: bytes, keys: Any) -> None:
         tokens.append(token)
         dial(self, address, token, keys)
 
-    monkeypatch.setattr(lanes.Lane, "dial", noting)
+    monkeypatch.setattr(Lane, "dial", noting)
 
     async def is_closed(address: Any, token: bytes) -> bool:
         reader, writer = await asyncio.open_connection(address.host, address.port)
@@ -163,7 +163,7 @@ def test_a_token_is_good_once_and_not_for_long_and_a_wrong_one_never(monkeypatch
             assert await is_closed(address, tokens[0])
             assert await is_closed(address, b"\0" + os.urandom(31))
             monkeypatch.setattr(lanes, "TOKEN_SECONDS", 0.01)
-            monkeypatch.setattr(lanes.Lane, "dial", lambda self, address, token, keys: tokens.append(token))
+            monkeypatch.setattr(Lane, "dial", lambda self, address, token, keys: tokens.append(token))
             one.transport._lanes._offer(one.transport._peers[other.transport.peer_id])
             await eventually(lambda: len(tokens) == 2)
             await eventually(lambda: not other.transport._lanes._tokens)
