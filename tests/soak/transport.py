@@ -185,11 +185,14 @@ class Soak:
         if answer["failures"]:
             raise Failed(f"the attackers themselves failed: {answer['failures']}")
 
-    def _speed(self) -> float:
-        """Rounds per second, now."""
-        count, began = self.homes[0].ask(do="count").get("rounds", 0), time.monotonic()
+    def _speed(self) -> tuple[float, float]:
+        """Rounds per second, now, and CPU seconds per second of the first home beyond those of the second, which nobody
+        attacks: on a busy machine that says more than the first."""
+        began, then = time.monotonic(), [home.ask(do="count") for home in self.homes]
         time.sleep(WINDOW)
-        return (self.homes[0].ask(do="count").get("rounds", 0) - count) / (time.monotonic() - began)
+        seconds, now = time.monotonic() - began, [home.ask(do="count") for home in self.homes]
+        more, other = (b["cpu"] - a["cpu"] for a, b in zip(then, now, strict=True))
+        return (now[0]["rounds"] - then[0]["rounds"]) / seconds, (more - other) / seconds
 
     def kept_speed(self, pairs: int) -> float:
         """Which part of their speed rounds keep while strangers attack."""
@@ -197,25 +200,34 @@ class Soak:
         with self.rounds():
             self._speed()
             for _ in range(pairs):
-                quiet = self._speed()
+                quiet, own = self._speed()
                 with self.attacked():
-                    kept.append(self._speed() / quiet)
-                print(f"rounds: {quiet:.1f}/s, while strangers attack {kept[-1]:.2f} of that", flush=True)
+                    attacked, cpu = self._speed()
+                kept.append(attacked / quiet)
+                print(
+                    f"rounds: {quiet:.1f}/s, while strangers attack {kept[-1]:.2f} of that; they cost the home "
+                    f"{cpu - own:.2f} CPU seconds per second",
+                    flush=True,
+                )
         return statistics.median(kept)
 
-    def flood(self) -> float:
-        """Which part of their speed rounds keep while one stranger sends a million tiny frames."""
+    def flood(self) -> None:
+        """A stranger sends a million tiny frames."""
         with self.rounds():
-            quiet = self._speed()
+            quiet, own = self._speed()
             self.strangers.tell(do="flood", seconds=120.0)
-            flooded = self._speed()
+            flooded, cpu = self._speed()
+            began = time.monotonic()
             self.strangers.hear()
-        print(f"rounds: {quiet:.1f}/s, in a flood of tiny frames {flooded / quiet:.2f} of that", flush=True)
-        return flooded / quiet
+        print(
+            f"rounds: {quiet:.1f}/s, in a flood of tiny frames {flooded / quiet:.2f} of that; it cost the home "
+            f"{cpu - own:.2f} CPU seconds per second, and took {WINDOW + time.monotonic() - began:.0f} s",
+            flush=True,
+        )
 
 
 def soak(times: int, seed: int, pairs: int) -> float:
-    """Run it; returns which part of their speed rounds keep. Raises Failed."""
+    """Run it; returns which part of their speed rounds keep (1 if `pairs` is 0). Raises Failed."""
     run = Soak(seed)
     try:
         run.homes[1].ask(do="meet", address=run.homes[0].addresses[0])
@@ -226,8 +238,10 @@ def soak(times: int, seed: int, pairs: int) -> float:
         print(f"warm after {time.monotonic() - run.began:.0f} s: {before}", flush=True)
         with run.rounds(), run.attacked():
             run.cut(times)
-        run.flood()
-        kept = run.kept_speed(pairs)
+        kept = 1.0
+        if pairs:
+            run.flood()
+            kept = run.kept_speed(pairs)
         run.nothing_left(before)
         counts = run.strangers.ask(do="stop")["counts"]
         print(f"attacks: {sum(counts.values())}: {counts}", flush=True)
