@@ -1,6 +1,7 @@
-"""Averages one vector among 4 peers on loopback: Shoal, hivemind and the floor, in turn in one run.
+"""Averages one vector among 4 peers on loopback: Shoal, hivemind, Shoal of before and sealed sockets, in turn.
 
     python -m benchmarks.averaging --hivemind-python .venv-hivemind/bin/python        (or: make bench)
+    python -m benchmarks.averaging --before ../before --codecs none --rounds 15 --busy all
 
 All peers of all sides are alive and idle except in their turn; what that costs (idle CPU) is measured and reported.
 Each round's vectors are filled before it and hashed after it, outside the measured time. Memory is measured before,
@@ -17,39 +18,60 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import costs, report
-from benchmarks.contenders import CONTENDERS, Contender, Result, compare
-from benchmarks.processes import WorkerError, end_on_signals
-from benchmarks.report import number
-from benchmarks.swarm import PEERS, Memory, Round, Swarm
+import torch
 
-CODECS = ("none", "float16")
-SIDES = ("floor", "shoal", "hivemind")
+from benchmarks import report
+from benchmarks.contenders import Busy, Contender, Result, compare, contenders
+from benchmarks.processes import ROOT, WorkerError, add_before, end_on_signals, tree_with
+from benchmarks.report import number
+from benchmarks.sealed import CHUNK
+from benchmarks.swarm import PEERS, Memory, Round, Swarm
+from benchmarks.workers.shoal_averager import CODECS
+
+ERRORS = {"none": 0.05, "float16": 0.05}  # largest of an element of about 5; float16 rounds them by 0.004
+DEFAULT_CODECS = ("none", "float16", "uniform8bit")
+ERROR = 0.5  # of the other codecs
+SIDES = ("sealed", "codec", "shoal", "before", "hivemind")
+BUSY_PEERS: dict[Busy, Sequence[int]] = {"": (), "one": (0,), "all": range(PEERS)}
 WARM_UPS = 2
 STARTS = 3  # of a swarm that hangs
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
 class Bench:
-    """Starts swarms and runs them in turn; `elements` are the float32 of the vector."""
+    """Starts swarms and runs them in turn; `elements` are the float32 of the vector, `chunk` those that the sealed
+    sockets send at a time."""
 
-    def __init__(self, hivemind_python: str | None, elements: int, logs: Path) -> None:
-        self._pythons = {"floor": sys.executable, "shoal": sys.executable, "hivemind": hivemind_python or ""}
-        self._elements = elements
+    def __init__(self, hivemind_python: str | None, before: Path | None, elements: int, chunk: int, logs: Path) -> None:
+        self._pythons = {"hivemind": hivemind_python or ""}
+        self._trees = {"before": tree_with(before, logs)} if before else {}
+        self._elements, self._chunk = elements, chunk
         self._logs = logs
+
+    def _make(self, contender: Contender, codec: str) -> Swarm:
+        """The peers of a contender."""
+        side, elements = contender.side, self._elements
+        match side:
+            case "sealed":
+                elements = sent_elements(codec, elements)
+                arguments = [str(self._chunk), "all-reduce"]
+            case "codec":
+                arguments = [codec, str(PEERS)]
+            case _:
+                arguments = [codec, *contender.arguments]
+        python, tree = self._pythons.get(side, sys.executable), self._trees.get(side, ROOT)
+        module = f"benchmarks.workers.{'shoal' if side == 'before' else side}_averager"
+        return Swarm(python, module, elements, arguments, self._logs, tree)
 
     def _start(self, stack: contextlib.ExitStack, contender: Contender, codec: str) -> tuple[Swarm, float]:
         """A swarm that has averaged a few times, and its largest error; it lives as long as the stack. One that hangs
         (hivemind at times does) is started anew."""
-        module = f"benchmarks.workers.{contender.side}_averager"
-        arguments = [codec, *contender.arguments]
-        python = self._pythons[contender.side]
         for attempt in range(1, STARTS + 1):
             with contextlib.ExitStack() as trial:
-                swarm = trial.enter_context(Swarm(python, module, self._elements, arguments, self._logs))
+                swarm = trial.enter_context(self._make(contender, codec))
                 try:
                     swarm.warm_up(WARM_UPS)
-                    error = swarm.check()
+                    error = swarm.check(ERRORS.get(codec, ERROR))
                 except WorkerError as hang:
                     if attempt == STARTS:
                         raise
@@ -79,15 +101,15 @@ class Bench:
     ) -> Round:
         """One round. If a peer hangs in it, it has failed, and other peers take the swarm's place."""
         try:
-            return started[contender.swarm][0].round(contender.busy)
+            return started[contender.swarm][0].round(BUSY_PEERS[contender.busy])
         except WorkerError as hang:
             started[contender.swarm][0].kill()
             started[contender.swarm] = self._start(stack, contender, codec)
             return Round.failed(str(hang).splitlines()[0])
 
-    def run(self, contenders: Sequence[Contender], codec: str, rounds: int) -> list[Result]:
+    def run(self, taking_part: Sequence[Contender], codec: str, rounds: int) -> list[Result]:
         """Measures all contenders with one codec."""
-        kinds = {contender.swarm: contender for contender in contenders}
+        kinds = {contender.swarm: contender for contender in taking_part}
         memory: dict[tuple[str, ...], Memory] = {}
         for kind, contender in kinds.items():
             say(f"{codec}: memory of {' '.join(kind)}")
@@ -96,17 +118,23 @@ class Bench:
             say(f"{codec}: starting all peers")
             started = {kind: self._start(together, contender, codec) for kind, contender in kinds.items()}
             idle = {kind: swarm.idle_cpu(seconds=3.0) for kind, (swarm, _) in started.items()}
-            measured: dict[Contender, list[Round]] = {contender: [] for contender in contenders}
+            measured: dict[Contender, list[Round]] = {contender: [] for contender in taking_part}
             for index in range(1, rounds + 1):
-                for contender in contenders:
+                for contender in taking_part:
                     a_round = self._round(together, started, contender, codec)
                     measured[contender].append(a_round)
-                    outcome = a_round.failure or f"{a_round.seconds:.2f} s"
+                    outcome = a_round.failure or f"{a_round.seconds:.3f} s"
                     say(f"{codec}: round {index} of {rounds}, {contender.name}: {outcome}")
         return [
             Result(codec, who, measured[who], memory[who.swarm], idle[who.swarm], started[who.swarm][1])
-            for who in contenders
+            for who in taking_part
         ]
+
+
+def sent_elements(codec: str, elements: int) -> int:
+    """So many float32 have as many bytes as the vector has on the wire."""
+    chunks = (min(CHUNK, elements - start) for start in range(0, elements, CHUNK))
+    return -(-sum(CODECS[codec].encoded_nbytes(chunk, torch.float32) for chunk in chunks) // 4)
 
 
 def say(progress: str) -> None:
@@ -124,11 +152,11 @@ def time_table(results: Iterable[Result]) -> str:
         rows.append(
             [
                 f"{result.codec}: {result.contender.name}",
-                number(result.median("seconds")),
-                f"{min(seconds):.2f} - {max(seconds):.2f}" if seconds else "-",
+                number(result.median("seconds"), 3),
+                f"{min(seconds):.3f} - {max(seconds):.3f}" if seconds else "-",
                 number(result.median("matchmaking"), 3),
-                number(result.median("allreduce")),
-                number(result.median("cpu_seconds")),
+                number(result.median("allreduce"), 3),
+                number(result.median("cpu_seconds"), 3),
                 f"{len(result.rounds) - len(good)} of {len(result.rounds)}",
                 f"{sum(a_round.identical for a_round in good)} of {len(good)}",
             ]
@@ -156,24 +184,14 @@ def resource_table(results: Iterable[Result]) -> str:
     return report.table(head, rows)
 
 
-def cost_table(priced: dict[str, costs.Cost], cores: int) -> str:
-    """The count behind the floor, with its sum."""
-    rows = [
-        [name, f"{c.bytes_per_peer / 1e6:.0f}", number(c.seconds_per_gigabyte, 3), number(c.group_cpu_seconds, 3)]
-        for name, c in priced.items()
-    ]
-    total = sum(c.group_cpu_seconds for c in priced.values())
-    rows.append(["**sum**", "", "", number(total, 3)])
-    rows.append([f"**on {cores} cores that never wait**", "", "", number(total / cores, 3)])
-    return report.table(["work", "MB per peer", "CPU s per GB", f"CPU s, {PEERS} peers"], rows)
-
-
 TIME_NOTE = f"""\
 Medians of the rounds that did not fail; times are of the slowest of {PEERS} peers, CPU of all peers and all
-that they started (hivemind: two servers and a Go daemon each). *Busy*: one trainer runs pure Python all the while; its
-loop is in the CPU column. *Identical*: rounds after which all peers held the same bits. *Floor*: a bare butterfly on
-ZeroMQ with CURVE and digests (`benchmarks/floor.py`). hivemind has `min_matchmaking_time=2`; *size known* means
-`target_group_size=4`."""
+that they started (hivemind: two servers and a Go daemon each). *Busy*: one or all trainers run pure Python all the
+while; their loops are in the CPU column. *Identical*: rounds after which all peers held the same bits. *Sealed
+sockets*: the measure, blocking sockets in threads with AES-256-GCM (`benchmarks/sealed.py`); with a codec, for as many
+bytes as it sends. *The codec alone*: what all peers encode, decode and add up in a round, at the same time, each in one
+thread. hivemind has `min_matchmaking_time=2`; *size known* means `target_group_size=4`."""
+FIGURES = "figure (median of the ratios of rounds side by side)"
 RESOURCE_NOTE = """\
 Per peer, with all that it started. PSS is measured with only this side alive, idle after a round and as the largest of
 samples within one; the vector itself is in it. *Largest error*: of an element, against the exact mean."""
@@ -185,44 +203,45 @@ def main() -> None:
     parser.add_argument("--hivemind-python", metavar="PATH", help="interpreter of a venv with hivemind 1.1.12")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds of each kind (default: 7)")
     parser.add_argument("--elements", type=int, default=25_000_000, help="float32 in the vector (default: 25 million)")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, help="default: all, hivemind if its interpreter is given")
-    parser.add_argument("--codecs", nargs="+", choices=CODECS, default=CODECS, help="default: both")
+    parser.add_argument("--chunk", type=int, default=CHUNK, help="float32 that sealed sockets send at a time")
+    parser.add_argument("--busy", choices=("one", "all"), default="one", help="trainers in busy rounds (default: one)")
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, help="default: all of which the interpreter or tree is given"
+    )
+    parser.add_argument("--codecs", nargs="+", choices=CODECS, default=DEFAULT_CODECS, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for averaging.md and averaging.json")
+    add_before(parser)
     options = parser.parse_args()
-    sides = options.sides or [side for side in SIDES if side != "hivemind" or options.hivemind_python]
+    given = {"hivemind": options.hivemind_python, "before": options.before}
+    sides = options.sides or [side for side in SIDES if given.get(side, True)]
     if "hivemind" in sides and not options.hivemind_python:
         parser.error("hivemind runs in a venv of its own: name its interpreter with --hivemind-python")
+    if "before" in sides and not options.before:
+        parser.error("name the worktree of before with --before")
 
     end_on_signals()
     facts = report.environment()
-    contenders = [contender for contender in CONTENDERS if contender.side in sides]
-    units = costs.unit_costs()
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as logs:
-        bench = Bench(options.hivemind_python, options.elements, Path(logs))
+        bench = Bench(options.hivemind_python, options.before, options.elements, options.chunk, Path(logs))
         for codec in options.codecs:
-            results += bench.run(contenders, codec, options.rounds)
+            results += bench.run(contenders(sides, codec, options.busy), codec, options.rounds)
 
-    figures = [figure for codec in options.codecs for figure in compare(codec, results)]
-    priced = {codec: costs.price(PEERS, options.elements, codec == "float16", units) for codec in options.codecs}
+    figures = [figure for codec in options.codecs for figure in compare(codec, options.elements, options.busy, results)]
     parts = [
         f"# Averaging {options.elements / 1e6:g} million float32 among {PEERS} peers on loopback",
         report.describe(facts | {"rounds": options.rounds}),
         time_table(results),
         TIME_NOTE,
-        report.figure_table(figures),
+        report.figure_table(figures, FIGURES),
         resource_table(results),
         RESOURCE_NOTE,
     ]
-    for codec, lines in priced.items():
-        parts += [f"## What no implementation can leave out, codec {codec}", cost_table(lines, facts["cores"])]
     data = {
         "environment": facts,
-        "options": {"elements": options.elements, "rounds": options.rounds, "peers": PEERS},
+        "options": {"elements": options.elements, "chunk": options.chunk, "rounds": options.rounds, "peers": PEERS},
         "results": [asdict(result) for result in results],
         "figures": [asdict(figure) | {"met": figure.met} for figure in figures],
-        "costs": {codec: {name: asdict(cost) for name, cost in lines.items()} for codec, lines in priced.items()},
-        "cpu_seconds_per_byte": units,
     }
     report.publish(options.out, "averaging", "\n\n".join(parts), data)
     ours = [a_round for result in results if result.contender.side == "shoal" for a_round in result.rounds]

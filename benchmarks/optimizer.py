@@ -1,6 +1,7 @@
 """Trains with 2 and 4 peers in every mode: `shoal.Optimizer` and `hivemind.Optimizer` in turn, and one plain process.
 
     python -m benchmarks.optimizer --hivemind-python .venv-hivemind/bin/python        (or: make bench-optimizer)
+    python -m benchmarks.optimizer --before ../before --models 6.3M --steps 60 --modes synchronous --compute 3 --turns 5
 
 What an epoch costs beyond the trainers' compute is what is compared. The machine has fewer cores than peers have
 trainers, so a step's forward and backward pass, which are real, are padded to a fixed time, as if another device made
@@ -18,13 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.processes import Worker, WorkerError, end_on_signals
-from benchmarks.report import Figure, number
+from benchmarks.processes import ROOT, Worker, WorkerError, add_before, end_on_signals, tree_with
+from benchmarks.report import Figure, number, paired
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MODES: dict[str, dict[str, Any]] = {
@@ -38,7 +39,8 @@ SYNCHRONOUS = ("synchronous", "reused gradients")
 DELAYED = ("delayed step", "delayed gradients")
 # Both sides alike. hivemind advises at least 3 s of matchmaking; with Shoal it is a bound and not a wait.
 SETTINGS = {"matchmaking_time": 3.0, "averaging_timeout": 30.0}
-BATCH, STEPS = 32, 10  # samples of a step, steps of a peer in an epoch
+BATCH = 32  # samples of a step
+OTHERS = {"before": "Shoal's before", "hivemind": "hivemind's"}
 WARM_UP = 1  # epochs that are not counted: peers find each other, optimizers allocate their state
 LEAD = 0.5  # seconds between the command and the moment at which all peers begin
 TIMEOUT = 150.0  # seconds for everything that a peer is asked
@@ -46,8 +48,17 @@ SEEDS, LOSS_EPOCHS, LOSS_TARGET = 5, 30, 256
 
 
 @dataclass(frozen=True)
+class Side:
+    """One library: the interpreter that has it, what `benchmarks.workers.trainer` calls it, where its workers run."""
+
+    python: str
+    library: str
+    tree: Path = ROOT
+
+
+@dataclass(frozen=True)
 class Timing:
-    """One mode of one side. Times in seconds per epoch, medians over epochs, of the slowest peer.
+    """One mode of one side, in one turn. Times in seconds per epoch, medians over epochs, of the slowest peer.
 
     Attributes:
         overhead: what an epoch takes beyond the trainers' compute.
@@ -60,23 +71,28 @@ class Timing:
     peers: int
     compute: float
     mode: str
-    epoch: float
-    overhead: float
-    blocked: float
-    samples_per_second: float
+    epoch: float = 0.0
+    overhead: float = 0.0
+    blocked: float = 0.0
+    samples_per_second: float = 0.0
     failure: str | None = None
+
+    @property
+    def what(self) -> tuple[str, int, float, str]:
+        """What was trained: model, peers, compute, mode."""
+        return self.model, self.peers, self.compute, self.mode
 
 
 class Swarm:
     """The trainers of one side, each a process; alive in the `with` block."""
 
-    def __init__(self, python: str, library: str, peers: int, logs: Path) -> None:
-        self._library, self._runs = library, itertools.count()
+    def __init__(self, side: Side, peers: int, logs: Path) -> None:
+        self._library, self._runs = side.library, itertools.count()
         self._workers: list[Worker] = []
         with contextlib.ExitStack() as stack:
             for rank in range(peers):
-                log = logs / f"{library}-{peers}-{rank}.log"
-                worker = Worker(python, "benchmarks.workers.trainer", [library], log)
+                log = logs / f"{side.tree.name}-{side.library}-{peers}-{rank}.log"
+                worker = Worker(side.python, "benchmarks.workers.trainer", [side.library], log, side.tree)
                 stack.callback(worker.stop, 5.0)
                 self._workers.append(worker)
             threads = max(1, (os.cpu_count() or 1) // peers)
@@ -122,11 +138,29 @@ def say(progress: str) -> None:
     print(progress, file=sys.stderr, flush=True)
 
 
-def time_mode(swarm: Swarm, side: str, model: str, peers: int, compute: float, mode: str, epochs: int) -> Timing:
-    """Trains `epochs` epochs, of `compute` seconds each, that count."""
-    target = BATCH * STEPS * peers
+@dataclass(frozen=True)
+class Plan:
+    """How all sides train.
+
+    Attributes:
+        computes: seconds of an epoch's forward and backward passes.
+        steps: of a peer in an epoch.
+        epochs: that count, in each turn.
+        turns: of each side in each mode.
+    """
+
+    modes: Sequence[str]
+    computes: Sequence[float]
+    steps: int
+    epochs: int
+    turns: int
+
+
+def time_mode(swarm: Swarm, side: str, model: str, peers: int, compute: float, mode: str, plan: Plan) -> Timing:
+    """Trains the epochs of a turn."""
+    target = BATCH * plan.steps * peers
     with swarm.run(model, target, {} if side == "alone" else MODES[mode]):
-        peers_records = swarm.train(WARM_UP + epochs, compute / STEPS)
+        peers_records = swarm.train(WARM_UP + plan.epochs, compute / plan.steps)
     rows = []
     for records in peers_records:
         counted = records[WARM_UP:] or records
@@ -143,40 +177,32 @@ def time_mode(swarm: Swarm, side: str, model: str, peers: int, compute: float, m
     return Timing(side, model, peers, compute, mode, epoch, overhead, blocked, speed)
 
 
-def time_all(
-    pythons: dict[str, str],
-    model: str,
-    peers: int,
-    computes: Sequence[float],
-    modes: Sequence[str],
-    epochs: int,
-    logs: Path,
-) -> Iterator[Timing]:
+def time_all(sides: dict[str, Side], model: str, peers: int, plan: Plan, logs: Path) -> Iterator[Timing]:
     """All modes of all sides, in turn."""
     with contextlib.ExitStack() as stack:
         swarms = {
-            side: stack.enter_context(Swarm(python, side, 1 if side == "alone" else peers, logs))
-            for side, python in pythons.items()
+            name: stack.enter_context(Swarm(side, 1 if name == "alone" else peers, logs))
+            for name, side in sides.items()
         }
-        for compute, mode, side in itertools.product(computes, modes, pythons):
-            if side == "alone" and mode != modes[0]:
+        for compute, mode, turn, side in itertools.product(plan.computes, plan.modes, range(plan.turns), sides):
+            if side == "alone" and (mode, turn) != (plan.modes[0], 0):
                 continue
             count = 1 if side == "alone" else peers
             try:
-                timing = time_mode(swarms[side], side, model, count, compute, mode, epochs)
+                timing = time_mode(swarms[side], side, model, count, compute, mode, plan)
             except WorkerError as error:
-                timing = Timing(side, model, count, compute, mode, 0, 0, 0, 0, str(error).splitlines()[0])
+                timing = Timing(side, model, count, compute, mode, failure=str(error).splitlines()[0])
                 swarms[side].__exit__()
-                swarms[side] = stack.enter_context(Swarm(pythons[side], side, count, logs))
+                swarms[side] = stack.enter_context(Swarm(sides[side], count, logs))
             yield timing
-            told = timing.failure or f"{timing.epoch:.2f} s an epoch, {timing.overhead:.2f} beyond compute"
+            told = timing.failure or f"{timing.epoch:.2f} s an epoch, {timing.overhead:.3f} beyond compute"
             say(f"{model}, {peers} peers, {compute:g} s epochs, {mode}, {side}: {told}")
 
 
-def losses(pythons: dict[str, str], modes: Sequence[str], logs: Path) -> dict[str, list[float]]:
+def losses(sides: dict[str, Side], modes: Sequence[str], logs: Path) -> dict[str, list[float]]:
     """The loss after equal samples, for every seed: of the plain process, and of 2 peers of Shoal in each mode."""
     found: dict[str, list[float]] = {}
-    with Swarm(pythons["alone"], "alone", 1, logs) as alone, Swarm(pythons["shoal"], "shoal", 2, logs) as shoal:
+    with Swarm(sides["alone"], 1, logs) as alone, Swarm(sides["shoal"], 2, logs) as shoal:
         for name, swarm, options in [("alone", alone, {}), *((mode, shoal, MODES[mode]) for mode in modes)]:
             for seed in range(SEEDS):
                 with swarm.run("0.3M", LOSS_TARGET, options, seed):
@@ -194,26 +220,49 @@ def distance(ours: Sequence[float], plain: Sequence[float]) -> float:
 
 def compare(timings: Sequence[Timing], computes: Sequence[float], found: dict[str, list[float]]) -> list[Figure]:
     """What is promised."""
-    figures = []
+    figures: list[tuple[str, float | None, str]] = []
     long, short = max(computes), min(computes)
-    ours = [timing for timing in timings if timing.side == "shoal" and not timing.failure]
-    theirs = {(t.model, t.peers, t.compute, t.mode): t for t in timings if t.side == "hivemind" and not t.failure}
-    for timing in ours:
-        where = f"{timing.model}, {timing.peers} peers, {timing.compute:g} s epochs, {timing.mode}"
-        other = theirs.get((timing.model, timing.peers, timing.compute, timing.mode))
-        if timing.mode in DELAYED:
-            figures.append(Figure(f"{where}: blocked, of an epoch", timing.blocked / timing.epoch, "<= 0.05"))
-        if other is not None:
-            ratio = timing.overhead / max(other.overhead, 1e-9)
-            figures.append(Figure(f"{where}: beyond compute, of hivemind's", ratio, "<= 0.2"))
-            if timing.compute == short < long:
-                speed = timing.samples_per_second / other.samples_per_second
-                figures.append(Figure(f"{where}: samples/s, of hivemind's", speed, ">= 3"))
+    turns: dict[tuple[str, int, float, str], dict[str, list[Timing]]] = {}
+    for timing in timings:
+        turns.setdefault(timing.what, {}).setdefault(timing.side, []).append(timing)
+
+    def each(timings: Sequence[Timing], field: str) -> list[float | None]:
+        return [None if t.failure else float(getattr(t, field)) for t in timings]
+
+    for (model, peers, compute, mode), by_side in turns.items():
+        where = f"{model}, {peers} peers, {compute:g} s epochs, {mode}"
+        ours = by_side.get("shoal", [])
+        if mode in DELAYED:
+            blocked = paired(each(ours, "blocked"), each(ours, "epoch"))
+            figures.append((f"{where}: blocked, of an epoch", blocked, "<= 0.05"))
+        for other, bound in (("before", "<= 0.5"), ("hivemind", "<= 0.2")):
+            if theirs := by_side.get(other, [])[: len(ours)]:  # a run that is cut ends in the middle of a turn
+                ratio = paired(each(ours[: len(theirs)], "overhead"), each(theirs, "overhead"))
+                figures.append((f"{where}: beyond compute, of {OTHERS[other]}", ratio, bound))
+                if other == "hivemind" and compute == short < long:
+                    speed = paired(each(ours[: len(theirs)], "samples_per_second"), each(theirs, "samples_per_second"))
+                    figures.append((f"{where}: samples/s, of {OTHERS[other]}", speed, ">= 3"))
     for mode, values in found.items():
         if mode != "alone":
             name = f"loss, {mode}: distance of the means, in standard errors"
-            figures.append(Figure(name, distance(values, found["alone"]), "<= 2"))
-    return figures
+            figures.append((name, distance(values, found["alone"]), "<= 2"))
+    return [Figure(name, value, bound) for name, value, bound in figures if value is not None]
+
+
+def medians(timings: Sequence[Timing]) -> list[Timing]:
+    """One for each mode and side: the medians of its turns, or why they failed."""
+    turns: dict[tuple[Any, ...], list[Timing]] = {}
+    for timing in timings:
+        turns.setdefault((*timing.what, timing.side), []).append(timing)
+    made = []
+    for them in turns.values():
+        if good := [timing for timing in them if not timing.failure]:
+            fields = ("epoch", "overhead", "blocked", "samples_per_second")
+            values = {field: statistics.median(getattr(timing, field) for timing in good) for field in fields}
+            made.append(replace(good[0], **values))
+        else:
+            made.append(them[0])
+    return made
 
 
 def timing_table(timings: Sequence[Timing]) -> str:
@@ -245,7 +294,7 @@ def timing_table(timings: Sequence[Timing]) -> str:
                     ]
                 ),
             ]
-            for t in timings
+            for t in medians(timings)
         ],
     )
 
@@ -260,11 +309,12 @@ def loss_table(found: dict[str, list[float]]) -> str:
 
 
 NOTE = f"""\
-Every peer's step: {BATCH} samples, forward and backward padded to a tenth of an epoch's compute; an epoch is {STEPS}
-steps of every peer. Medians over the epochs after the first, of the slowest peer. *Beyond compute* is what an epoch
-takes besides those passes, *blocked* what of it the trainer spends in `optimizer.step()`. *alone*: one plain process
-with Adam, {STEPS} accumulated steps an epoch. Both libraries have matchmaking_time={SETTINGS["matchmaking_time"]:g},
-and every process as many compute threads as there are cores for each, at least one."""
+Every peer's step: {BATCH} samples, forward and backward padded to an even part of an epoch's compute. Medians over the
+epochs after the first, of the slowest peer, and over the turns; figures are medians of the ratios of turns side by
+side. *Beyond compute* is what an epoch takes besides those passes, *blocked* what of it the trainer spends in
+`optimizer.step()`. *alone*: one plain process with Adam, as many accumulated steps an epoch. All peers have
+matchmaking_time={SETTINGS["matchmaking_time"]:g}, and every process as many compute threads as there are cores for
+each, at least one."""
 
 
 def main() -> None:
@@ -275,26 +325,31 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", type=int, default=[2, 4], help="default: 2 4")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
     parser.add_argument("--compute", nargs="+", type=float, default=[3.0, 0.5], help="seconds of an epoch")
-    parser.add_argument("--epochs", type=int, default=3, help="that count, of each mode (default: 3)")
+    parser.add_argument("--steps", type=int, default=10, help="of every peer in an epoch (default: 10)")
+    parser.add_argument("--epochs", type=int, default=3, help="that count, in each turn (default: 3)")
+    parser.add_argument("--turns", type=int, default=1, help="of each side in each mode (default: 1)")
     parser.add_argument("--no-losses", action="store_true", help="leave the comparison of losses out")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for optimizer.md and optimizer.json")
+    add_before(parser)
     options = parser.parse_args()
     end_on_signals()
     facts = report.environment()
-    pythons = {"alone": sys.executable, "shoal": sys.executable}
-    if options.hivemind_python:
-        pythons["hivemind"] = options.hivemind_python
+    plan = Plan(options.modes, options.compute, options.steps, options.epochs, options.turns)
     timings: list[Timing] = []
     found: dict[str, list[float]] = {}
     try:
-        with tempfile.TemporaryDirectory(prefix="shoal-bench-") as logs:
+        with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+            logs = Path(folder)
+            sides = {name: Side(sys.executable, name) for name in ("alone", "shoal")}
+            if options.before:
+                sides["before"] = Side(sys.executable, "shoal", tree_with(options.before, logs))
+            if options.hivemind_python:
+                sides["hivemind"] = Side(options.hivemind_python, "hivemind")
             for model, peers in itertools.product(options.models, options.peers):
-                for timing in time_all(
-                    pythons, model, peers, options.compute, options.modes, options.epochs, Path(logs)
-                ):
+                for timing in time_all(sides, model, peers, plan, logs):
                     timings.append(timing)
             compared = [mode for mode in SYNCHRONOUS if mode in options.modes]
-            found |= {} if options.no_losses else losses(pythons, compared, Path(logs))
+            found |= {} if options.no_losses else losses(sides, compared, logs)
     finally:  # a run that is cut short tells what it has measured
         tell(timings, found, facts, options)
     sys.exit(1 if any(timing.failure for timing in timings if timing.side == "shoal") else 0)
@@ -305,11 +360,12 @@ def tell(
 ) -> None:
     """Reports what was measured."""
     figures = compare(timings, options.compute, found)
-    parts = ["# Training with `Optimizer`", report.describe(facts), timing_table(timings), NOTE]
+    chosen = {name: getattr(options, name) for name in ("steps", "epochs", "turns")}
+    parts = ["# Training with `Optimizer`", report.describe(facts | chosen), timing_table(timings), NOTE]
     parts += [loss_table(found)] if found else []
-    parts.append(report.figure_table(figures))
+    parts.append(report.figure_table(figures, "figure"))
     data = {
-        "environment": facts,
+        "environment": facts | chosen,
         "timings": [asdict(timing) for timing in timings],
         "losses": found,
         "figures": [asdict(figure) | {"met": figure.met} for figure in figures],

@@ -6,6 +6,7 @@ of them keep the session id of the worker.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 class WorkerError(RuntimeError):
@@ -34,7 +34,6 @@ class ProcessStat:
     pid: int
     state: str
     session: int
-    cpu_seconds: float  # user and system, its own and that of children it has reaped
     threads: int
 
 
@@ -45,7 +44,7 @@ def read_stat(pid: int) -> ProcessStat | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text[text.rindex(")") + 2 :].split()  # the name before it may hold blanks and brackets
-    return ProcessStat(pid, fields[0], int(fields[3]), sum(map(int, fields[11:15])) / TICKS_PER_SECOND, int(fields[17]))
+    return ProcessStat(pid, fields[0], int(fields[3]), int(fields[17]))
 
 
 def session_processes(session: int) -> list[ProcessStat]:
@@ -55,8 +54,14 @@ def session_processes(session: int) -> list[ProcessStat]:
 
 
 def cpu_seconds(sessions: Iterable[int]) -> float:
-    """User and system time that the sessions have spent so far, in seconds."""
-    return sum(stat.cpu_seconds for session in sessions for stat in session_processes(session))
+    """User and system time that the living processes of the sessions have spent so far, in seconds."""
+    total = 0.0
+    for session in sessions:
+        for stat in session_processes(session):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                # The process's CPU clock, as clock_getcpuclockid(3) names it: /proc tells hundredths of a second.
+                total += time.clock_gettime((~stat.pid << 3) | 2)
+    return total
 
 
 def pss_bytes(sessions: Iterable[int]) -> int:
@@ -69,6 +74,33 @@ def pss_bytes(sessions: Iterable[int]) -> int:
                     if line.startswith("Pss:"):
                         total += int(line.split()[1]) * 1024
     return total
+
+
+def tree_with(before: Path, folder: Path) -> Path:
+    """A tree in which these benchmarks' workers run with Shoal as it is in the checkout `before`; made in `folder`."""
+    tree = folder / "before"
+    tree.mkdir()
+    (tree / "shoal").symlink_to(before / "shoal")
+    (tree / "benchmarks").symlink_to(ROOT / "benchmarks")
+    return tree
+
+
+def checkout(path: str) -> Path:
+    """The argument of an option: a checkout of Shoal."""
+    if not (Path(path) / "shoal" / "__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"{path} is no checkout of Shoal")
+    return Path(path).resolve()
+
+
+def add_before(parser: argparse.ArgumentParser) -> None:
+    """The option `--before`."""
+    parser.add_argument(
+        "--before",
+        type=checkout,
+        metavar="PATH",
+        help="a worktree of another commit, whose Shoal takes turns with this one; PYTHONPATH must have what it needs "
+        "and this one does not",
+    )
 
 
 class PeakMemory:
@@ -97,16 +129,17 @@ class PeakMemory:
 
 
 class Worker:
-    """One worker process that answers JSON lines (see `benchmarks.workers.link`); its stderr goes to `log`."""
+    """One worker process that answers JSON lines (see `benchmarks.workers.link`); its stderr goes to `log`. It runs in
+    `tree`, a checkout or what `tree_with` has made."""
 
-    def __init__(self, python: str, module: str, arguments: Sequence[str], log: Path) -> None:
+    def __init__(self, python: str, module: str, arguments: Sequence[str], log: Path, tree: Path = ROOT) -> None:
         self.name = f"{module.rpartition('.')[2]} {' '.join(arguments)}"
         self._log = log
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         with log.open("w") as stderr:
             self._process = subprocess.Popen(
                 [python, "-m", module, *arguments],
-                cwd=ROOT,
+                cwd=tree,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

@@ -17,6 +17,8 @@ import torch
 from rich.console import Console
 from rich.markdown import Markdown
 
+INSTRUCTIONS = ("avx2", "avx512f", "aes", "vaes")  # that make ciphers, digests and sums faster
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -45,15 +47,17 @@ def environment() -> dict[str, Any]:
     """What the figures depend on and a reader can't know."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    known = {word for line in lines if line.startswith("flags") for word in line.split()}
     return {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "cpu": cpu[0] if cpu else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
+        "instructions": " ".join(name for name in INSTRUCTIONS if name in known) or "-",
         "load_average_at_start": round(os.getloadavg()[0], 2),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "pyzmq": version("pyzmq"),
+        "cryptography": version("cryptography"),
     }
 
 
@@ -73,11 +77,17 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def figure_table(figures: Iterable[Figure]) -> str:
+def paired(above: Iterable[float | None], below: Iterable[float | None]) -> float | None:
+    """The median of the ratios of what was measured side by side; None where one of two, or everything, is missing."""
+    pairs = zip(above, below, strict=True)
+    return median(a / b for a, b in pairs if a is not None and b)
+
+
+def figure_table(figures: Iterable[Figure], head: str = "figure (of medians)") -> str:
     """The figures with their promises."""
     verdict = {None: "", True: "yes", False: "**no**"}
     return table(
-        ["figure (of medians)", "value", "promised", "met"],
+        [head, "value", "promised", "met"],
         [[figure.name, number(figure.value), figure.bound, verdict[figure.met]] for figure in figures],
     )
 

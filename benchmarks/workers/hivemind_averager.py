@@ -12,7 +12,12 @@ import torch
 from benchmarks.workers.link import serve
 
 GROUP_SIZE = 4
-CODECS = {"none": hivemind.compression.NoCompression, "float16": hivemind.compression.Float16Compression}
+CODECS = {
+    "none": hivemind.compression.NoCompression,
+    "float16": hivemind.compression.Float16Compression,
+    "uniform8bit": hivemind.compression.Uniform8BitQuantization,
+    "blockwise8bit": hivemind.compression.BlockwiseQuantization,
+}
 TIMEOUT = 20.0  # seconds in which a group must be found
 
 

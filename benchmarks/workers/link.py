@@ -89,10 +89,11 @@ def error(vector: torch.Tensor, size: int) -> float:
     return worst
 
 
-def _run_round(peer: Peer, at: float, busy: bool) -> dict[str, Any]:
+def run_round(peer: Peer, at: float, busy: bool) -> dict[str, Any]:
+    """One round that begins at `at`, of the monotonic clock; while this process is `busy` with pure Python, or not."""
     if busy:
         with BusyTrainer():
-            return _run_round(peer, at, busy=False)
+            return run_round(peer, at, busy=False)
     time.sleep(max(0.0, at - time.monotonic()))
     started = time.monotonic()
     try:
@@ -115,7 +116,7 @@ def serve(peer: Peer, rank: int) -> None:
             case "fill":
                 return fill(peer.vector, rank)
             case "round":
-                return _run_round(peer, arguments["at"], arguments["busy"])
+                return run_round(peer, arguments["at"], arguments["busy"])
             case "digest":
                 return hashlib.blake2b(bytes_of(peer.vector), digest_size=16).hexdigest()
             case "error":

@@ -11,7 +11,12 @@ import torch
 import shoal
 from benchmarks.workers.link import serve
 
-CODECS = {"none": shoal.compression.NoCompression, "float16": shoal.compression.Float16Compression}
+CODECS: dict[str, shoal.compression.Codec] = {
+    "none": shoal.compression.NoCompression(),
+    "float16": shoal.compression.Float16Compression(),
+    "uniform8bit": shoal.compression.Uniform8BitQuantization(),
+    "blockwise8bit": shoal.compression.BlockwiseQuantization(),
+}
 TIMEOUT = 20.0  # seconds in which the round must be committed
 
 
@@ -20,7 +25,7 @@ class ShoalPeer:
 
     def __init__(self, elements: int, codec: str) -> None:
         self.vector = torch.empty(elements)
-        self._codec = CODECS[codec]()
+        self._codec = CODECS[codec]
 
     def open(self, initial_peers: list[str]) -> list[str]:
         """Starts the reactor, the DHT node and the averager in this process."""

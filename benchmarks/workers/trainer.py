@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.workers.link import answer
 
 CONTEXT, EMBEDDING, CHARACTERS = 16, 32, 256
-WIDTHS = {"0.3M": 256, "6.3M": 2150, "10M": 2790, "25M": 4640}
+WIDTHS = {"0.3M": 256, "6.3M": 2150, "10M": 2790, "25M": 4640, "33M": 5400}
 HELD_OUT = 4096
 
 

@@ -24,7 +24,6 @@ class SendTo(Protocol):
     ) -> None: ...
 
 
-
 @dataclass(slots=True)
 class Contribution:
     """What a peer brings to a round.

@@ -41,7 +41,6 @@ MAX_GATHER_BYTES = 64 << 10
 MAX_OPTIONS_BYTES = 1 << 10
 
 
-
 class Carries(bytes, Enum):
     """What a named buffer is: the byte in its name after the round's."""
 

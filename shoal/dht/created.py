@@ -39,6 +39,8 @@ class CreatedNode(DHTNode):
         wait_timeout: float = 3.0,
         bootstrap_timeout: float = 10.0,
         ensure_bootstrap_success: bool = True,
+        upload_limit: float | None = None,
+        download_limit: float | None = None,
         **options: Any,
     ) -> CreatedNode:
         """A node with a transport of its own, on the running loop, that listens and has joined the DHT; `shutdown` ends
@@ -56,6 +58,7 @@ class CreatedNode(DHTNode):
             wait_timeout: seconds until a node that does not answer counts as failed.
             bootstrap_timeout: seconds that the initial peers have to answer.
             ensure_bootstrap_success: if False, a node whom no initial peer answers goes on, and dials them again.
+            upload_limit, download_limit: bytes per second that this node sends and receives at most; None for no limit.
             **options: see `DHTNode`.
 
         Raises:
@@ -66,7 +69,7 @@ class CreatedNode(DHTNode):
         if identity is None:
             identity = Identity.from_file(identity_path) if identity_path is not None else Identity()
         rules = [*validators, *([record_validator] if record_validator is not None else [])]
-        node = Node(identity, SocketTransport(identity))
+        node = Node(identity, SocketTransport(identity, upload_limit=upload_limit, download_limit=download_limit))
         try:
             for address in map(Multiaddr, () if client_mode else host_maddrs):
                 await node.listen(address)

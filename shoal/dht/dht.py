@@ -25,6 +25,7 @@ from shoal.dht.records import (
 )
 from shoal.dht.validation import RecordValidator
 from shoal.p2p.identity import Identity, PeerID
+from shoal.p2p.limit import LEAST_RATE
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
 from shoal.p2p.reactor import Reactor
@@ -62,6 +63,8 @@ class DHT:
         num_replicas: nodes that keep each record; what that means for its safety is told in `DHTNode`.
         bootstrap_timeout: seconds that initial peers have to answer.
         await_ready: with `start`, wait until it has joined.
+        upload_limit, download_limit: bytes per second that this peer sends and receives at most, for who shares a home
+            line; None for no limit.
         shutdown_timeout: seconds that `shutdown` may take; what is not ended by then is left behind, with a warning.
 
     Raises:
@@ -83,6 +86,8 @@ class DHT:
         num_replicas: int = 10,
         bootstrap_timeout: float = 10.0,
         await_ready: bool = True,
+        upload_limit: float | None = None,
+        download_limit: float | None = None,
         shutdown_timeout: float = 3.0,
     ) -> None:
         self.initial_peers = _addresses("initial_peers", initial_peers or ())
@@ -101,6 +106,10 @@ class DHT:
             raise ValueError("host_maddrs is empty: name an address to listen on, or set client_mode=True")
         if num_replicas < 1:
             raise ValueError(f"num_replicas must be at least 1, not {num_replicas}")
+        for name, limit in (("upload_limit", upload_limit), ("download_limit", download_limit)):
+            if limit is not None and not limit >= LEAST_RATE:
+                raise ValueError(f"{name} must be at least {LEAST_RATE} bytes per second, or None, not {limit:g}")
+        self.upload_limit, self.download_limit = upload_limit, download_limit
         self.identity_path = identity_path
         self.client_mode = client_mode
         self.num_replicas = num_replicas
@@ -167,6 +176,8 @@ class DHT:
             client_mode=self.client_mode,
             validators=self._validators,
             num_replicas=self.num_replicas,
+            upload_limit=self.upload_limit,
+            download_limit=self.download_limit,
             bootstrap_timeout=self.bootstrap_timeout,
         )
         self._look_at_addresses(self._dht_node)

@@ -96,6 +96,7 @@ class Lane:
         self._changed = threading.Condition()  # and the lock of what follows
         self._reason, self._told = "", False
         self._connections: list[_Connection] = []
+        self._readers: list[threading.Thread] = []
         self._queue: deque[_Chunk] = deque()
         self._queued = 0  # bytes
         self._sealing: list[_Chunk] = []
@@ -120,6 +121,7 @@ class Lane:
                 connection.socket.close()
             else:
                 self._connections.append(connection)
+                self._readers.append(connection.reader)
                 connection.reader.start()
 
     def end(self, reason: str = "this side ended it") -> None:
@@ -161,10 +163,8 @@ class Lane:
 
     def join(self) -> None:
         """Wait for the threads of a lane that was ended."""
-        with self._changed:
-            threads = [connection.reader for connection in self._connections]
-        for thread in threads:
-            thread.join()
+        for reader in self._readers:
+            reader.join()
 
     @property
     def moved(self) -> int:
@@ -245,7 +245,9 @@ class _Connection:
         dialled: address and token, if this side dials.
     """
 
-    def __init__(self, lane: Lane, connection: socket.socket, keys: Keys, dialled: tuple[Address, bytes] | None) -> None:
+    def __init__(
+        self, lane: Lane, connection: socket.socket, keys: Keys, dialled: tuple[Address, bytes] | None
+    ) -> None:
         self.socket = connection
         self.reader = threading.Thread(target=self._run, name="shoal-lane-in", daemon=True)
         self._lane, self._shared, self._dialled = lane, lane.shared, dialled
@@ -306,7 +308,7 @@ class _Connection:
     def _wait_at_most(self, seconds: float) -> None:
         """For how long the kernel waits in one call; 0 for ever. (A time-out of Python's would mean more calls.)"""
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self.socket.setsockopt(socket.SOL_SOCKET, option, _PATIENCE.pack(int(seconds), 0))
+            self.socket.setsockopt(socket.SOL_SOCKET, option, _PATIENCE.pack(int(seconds), int(seconds % 1 * 1e6)))
 
     def _receive(self, memory: memoryview, deadline: float = float("inf")) -> None:
         limit = self._shared.download

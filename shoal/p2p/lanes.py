@@ -67,6 +67,7 @@ class Lanes:
 
     def _over(self, link: Link, lane: Lane, reason: str) -> None:
         self._lanes.discard(lane)
+        lane.join()  # the thread that has told this is about to end
         link.lane = None
         if not self._lanes:
             self._none.set()
@@ -90,9 +91,11 @@ class Lanes:
                 asyncio.get_running_loop().call_later(TOKEN_SECONDS, self._tokens.pop, token, None)
                 link.say(Token(link.keys[-1], has_aes(), congestion.has_bbr(), token))
             case Token() if link.dialled and link.lane is not None and link.dialled_lanes < len(link.keys):
-                link.lane.dial(link.address, said.token, Keys(suite_of(said.aes), link.keys[link.dialled_lanes], said.key))
+                keys = Keys(suite_of(said.aes), link.keys[link.dialled_lanes], said.key)
+                link.lane.dial(link.address, said.token, keys)
                 link.dialled_lanes += 1
-                if link.dialled_lanes == 1 and congestion.is_long(link.socket) and not (said.bbr and congestion.has_bbr()):
+                loses = congestion.is_long(link.socket) and not (said.bbr and congestion.has_bbr())
+                if loses and link.dialled_lanes == 1:
                     for _ in range(MAX_CONNECTIONS - 1):
                         self._offer(link)
             case _:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-LEAST_PIECE, PIECES_PER_SECOND = 16 << 10, 20
+LEAST_PIECE, PIECES_PER_SECOND = 4 << 10, 20
+LEAST_RATE = 10_000  # bytes per second; with less, messages come too late to be of use
 
 
 class Limit:
@@ -17,14 +18,9 @@ class Limit:
     Attributes:
         rate: as given.
         piece: how many bytes to send or receive at a time, so that others have their turn and the rate is even.
-
-    Raises:
-        ValueError: if the rate lets nothing pass.
     """
 
     def __init__(self, rate: float | None) -> None:
-        if rate is not None and not rate > 0:
-            raise ValueError(f"a limit of {rate:g} bytes per second lets nothing pass")
         self.rate = rate
         self.piece = max(LEAST_PIECE, int(rate / PIECES_PER_SECOND)) if rate is not None else 1 << 30
         self._paid_at = float("-inf")

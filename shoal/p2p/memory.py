@@ -152,9 +152,7 @@ class MemoryTransport(Transport):
     def moved(self, peer: PeerID) -> int:
         return self.network.moved.get(frozenset((self.peer_id, peer)), 0) if peer in self.connections else 0
 
-    def send(
-        self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = (), name: bytes = b""
-    ) -> None:
+    def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = (), name: bytes = b"") -> None:
         check_size(header, buffers)
         if self.dead:
             return

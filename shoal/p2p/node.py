@@ -220,7 +220,7 @@ class Node:
         buffers: Sequence[Buffer] = (),
         name: bytes = b"",
     ) -> None:
-        """Send `message` to each connected peer of `peers`, expecting no reply. Buffers may be reused on return, but for
+        """Send `message` to each connected peer of `peers`, expecting no reply. Buffers may be reused on return, except
         one with a `name` (see `Transport.send`)."""
         self._post(peers, _NOTICE, service.name, 0, 0.0, message, buffers, name)
 

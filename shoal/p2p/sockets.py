@@ -232,9 +232,7 @@ class SocketTransport(Transport):
         link = self._peers.get(peer)
         return 0 if link is None else link.moved() + (0 if link.lane is None else link.lane.moved)
 
-    def send(
-        self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = (), name: bytes = b""
-    ) -> None:
+    def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = (), name: bytes = b"") -> None:
         check_size(header, buffers)
         links = [link for peer in peers if (link := self._peers.get(peer)) and link.stage is Stage.OPEN]
         if not links:

@@ -71,9 +71,7 @@ class Transport(ABC):
         late and not lost."""
 
     @abstractmethod
-    def send(
-        self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = (), name: bytes = b""
-    ) -> None:
+    def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = (), name: bytes = b"") -> None:
         """Queue one message to each of `peers`, copying it once; never waits.
 
         With a `name` (NAME_BYTES), one buffer comes along that the receiver may be waiting for under that name

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import socket
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+from shoal.p2p.greeting import TOKEN_BYTES
 from shoal.p2p.identity import PeerID
-from shoal.p2p.lane import Arrival, Lane, Lanes
+from shoal.p2p.lane import MEMORY_BYTES, Lane, Shared
+from shoal.p2p.leases import Leases
+from shoal.p2p.limit import Limit
 from shoal.p2p.sealing import NAME_BYTES, SEALED_HEADER_BYTES, Header, Keys, Opener, Sealer, sealed_bytes
-from shoal.p2p.tokens import TOKEN_BYTES
 
 HELLO = Header(0, bytes(NAME_BYTES), b"shoal lane 1")
 PATIENCE = 30.0
@@ -27,20 +31,38 @@ def both_keys(suite: Any = "aes-256-gcm") -> tuple[Keys, Keys]:
     return Keys(suite, one, other), Keys(suite, other, one)
 
 
+class Arrival(NamedTuple):
+    """A chunk that has come, from whom."""
+
+    peer: PeerID
+    message: bytes
+    memory: memoryview
+
+
 class End:
     """A peer's lanes, and what they tell: `arrivals`, and `lost` as (peer, reason)."""
 
-    def __init__(self, number: int, **options: Any) -> None:
+    def __init__(self, number: int, upload: float | None = None, download: float | None = None) -> None:
         self.peer = PeerID(bytes([number]) * 32)
+        self.shared = Shared(Leases(), Limit(upload), Limit(download))
         self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self.lost: queue.SimpleQueue[tuple[PeerID, str]] = queue.SimpleQueue()
-        self.lanes = Lanes(self.arrivals.put, lambda peer, reason: self.lost.put((peer, reason)), **options)
         self.listener = socket.create_server(("127.0.0.1", 0))
+        self.lanes: list[Lane] = []
 
-    def admit(self) -> bool:
-        """Let the next connection in, if its token is good."""
+    def lane(self, peer: PeerID) -> Lane:
+        """A new lane, without connections."""
+        self.lanes.append(Lane(peer, self.shared, partial(self._came, peer), lambda why: self.lost.put((peer, why))))
+        return self.lanes[-1]
+
+    def _came(self, peer: PeerID, message: bytes, memory: memoryview) -> None:
+        self.arrivals.put(Arrival(peer, message, memory))
+
+    def accept(self, lane: Lane, keys: Keys) -> None:
+        """Let the next connection in, whose token is not looked at."""
         accepted, _ = self.listener.accept()
-        return self.lanes.admit(accepted, accepted.recv(TOKEN_BYTES, socket.MSG_WAITALL))
+        accepted.recv(TOKEN_BYTES, socket.MSG_WAITALL)
+        lane.accept(accepted, keys)
 
     def arrival(self) -> Arrival:
         return self.arrivals.get(timeout=PATIENCE)
@@ -50,14 +72,21 @@ class End:
         _, reason = self.lost.get(timeout=PATIENCE)
         return reason
 
-    def send(self, lane: Lane, number: int, data: bytes | bytearray | memoryview) -> queue.SimpleQueue[int]:
-        """Send chunk `number`; returns where its number is put when its memory is free."""
-        free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        assert lane.send(name(number), b"chunk %d" % number, memoryview(data), lambda: free.put(number))
-        return free
+    def send(self, lane: Lane, number: int, data: bytes | bytearray | memoryview) -> None:
+        """Send chunk `number`."""
+        assert lane.send(name(number), b"chunk %d" % number, memoryview(data))
+
+    @property
+    def out(self) -> int:
+        """Bytes of the pool that somebody refers to."""
+        gc.collect()
+        probe = self.shared.buffers.take(1)  # what has come back is counted then
+        return MEMORY_BYTES - self.shared.buffers._left - len(memoryview(probe.obj))
 
     def close(self) -> None:
-        self.lanes.close()
+        for lane in self.lanes:
+            lane.end()
+            lane.join()
         self.listener.close()
 
     def __enter__(self) -> End:
@@ -69,12 +98,11 @@ class End:
 
 def join(near: End, far: End, connections: int = 1, suite: Any = "aes-256-gcm") -> tuple[Lane, Lane]:
     """A lane between two ends; the first of them dials."""
-    ours, theirs = near.lanes.lane(far.peer), far.lanes.lane(near.peer)
+    ours, theirs = near.lane(far.peer), far.lane(near.peer)
     for _ in range(connections):
         near_keys, far_keys = both_keys(suite)
-        token = far.lanes.invite(theirs, far_keys)
-        ours.dial(far.listener.getsockname(), token, near_keys)
-        assert far.admit()
+        ours.dial(far.listener.getsockname(), os.urandom(TOKEN_BYTES), near_keys)
+        far.accept(theirs, far_keys)
     return ours, theirs
 
 
@@ -82,16 +110,15 @@ class Raw:
     """The other side of a lane of `end`, which a test plays: it dials, and greets."""
 
     def __init__(self, end: End, peer: PeerID, *, greets: bool = True) -> None:
-        self.lane = end.lanes.lane(peer)
+        self.lane = end.lane(peer)
         near_keys, far_keys = both_keys()
-        self.token = end.lanes.invite(self.lane, far_keys)
         self.sealer, self.opener = (
             Sealer(near_keys.suite, near_keys.sealing),
             Opener(near_keys.suite, near_keys.opening),
         )
         self.socket = socket.create_connection(end.listener.getsockname())
-        self.socket.sendall(self.token)
-        assert end.admit()
+        self.socket.sendall(os.urandom(TOKEN_BYTES))
+        end.accept(self.lane, far_keys)
         if greets:
             self.socket.sendall(self.frame(HELLO, b""))
             assert self.receive() == HELLO

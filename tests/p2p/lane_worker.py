@@ -1,13 +1,12 @@
 """A process with one end of a lane: `python -m tests.p2p.lane_worker sends|takes|forks|hogs|exits`.
 
-It reads its two keys, and says where it listens and the token; then it does what its argument says.
+It reads its two keys, and says where it listens; then it does what its argument says.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 
 from shoal.p2p.identity import PeerID
@@ -23,14 +22,13 @@ def main() -> None:
     mode = sys.argv[1]
     end = End(2)
     sealing, opening = (bytes.fromhex(key) for key in sys.stdin.readline().split())
-    lane = end.lanes.lane(PeerID(bytes([1]) * 32))
-    token = end.lanes.invite(lane, Keys("aes-256-gcm", sealing, opening))
-    print(end.listener.getsockname()[1], token.hex(), flush=True)
-    end.admit()
+    lane = end.lane(PeerID(bytes([1]) * 32))
+    print(end.listener.getsockname()[1], flush=True)
+    end.accept(lane, Keys("aes-256-gcm", sealing, opening))
     end.listener.close()
     memory = memoryview(bytearray(4 << 20))
     if mode == "forks":
-        end.arrival().release()
+        end.arrival()
         print("took one", flush=True)
         if os.fork() == 0:
             time.sleep(CHILD_SECONDS)
@@ -44,12 +42,11 @@ def main() -> None:
             pass
         sys.setswitchinterval(0.005)
     if mode in ("sends", "exits"):
-        room = threading.Semaphore(2)
         for number in range(100 if mode == "exits" else 1 << 40):
-            room.acquire()
-            lane.send(name(number), b"", memory, room.release)
+            while not lane.send(name(number), b"", memory):
+                time.sleep(0.001)
     while mode != "exits":
-        end.arrival().release()
+        end.arrival()
         print("took one", flush=True)
 
 

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from shoal.p2p import lane, tokens
+from shoal.p2p import lane
 from shoal.p2p.identity import PeerID
 from shoal.p2p.sealing import MAX_PAYLOAD_BYTES, SEALED_HEADER_BYTES, TAG_BYTES, Header
 from tests.p2p.lane_ends import HELLO, End, Raw, both_keys, name
@@ -32,7 +32,7 @@ def lost_after(sent: list[str], *, place: int = -1) -> tuple[str, int, bool]:
     lane was lost, how many chunks arrived, and whether the target of the last one still waits."""
     with End(1) as end, Raw(end, PEER) as raw:
         memory = bytearray(SIZE)
-        end.lanes.leases.register(name(len(sent)), PEER, memoryview(memory))
+        end.shared.leases.register(name(len(sent)), PEER, memoryview(memory))
         frame = b""
         for number, kind in enumerate(sent, 1):
             if kind == "later":
@@ -47,7 +47,7 @@ def lost_after(sent: list[str], *, place: int = -1) -> tuple[str, int, bool]:
         if "cut" in sent:
             raw.socket.shutdown(socket.SHUT_WR)
         reason = end.loss()
-        waits = end.lanes.leases.lease(name(len(sent)), PEER, SIZE) is not None
+        waits = end.shared.leases.lease(name(len(sent)), PEER, SIZE) is not None
         assert end.lost.empty()
         return reason, end.arrivals.qsize(), waits
 
@@ -79,39 +79,13 @@ def test_lengths_are_bounded_before_anything_is_received():
         raw.sealer.seal(Header(MAX_PAYLOAD_BYTES + 1, name(1), b""), memoryview(b"x"), memoryview(sealed))
         raw.socket.sendall(sealed[:SEALED_HEADER_BYTES])
         assert "bounds" in end.loss()
-        assert end.lanes.buffers._out == 0
+        assert end.out == 0
 
 
 def test_a_chunk_without_bytes_ends_the_lane():
     with End(1) as end, Raw(end, PEER) as raw:
         raw.socket.sendall(raw.chunk(1, b""))
         assert end.loss() == "a chunk without bytes"
-
-
-def test_a_token_is_good_once_and_not_for_long_and_a_wrong_one_never(monkeypatch: pytest.MonkeyPatch):
-    with End(1) as end, Raw(end, PEER) as raw:
-        ours = end.lanes.lane(PEER)
-        monkeypatch.setattr(tokens, "TOKEN_SECONDS", 0.0)
-        old = end.lanes.invite(ours, both_keys()[0])
-        for token in (raw.token, old, os.urandom(32), b"\x16\x03\x01" + bytes(29)):
-            with socket.create_connection(end.listener.getsockname()) as stranger:
-                stranger.sendall(token)
-                assert not end.admit()
-                assert stranger.recv(1) == b""
-        raw.socket.sendall(raw.chunk(1, b"still here"))
-        assert bytes(end.arrival().memory) == b"still here"
-        assert end.lost.empty()
-
-
-def test_a_token_of_a_lane_that_is_over_opens_nothing():
-    with End(1) as end:
-        ours = end.lanes.lane(PEER)
-        token = end.lanes.invite(ours, both_keys()[0])
-        ours.end()
-        with socket.create_connection(end.listener.getsockname()) as late:
-            late.sendall(token)
-            end.admit()
-            assert late.recv(1) == b""
 
 
 @pytest.mark.parametrize("first", ["garbage", "a chunk", "another's hello", "its own hello"])
@@ -129,7 +103,7 @@ def test_who_has_the_token_and_not_the_keys_is_given_nothing(first):
         raw.socket.sendall(frame)
         assert end.loss() in ("the first frame is no hello", "a frame does not open: its bytes were changed on the way")
         assert raw.socket.recv(1) == b""  # not even a hello
-        assert end.lanes.buffers._out == 0
+        assert end.out == 0
         assert end.arrivals.empty()
 
 
@@ -156,5 +130,5 @@ def test_who_takes_too_long_to_greet_is_not_waited_for(monkeypatch: pytest.Monke
 def test_who_never_answers_a_dial_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lane, "OPENING_SECONDS", 0.3)
     with End(1) as end, socket.create_server(("127.0.0.1", 0)) as mute:
-        end.lanes.lane(PEER).dial(mute.getsockname(), bytes(32), both_keys()[0])
+        end.lane(PEER).dial(mute.getsockname(), bytes(32), both_keys()[0])
         assert end.loss() == "the other side did not answer in time"

@@ -123,7 +123,7 @@ def receive(monkeypatch: pytest.MonkeyPatch, withdrawn_at: int, tampered: bool) 
     steps.free = True
     with End(1) as end, monkeypatch.context() as patch:
         patch.setattr(Opener, "payload", stepped_payload)
-        put, leases = end.arrivals.put, end.lanes.leases
+        came, leases = end._came, end.shared.leases
 
         def stepped_lease(*args: Any) -> Any:
             steps.stop("before the lease")
@@ -134,21 +134,21 @@ def receive(monkeypatch: pytest.MonkeyPatch, withdrawn_at: int, tampered: bool) 
             Leases.give_back(leases, *args)
             steps.stop("given back")
 
-        def stepped_arrival(arrival: Any) -> None:
+        def stepped_arrival(*arrival: Any) -> None:
             steps.stop("before it is delivered")
-            put(arrival)
+            came(*arrival)
 
         patch.setattr(leases, "lease", stepped_lease)
         patch.setattr(leases, "give_back", stepped_give_back)
-        end.lanes.on_arrival = stepped_arrival
+        patch.setattr(end, "_came", stepped_arrival)
         peer = PeerID(bytes([7]) * 32)
         with Raw(end, peer) as raw:
             (connection,) = raw.lane._connections
             # It waits for the next header in the real socket; from the chunk after the first, it is stepped.
             raw.socket.sendall(raw.chunk(0, b"first"))
-            end.arrival().release()
+            end.arrival()
             steps.free = False
-            connection._socket = SteppedSocket(connection._socket, steps, 300)  # type: ignore[assignment]
+            connection.socket = SteppedSocket(connection.socket, steps, 300)  # type: ignore[assignment]
             raw.socket.sendall(raw.chunk(1, b"second"))  # its header still comes through the real socket
             while (label := steps.reached.get(timeout=PATIENCE)) != "before it is delivered":
                 steps._on.put(None)
@@ -180,7 +180,7 @@ def receive(monkeypatch: pytest.MonkeyPatch, withdrawn_at: int, tampered: bool) 
             if not tampered:
                 end.arrival()  # "second"
                 arrival = end.arrival()
-                assert (arrival.target is target) == (
+                assert (arrival.memory is target.memory) == (
                     labels.index("before the lease") < withdrawn_at - 1 or not withdrawn_at
                 )
             else:
