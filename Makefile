@@ -32,7 +32,7 @@ help:
 	@echo "make test-all            run the long ones too, and the numeric ones as on older processors"
 	@echo "make test-capabilities   run the numeric tests as on older processors (PYTEST_ARGS=...)"
 	@echo "make sweep   run the simulated swarms with 60 times as many seeds (SEEDS=60 PYTEST_ARGS=...)"
-	@echo "make soak    train with real processes that are killed, 5 times (TIMES=5)"
+	@echo "make soak    train with real processes that are killed, 5 times (TIMES=5); cut off 2,000 peers (CUTS=2000)"
 	@echo "make lint    style, types and the arrows between rooms"
 	@echo "make albert  pretrain ALBERT with two peers and a monitor on this machine (ARGS=...)"
 	@echo "make bench   time averaging against hivemind, which gets an environment of its own (ARGS=...)"
@@ -55,7 +55,7 @@ else
 	$(PYTEST) $(PYTEST_ARGS)
 endif
 
-# All tests but the soaks, and the numeric ones as on older processors.
+# All tests, of the soaks a minute, and the numeric ones as on older processors.
 test-all: $(VENV)/.installed-dev
 	$(PYTEST) $(TOGETHER) -m "not alone" $(PYTEST_ARGS)
 	$(PYTEST) -m alone $(PYTEST_ARGS)
@@ -78,14 +78,17 @@ SEEDS := 60
 sweep: $(VENV)/.installed-dev
 	SHOAL_SOAK=$(SEEDS) $(PYTEST) --numprocesses auto tests/simulation $(PYTEST_ARGS)
 
-# Real processes that are killed: in the demo, and at each phase of a round.
+# Real processes that are killed: in the demo, and at each phase of a round; and, while strangers attack, in the middle
+# of large messages: about half an hour.
 TIMES := 5
+CUTS := 2000
 SOAK_TESTS := tests/averaging/test_kill.py tests/averaging/test_restart.py tests/averaging/test_compressed_kill.py \
 	$(addprefix tests/optim/test_,$(addsuffix .py,averagers_killed failures restarted_node))
 soak: $(VENV)/.installed-dev
 	for time in $$(seq $(TIMES)); do \
 		$(VENV)/bin/shoal demo && $(PYTEST) $(SOAK_TESTS) $(PYTEST_ARGS) || exit 1; \
 	done
+	$(VENV)/bin/python -m tests.soak.transport --times $(CUTS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
