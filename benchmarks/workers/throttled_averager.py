@@ -1,7 +1,7 @@
 """One Shoal peer whose way out is narrow. Arguments: rank, elements, bytes per second, declared bandwidth.
 
-What it sends passes a token bucket before it reaches ZeroMQ. What it receives is not limited: in an all-reduce each
-peer receives as much as it sends.
+What it sends passes a token bucket before it reaches the transport. What it receives is not limited: in an all-reduce
+each peer receives as much as it sends.
 """
 
 from __future__ import annotations
