@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import torch
@@ -32,7 +33,7 @@ def _receive(connection: socket.socket, memory: memoryview | bytearray) -> bool:
     return connection.recv_into(memory, len(memory), socket.MSG_WAITALL) == len(memory)
 
 
-def _run_all(targets: Iterable[Callable[[], None]]) -> list[threading.Thread]:
+def _start(targets: Iterable[Callable[[], None]]) -> list[threading.Thread]:
     threads = [threading.Thread(target=target) for target in targets]
     for thread in threads:
         thread.start()
@@ -94,10 +95,7 @@ class SealedPeer:
             for _ in self._chunks(self._rank):
                 self._send(other, RESULT, self._rank, means[other].get())
 
-        senders = _run_all(
-            lambda send=send, other=other: send(other)  # type: ignore[misc]
-            for send, other in itertools.product((send_parts, send_means), self._connections)
-        )
+        senders = _start(partial(send, other) for send in (send_parts, send_means) for other in self._connections)
         parts: dict[int, dict[int, memoryview]] = {number: {} for number in self._chunks(self._rank)}
         left = sum(len(self._chunks(owner)) for owner in range(self._peers))
         while left:
@@ -110,8 +108,8 @@ class SealedPeer:
                 for queue in means.values():
                     queue.put(number)
             left -= 1
-        for sender_thread in senders:
-            sender_thread.join()
+        for thread in senders:
+            thread.join()
 
     def broadcast(self) -> None:
         """Replaces the vector by the first peer's, who is the one owner; all must call it."""
@@ -124,8 +122,8 @@ class SealedPeer:
             for number in self._chunks(0):
                 self._send(other, RESULT, 0, number)
 
-        for thread in _run_all(lambda other=other: send_all(other) for other in self._connections):  # type: ignore[misc]
-            thread.join()
+        for sender in _start(partial(send_all, other) for other in self._connections):
+            sender.join()
 
     def close(self) -> None:
         """Ends all connections."""
