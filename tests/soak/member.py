@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -181,12 +182,15 @@ class Member:
             "objects": len(gc.get_objects()),
             "rss": next(int(line.split()[1]) << 10 for line in status if line.startswith("VmRSS")),
             "peak": next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM")),
+            "names": sorted(thread.name for thread in threading.enumerate()),
             **{key: self.counts[key] for key in ("large", "rounds", "lost", "cut")},
         }
 
 
 async def main() -> None:
     options = json.loads(sys.argv[1])
+    # One thread reads stdin. The default executor may start another, which would count as left.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, "stdin"))
     errors = _Errors()
     logging.getLogger().addHandler(errors)
     threading.excepthook = lambda failure: errors.texts.append(f"in a thread: {failure.exc_value!r}")

@@ -16,7 +16,7 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
@@ -99,6 +99,7 @@ class Strangers:
             self.never_reads,
             self.silent,
             self.unknown_token,
+            self.many_without_a_token,
             self.lane_of_garbage,
             self.silent_lane,
             self.lane_that_stops,
@@ -267,6 +268,14 @@ class Strangers:
     async def unknown_token(self) -> None:
         token = b"\0" + self.rng.randbytes(31)
         await self._raw(token[: self.rng.choice([1, 31, 32])] + self.rng.randbytes(1000), self._seconds())
+
+    async def many_without_a_token(self) -> None:
+        """What only a lane begins with, many times at once, and no more."""
+        with ExitStack() as stack:
+            connections = [stack.enter_context(self._plain()) for _ in range(self.rng.choice([10, 50]))]
+            for connection in connections:
+                await asyncio.get_running_loop().sock_sendall(connection, b"\0")
+            await asyncio.sleep(self._seconds())
 
     async def _with_token(self, act: Callable[[socket.socket, bytes, Sealer], Awaitable[None]]) -> None:
         """Be a peer, be given the token of a lane, and connect for it."""

@@ -160,6 +160,8 @@ class Soak:
                 break
             time.sleep(0.5)
         for number, state in enumerate(after):
+            if left:
+                left.append(f"home {number}'s threads: {', '.join(state['names'])}")
             left += [f"home {number}: {text}" for text in (*state["errors"], *state["wrong"])]
         if left:
             raise Failed("\n".join(left))
