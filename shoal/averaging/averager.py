@@ -30,6 +30,7 @@ from shoal.averaging.options import (
     described,
     term_of,
 )
+from shoal.averaging.plan import largest_chunk
 from shoal.averaging.rules import Rules
 from shoal.averaging.shared_state import snapshot_of, state_of
 from shoal.averaging.stepping import Stepping
@@ -116,7 +117,7 @@ class DecentralizedAverager(Stepping):
         min_matchmaking_time: float = 5.0,
         request_timeout: float | None = None,
         averaging_alpha: float = 1.0,
-        part_size_bytes: int = 1 << 20,
+        part_size_bytes: int = 1 << 22,
         allreduce_timeout: float | None = None,
         next_chunk_timeout: float | None = None,
         sender_timeout: float | None = None,
@@ -146,7 +147,7 @@ class DecentralizedAverager(Stepping):
             round_timeout=60.0 if allreduce_timeout is None else allreduce_timeout,
             min_group=min_group_size,
             target_group=target_group_size,
-            chunk_elements=part_size_bytes // 4,
+            chunk_elements=min(part_size_bytes // 4, largest_chunk(t.element_size() for t in averaged_tensors)),
             smallest_span=min_vector_size,
         )
         super().__init__(

@@ -14,7 +14,7 @@ from shoal.averaging.tip import Ballot
 
 # Parts that a member has under way to one reducer. A chunk's result is also the credit for the next part, so neither
 # side ever has more than this many chunks queued to the other.
-WINDOW = 8
+WINDOW = 4
 
 
 class RuleBroken(Exception):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shoal.averaging.load_balancing import best_shares, filled
 from shoal.averaging.member import Member
 from shoal.averaging.messages import MAX_CHUNK_ELEMENTS, MAX_CHUNKS
+from shoal.p2p.transport import MAX_BUFFER_BYTES
 
-CHUNK_ELEMENTS = 1 << 18  # 1 MiB of float32
+CHUNK_ELEMENTS = 1 << 20  # 4 MiB of float32: the longer a chunk, the more seldom a thread needs the GIL
 SMALLEST_CHUNK = 1 << 12
 CHUNKS_PER_REDUCER = 4  # of a small vector: enough to overlap sending, reducing and receiving
+
+
+def largest_chunk(itemsizes: Iterable[int]) -> int:
+    """How many elements of so many bytes each a chunk may have: CHUNK_ELEMENTS, less where one is wide."""
+    return min(CHUNK_ELEMENTS, MAX_BUFFER_BYTES // max(itemsizes, default=1))
 
 
 def chunk_elements(total: int, reducers: int, largest: int = CHUNK_ELEMENTS) -> int:

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.messages import Terms
 from shoal.averaging.options import described, term_of
+from shoal.averaging.plan import largest_chunk
 from shoal.averaging.rules import Rules
 from shoal.averaging.tensors import Tensors
 from shoal.dht.dht import DHT
@@ -118,4 +119,7 @@ def rules_of(settings: Settings, replica: Replica, gradients: Gradients | None) 
     """When rounds begin, and what they average: gradients only where the run's own rounds do."""
     sizes = tuple(spec.numel for spec in gradients.layout.buffers) if isinstance(gradients, GradientBuffers) else ()
     rules = settings.rules(sizes, replica.buffers.sizes, replica.shared.sizes)
-    return dataclasses.replace(rules, options_fit=replica.options.fits)
+    layouts = [replica.buffers.layout, replica.shared.layout]
+    layouts += [gradients.layout] if isinstance(gradients, GradientBuffers) else []
+    largest = largest_chunk(spec.dtype.itemsize for layout in layouts for spec in layout.buffers)
+    return dataclasses.replace(rules, options_fit=replica.options.fits, chunk_elements=largest)

@@ -40,7 +40,7 @@ from shoal.p2p.sealing import (
 
 MAX_CONNECTIONS: Final = 4
 QUEUE_BYTES: Final = 128 << 20  # that wait to be sealed; more than a peer that keeps the rules can be owed
-SCRATCH_BYTES: Final = 9 * MAX_PAYLOAD_BYTES  # of one lane, that came without a target and are still referred to
+SCRATCH_BYTES: Final = 6 * MAX_PAYLOAD_BYTES  # of one lane, that came without a target and are still referred to
 LEAST_SHARE: Final = 64 << 10  # of that, for each chunk
 MEMORY_BYTES: Final = 4 << 30  # of all lanes: chunks under way, and scratch
 OPENING_SECONDS: Final = 10.0

@@ -19,7 +19,9 @@ from shoal.averaging.plan import (
     chunk_elements,
     chunk_table,
     divide,
+    largest_chunk,
 )
+from shoal.p2p.transport import MAX_BUFFER_BYTES
 from tests.averaging.rounds import member
 
 groups = st.lists(
@@ -45,7 +47,10 @@ def test_sizes_of_chunks() -> None:
     assert chunk_elements(10, 4) == SMALLEST_CHUNK
     small = chunk_elements(1 << 18, 8)
     assert (1 << 18) // small >= 8, "each reducer gets some of a vector of 1 MiB"
-    assert chunk_elements(CHUNK_ELEMENTS * MAX_CHUNKS // 2 + 1, 4) == 2 * CHUNK_ELEMENTS
+    few = CHUNK_ELEMENTS // 4
+    assert chunk_elements(few * MAX_CHUNKS // 2 + 1, 4, few) == 2 * few
+    assert largest_chunk([4, 2]) == CHUNK_ELEMENTS
+    assert largest_chunk([4, 8]) * 8 == MAX_BUFFER_BYTES
 
 
 @given(st.lists(st.integers(0, 300), max_size=6), st.integers(1, 120))

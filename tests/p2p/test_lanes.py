@@ -340,7 +340,7 @@ def test_nothing_is_left_of_lanes_in_any_state():
             raw.close()
         for opened in (crowd, *waiting):
             opened.close()
-        assert near.out == SCRATCH_BYTES + 9 * 1024  # which this test has not let go
+        assert near.out == SCRATCH_BYTES + 6 * 1024  # which this test has not let go
         while not near.arrivals.empty():
             near.arrival()
         assert near.out == 0
