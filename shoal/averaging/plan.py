@@ -12,7 +12,7 @@ from shoal.p2p.transport import MAX_BUFFER_BYTES
 
 CHUNK_ELEMENTS = 1 << 20  # 4 MiB of float32: the longer a chunk, the more seldom a thread needs the GIL
 SMALLEST_CHUNK = 1 << 12
-CHUNKS_PER_REDUCER = 4  # of a small vector: enough to overlap sending, reducing and receiving
+CHUNKS_PER_REDUCER = 2  # of a small vector: enough to overlap sending, reducing and receiving
 
 
 def largest_chunk(itemsizes: Iterable[int]) -> int:
