@@ -186,6 +186,9 @@ class SocketTransport(Transport):
 
     def disconnect(self, peer: PeerID) -> None:
         link = self._peers.pop(peer, None)
+        if peer in self._leaving:
+            link, _, timer = self._leaving.pop(peer)
+            timer.cancel()
         if link is not None:
             link.end("this side disconnected")
             if link.lane is not None:
