@@ -38,7 +38,8 @@ class Lanes:
     ) -> None:
         self._shared, self._on_chunk, self._on_over = shared, on_chunk, on_over
         self._lanes: set[Lane] = set()
-        self._none = asyncio.Event()  # there is no lane any more
+        self._none = asyncio.Event()  # there is no lane
+        self._none.set()
         self._tokens: dict[bytes, tuple[Link, Keys]] = {}
 
     def of(self, link: Link) -> Lane:
@@ -59,6 +60,7 @@ class Lanes:
 
         lane = link.lane = Lane(link.peer, self._shared, chunk, over)
         self._lanes.add(lane)
+        self._none.clear()
         if link.dialled:
             self._offer(link)
         elif asks:
@@ -121,9 +123,8 @@ class Lanes:
         """End all lanes when what is queued has left, or after `linger` seconds."""
         for lane in list(self._lanes):
             lane.finish()
-        if self._lanes:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._none.wait(), linger)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._none.wait(), linger)
         for lane in list(self._lanes):
             lane.end()
             lane.join()

@@ -95,6 +95,23 @@ def test_who_closes_has_sent_what_was_queued_and_is_lost_after_it():
     asyncio.run(main())
 
 
+def test_who_closes_lets_a_lane_leave_that_came_after_all_others_had_gone():
+    async def main() -> None:
+        async with sockets(None, None) as (one, other):
+            await joined(one, other)
+            one.transport.disconnect(other.transport.peer_id)
+            await eventually(lambda: not one.transport._lanes._lanes and other.lost)
+            await joined(one, other)
+            await other.until_messages(2)
+            for number in range(20):
+                send(one, other, number, bytes(MIB))
+            await one.transport.close()
+            await other.until(lambda: len(other.lost) == 2)
+            assert len(other.messages) == 22
+
+    asyncio.run(main())
+
+
 def test_a_lane_that_ends_alone_ends_the_link_on_both_sides():
     async def main() -> None:
         async with sockets(None, None) as (one, other):
@@ -118,6 +135,23 @@ def test_a_peer_that_was_disconnected_is_not_reported_and_leaves_no_lane():
             await other.until_lost(one.transport.peer_id)
             await eventually(lambda: not one.transport._lanes._lanes and not other.transport._lanes._lanes)
             assert lane.over.is_set()
+            assert not one.lost
+
+    asyncio.run(main())
+
+
+def test_one_that_is_about_to_be_reported_lost_is_not_when_it_is_disconnected(monkeypatch):
+    monkeypatch.setattr("shoal.p2p.sockets.LANE_LINGER", 0.2)
+
+    async def main() -> None:
+        async with sockets(None, None) as (one, other):
+            await joined(one, other)
+            lane = lane_of(one, other)
+            one.transport._peers[other.transport.peer_id].end("the link alone ends")
+            await eventually(lambda: other.transport.peer_id in one.transport._leaving)
+            one.transport.disconnect(other.transport.peer_id)
+            assert lane.over.is_set()
+            await asyncio.sleep(0.3)
             assert not one.lost
 
     asyncio.run(main())
