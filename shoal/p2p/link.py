@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import socket
 import ssl
@@ -26,6 +27,8 @@ from shoal.p2p.movement import LARGE_BYTES
 
 if TYPE_CHECKING:
     from shoal.p2p.sockets import SocketTransport
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Wait = Generator[None, None, T]
@@ -210,8 +213,10 @@ class Link:
         except OSError as error:
             self.end(f"its connection was lost: {error.strerror}")
         except StopIteration:
-            if self.stage is not Stage.FINISHING:
-                self.end("this side has failed")  # earlier, and said so then
+            pass
+        except Exception:  # a defect of ours, told with its traceback; the generator is over, so the link is, too
+            log.exception("a link failed")
+            self.end("this side has failed")
 
     # What follows is a generator, not a task: those need a turn of the loop more for each message. It yields until
     # something has come, or until it is resumed.

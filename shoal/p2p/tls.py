@@ -7,6 +7,7 @@ import ssl
 from datetime import datetime
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
@@ -49,7 +50,7 @@ def peer_of(certificate: bytes) -> PeerID | None:
     kind, or is none."""
     try:
         key = x509.load_der_x509_certificate(certificate).public_key()
-    except ValueError:
+    except (ValueError, x509.InvalidVersion, UnsupportedAlgorithm):
         return None
     return PeerID(key.public_bytes_raw()) if isinstance(key, Ed25519PublicKey) else None
 

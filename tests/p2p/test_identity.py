@@ -96,6 +96,14 @@ def test_a_certificate_names_its_peer():
     assert tls.peer_of(other.public_bytes(Encoding.DER)) is None
 
 
+@pytest.mark.filterwarnings("ignore:Parsed a serial number")
+def test_no_certificate_is_an_error():
+    _, certificate = tls.listening(Identity())
+    for place in range(len(certificate)):
+        for changed in range(256):
+            tls.peer_of(certificate[:place] + bytes([changed]) + certificate[place + 1 :])
+
+
 def test_an_identity_is_kept_in_a_file(tmp_path):
     path = tmp_path / "identity"
     first = Identity.from_file(path)

@@ -372,6 +372,19 @@ def test_a_defect_in_a_handler_stops_neither_loop_nor_connection(caplog):
     asyncio.run(main())
 
 
+def test_a_defect_in_what_drives_a_link_ends_it_and_is_told(monkeypatch, caplog):
+    async def main():
+        async with sockets(None, None) as (one, other):
+            address = await other.transport.listen(LOOPBACK)
+            monkeypatch.setattr("shoal.p2p.tls.peer_of", lambda _: 1 / 0)
+            with pytest.raises(PeerUnreachable, match="this side has failed"):
+                await asyncio.wait_for(one.transport.dial(address), 5)
+            assert [record.name for record in caplog.records if record.exc_info] == ["shoal.p2p.link"]
+            await eventually(lambda: not one.transport._links)
+
+    asyncio.run(main())
+
+
 def test_32_transports_that_all_dial_each_other_need_no_thread():
     async def main():
         before = len(os.listdir("/proc/self/task"))
