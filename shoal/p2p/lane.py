@@ -118,11 +118,14 @@ class Lane:
     def _add(self, connection: _Connection) -> None:
         with self._changed:
             if self.over.is_set() or len(self._connections) == MAX_CONNECTIONS:
-                connection.socket.close()
-            else:
-                self._connections.append(connection)
-                self._readers.append(connection.reader)
+                return connection.socket.close()
+            try:
                 connection.reader.start()
+            except RuntimeError as error:  # there are as many threads as there may be
+                connection.socket.close()
+                return self.end(str(error))
+            self._connections.append(connection)
+            self._readers.append(connection.reader)
 
     def end(self, reason: str = "this side ended it") -> None:
         """End the lane. What had come is still delivered, in the threads that read."""
@@ -275,7 +278,7 @@ class _Connection:
             self._read()
         except BlockingIOError:  # what the kernel says after the time that it was given
             reason = "the other side did not answer in time"
-        except (OSError, P2PError) as error:
+        except (OSError, P2PError, RuntimeError) as error:  # the last one if the writer can't be started
             reason = str(error)
         finally:
             self._lane.end(reason)

@@ -200,6 +200,33 @@ def test_a_lane_has_four_connections():
         assert len(ours._connections) == MAX_CONNECTIONS
 
 
+@pytest.mark.parametrize("which", ["shoal-lane-in", "shoal-lane-out"])
+def test_a_process_that_can_not_have_more_threads_loses_the_lane_and_no_more(monkeypatch, which):
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == which:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with End(1) as near, End(2) as far:
+        before = descriptors()
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        ours = near.lane(far.peer)
+        near_keys, far_keys = both_keys()
+        ours.dial(far.listener.getsockname(), bytes(32), near_keys)
+        if which == "shoal-lane-out":
+            far.accept(far.lane(near.peer), far_keys)
+            assert far.loss() == "can't start new thread"
+            assert near.loss()
+        else:
+            assert near.loss() == "can't start new thread"
+        monkeypatch.undo()
+        near.close()
+        assert descriptors() == before - 1  # the listener
+        assert not ours.connections
+
+
 def test_scratch_is_bounded_for_each_peer_and_used_again():
     with End(1) as end, Raw(end, PeerID(b"7" * 32)) as raw, Raw(end, PeerID(b"8" * 32)) as other:
         frames = [raw.chunk(number, bytes([number]) * (4 * MIB)) for number in range(14)]
