@@ -23,14 +23,18 @@ class Limit:
     def __init__(self, rate: float | None) -> None:
         self.rate = rate
         self.piece = max(LEAST_PIECE, int(rate / PIECES_PER_SECOND)) if rate is not None else 1 << 30
-        self._paid_at = float("-inf")
+        self._paid_at = self._urgent_paid_at = float("-inf")
         self._lock = threading.Lock()
 
-    def charge(self, nbytes: int) -> float:
-        """So many bytes have passed now; returns the seconds after which the next may pass."""
+    def charge(self, nbytes: int, *, urgent: bool = False) -> float:
+        """So many bytes have passed now; returns the seconds after which the next may pass. What is urgent waits for
+        what is urgent only, the rest for all."""
         if self.rate is None:
             return 0.0
         with self._lock:
             now = time.monotonic()
             self._paid_at = max(self._paid_at, now) + nbytes / self.rate
-            return self._paid_at - now
+            if not urgent:
+                return self._paid_at - now
+            self._urgent_paid_at = max(self._urgent_paid_at, now) + nbytes / self.rate
+            return self._urgent_paid_at - now

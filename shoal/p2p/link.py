@@ -169,7 +169,7 @@ class Link:
                 with memoryview(self._unsent) as unsent:
                     number = self.socket.send(unsent[: self._upload.piece])
                 del self._unsent[:number]
-                if wait := self._upload.charge(number):
+                if wait := self._upload.charge(number, urgent=True):
                     self._paying = True
                     self._loop.call_later(wait, self._paid)
         except BlockingIOError:
@@ -302,7 +302,7 @@ class Link:
                 if not data:
                     raise ConnectionResetError(errno.ECONNRESET, "it was closed there")
         self._received += len(data)
-        if wait := self._download.charge(len(data)):
+        if wait := self._download.charge(len(data), urgent=True):
             self._loop.remove_reader(self.socket)
             self._loop.call_later(wait, self.resume)
             yield
