@@ -43,7 +43,7 @@ QUEUE_BYTES: Final = 128 << 20  # that wait to be sealed; more than a peer that 
 SCRATCH_BYTES: Final = 6 * MAX_PAYLOAD_BYTES  # of one lane, that came without a target and are still referred to
 LEAST_SHARE: Final = 64 << 10  # of that, for each chunk
 MEMORY_BYTES: Final = 4 << 30  # of all lanes: chunks under way, and scratch
-OPENING_SECONDS: Final = 10.0
+OPENING_SECONDS: Final = 60.0  # a process may stand still for longer than it takes to open one
 _HELLO: Final = Header(0, bytes(NAME_BYTES), b"shoal lane 1")
 _PATIENCE = struct.Struct("ll")  # struct timeval
 
@@ -69,7 +69,7 @@ class _Chunk(NamedTuple):
 class Lane:
     """1 to 4 connections to one peer, over which chunks pass both ways; of several, in any order. If one ends, all do.
 
-    Any thread may call any method. Both callbacks are called in the lane's threads and must not wait.
+    Any thread may call any method. The callbacks are called in the lane's threads and must not wait.
 
     Args:
         peer: who is at the other end.
@@ -77,9 +77,12 @@ class Lane:
         on_chunk: called with a chunk's message, and its memory: that of a target (the same memoryview), or scratch,
             which is this chunk's as long as it is referred to.
         on_over: called with a reason when the lane is over, whoever ended it, once: after everything that had come.
+        on_opened: called with "" when a connection has opened, or with the reason when it has ended before that: then
+            the lane goes on without it.
 
     Attributes:
         over: set when the lane has ended, or is about to.
+        passed: whether a chunk has passed, either way.
     """
 
     def __init__(
@@ -88,9 +91,10 @@ class Lane:
         shared: Shared,
         on_chunk: Callable[[bytes, memoryview], None],
         on_over: Callable[[str], None],
+        on_opened: Callable[[str], None],
     ) -> None:
-        self.peer, self.shared, self.on_chunk = peer, shared, on_chunk
-        self.over = threading.Event()
+        self.peer, self.shared, self.on_chunk, self.on_opened = peer, shared, on_chunk, on_opened
+        self.over, self.passed = threading.Event(), False
         self._finishing = False
         self._on_over = on_over
         self._changed = threading.Condition()  # and the lock of what follows
@@ -149,17 +153,18 @@ class Lane:
         if nothing:
             self.end()
 
-    def ended(self, connection: _Connection, reason: str) -> None:
-        """This connection has ended, and what came over it was delivered."""
-        self.end(reason)
+    def ended(self, connection: _Connection, why_not: str) -> None:
+        """This connection has ended, and what came over it was delivered, or it has never opened."""
         with self._changed:
             self._connections.remove(connection)
             connection.socket.close()
+        if why_not:
+            self.on_opened(why_not)
         self._tell()
 
     def _tell(self) -> None:
         with self._changed:
-            if self._connections or self._told:
+            if self._connections or self._told or not self.over.is_set():
                 return
             self._told = True
         self._on_over(self._reason)
@@ -271,9 +276,11 @@ class _Connection:
 
     def _run(self) -> None:
         writer = threading.Thread(target=self._write, name="shoal-lane-out", daemon=True)
-        reason = "its thread failed"
+        opened, reason = False, "its thread failed"
         try:
             self._open()
+            opened = True
+            self._lane.on_opened("")
             writer.start()
             self._read()
         except BlockingIOError:  # what the kernel says after the time that it was given
@@ -281,10 +288,11 @@ class _Connection:
         except (OSError, P2PError, RuntimeError) as error:  # the last one if the writer can't be started
             reason = str(error)
         finally:
-            self._lane.end(reason)
+            if opened:
+                self._lane.end(reason)
             if writer.ident is not None:
                 writer.join()
-            self._lane.ended(self, reason)
+            self._lane.ended(self, "" if opened else reason)
 
     def _open(self) -> None:
         """Show both sides that the other has the keys."""
@@ -338,8 +346,10 @@ class _Connection:
                 raise BrokenFrame("a chunk without bytes")
             sealed = self._shared.buffers.take(header.size + TAG_BYTES)
             self._receive(sealed)
-            self._lane.on_chunk(header.message, self._opened(header, sealed))
-            del sealed
+            memory = self._opened(header, sealed)
+            self._lane.passed = True
+            self._lane.on_chunk(header.message, memory)
+            del sealed, memory
 
     def _opened(self, header: Header, sealed: memoryview) -> memoryview:
         """Open a payload where it belongs."""
@@ -369,6 +379,7 @@ class _Connection:
                         self._lane.sealed(chunk)
                     del chunk
                     self._send(sealed)
+                    self._lane.passed = True
                     del sealed
         finally:
             self.shut()

@@ -7,7 +7,8 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from shoal.p2p import congestion
 from shoal.p2p.greeting import LANE_BYTE, TOKEN_BYTES, Key, Token, Wanted
@@ -15,7 +16,10 @@ from shoal.p2p.lane import MAX_CONNECTIONS, Lane, Shared
 from shoal.p2p.link import Link, Stage
 from shoal.p2p.sealing import KEY_BYTES, Keys, has_aes, suite_of
 
-TOKEN_SECONDS: Final = 10.0
+TOKEN_SECONDS: Final = 60.0
+AGAIN_SECONDS: Final = 1.0  # after which another connection is tried instead of one that did not open
+MAX_KEYS: Final = 2 * MAX_CONNECTIONS  # beside one link, with those of connections that did not open
+MAX_OF_ALL: Final = 1024  # connections; each has two threads
 
 
 class Lanes:
@@ -40,25 +44,23 @@ class Lanes:
         self._lanes: set[Lane] = set()
         self._none = asyncio.Event()  # there is no lane
         self._none.set()
-        self._tokens: dict[bytes, tuple[Link, Keys]] = {}
+        self._tokens: dict[bytes, tuple[Link, Keys, str]] = {}  # and from where they will be used
 
     def of(self, link: Link) -> Lane:
         """The lane beside an open link. What is sent waits for its first connection."""
+        self._answer(link)
         return link.lane or self._begin(link, asks=True)
 
     def _begin(self, link: Link, *, asks: bool) -> Lane:
         assert link.peer is not None
         loop = asyncio.get_running_loop()
 
-        def chunk(message: bytes, memory: memoryview) -> None:
+        def tell(callback: Callable[..., None], *arguments: Any) -> None:
             with suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(self._on_chunk, link, message, memory)
+                loop.call_soon_threadsafe(callback, link, *arguments)
 
-        def over(reason: str) -> None:
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._over, link, lane, reason)
-
-        lane = link.lane = Lane(link.peer, self._shared, chunk, over)
+        callbacks = [partial(tell, callback) for callback in (self._came, self._over, self._opened)]
+        lane = link.lane = Lane(link.peer, self._shared, *callbacks)
         self._lanes.add(lane)
         self._none.clear()
         if link.dialled:
@@ -67,13 +69,31 @@ class Lanes:
             link.say(Wanted())
         return lane
 
-    def _over(self, link: Link, lane: Lane, reason: str) -> None:
-        self._lanes.discard(lane)
-        lane.join()  # the thread that has told this is about to end
+    def _came(self, link: Link, message: bytes, memory: memoryview) -> None:
+        self._answer(link)
+        self._on_chunk(link, message, memory)
+
+    def _over(self, link: Link, reason: str) -> None:
+        assert link.lane is not None
+        self._lanes.discard(link.lane)
+        link.lane.join()  # the thread that has told this is about to end
         link.lane = None
         if not self._lanes:
             self._none.set()
         self._on_over(link, reason)
+
+    def _opened(self, link: Link, why_not: str) -> None:
+        """A connection of the lane beside a link has opened, or has not: who dials tries again a few times."""
+        if not link.dialled:
+            self._answer(link)
+        elif not why_not:
+            more, link.more = link.more, 0
+            for _ in range(more):
+                self._offer(link)
+        elif len(link.keys) <= MAX_KEYS - MAX_CONNECTIONS:
+            asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._offer, link)
+        elif link.lane is not None and not link.lane.connections:
+            link.lane.end(why_not)
 
     def _offer(self, link: Link) -> None:
         link.keys.append(os.urandom(KEY_BYTES))
@@ -84,30 +104,47 @@ class Lanes:
         match said:
             case Wanted() if link.dialled:
                 self.of(link)
-            case Key() if not link.dialled and len(link.keys) < MAX_CONNECTIONS:
+            case Key() if not link.dialled and len(link.keys) + len(link.asked) < MAX_KEYS:
                 if link.lane is None:
                     self._begin(link, asks=False)
-                link.keys.append(os.urandom(KEY_BYTES))
-                token = LANE_BYTE + os.urandom(TOKEN_BYTES - 1)
-                self._tokens[token] = link, Keys(suite_of(said.aes), link.keys[-1], said.key)
-                asyncio.get_running_loop().call_later(TOKEN_SECONDS, self._tokens.pop, token, None)
-                link.say(Token(link.keys[-1], has_aes(), congestion.has_bbr(), token))
+                link.asked.append(said)
+                self._answer(link)
             case Token() if link.dialled and link.lane is not None and link.dialled_lanes < len(link.keys):
                 keys = Keys(suite_of(said.aes), link.keys[link.dialled_lanes], said.key)
                 link.lane.dial(link.address, said.token, keys)
                 link.dialled_lanes += 1
                 loses = congestion.is_long(link.socket) and not (said.bbr and congestion.has_bbr())
                 if loses and link.dialled_lanes == 1:
-                    for _ in range(MAX_CONNECTIONS - 1):
-                        self._offer(link)
+                    link.more = MAX_CONNECTIONS - 1
             case _:
                 raise ValueError(f"{type(said).__name__} is not expected now")
 
+    def _answer(self, link: Link) -> None:
+        """Give the other side of a link the tokens that it may have: for one connection, and for more when a chunk has
+        passed."""
+        while link.asked and link.lane is not None and self._admits(link.lane):
+            said = link.asked.pop(0)
+            link.keys.append(os.urandom(KEY_BYTES))
+            token = LANE_BYTE + os.urandom(TOKEN_BYTES - 1)
+            self._tokens[token] = link, Keys(suite_of(said.aes), link.keys[-1], said.key), link.address[0]
+            asyncio.get_running_loop().call_later(TOKEN_SECONDS, self._tokens.pop, token, None)
+            link.say(Token(link.keys[-1], has_aes(), congestion.has_bbr(), token))
+        if link.asked and link.lane is not None and not link.lane.connections:
+            link.end(f"there are {MAX_OF_ALL} connections of lanes already")
+
+    def _admits(self, lane: Lane) -> bool:
+        return self.connections < MAX_OF_ALL and (lane.passed or not lane.connections)
+
+    def expects(self, where: str) -> bool:
+        """Whether somebody at that address has a token."""
+        return any(host == where for *_, host in self._tokens.values())
+
     def admit(self, connection: socket.socket, token: bytes) -> None:
         """Add an accepted connection to the lane that `token` is good for, if it is. It gets a copy of the socket."""
-        link, keys = self._tokens.pop(token, (None, None))
-        if link is not None and keys is not None and link.lane is not None and link.stage is Stage.OPEN:
-            link.lane.accept(connection.dup(), keys)
+        link, keys, _ = self._tokens.pop(token, (None, None, ""))
+        lane = None if link is None or link.stage is not Stage.OPEN else link.lane
+        if lane is not None and keys is not None and self._admits(lane):
+            lane.accept(connection.dup(), keys)
 
     @property
     def connections(self) -> int:

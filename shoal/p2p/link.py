@@ -72,7 +72,8 @@ class Link:
         error: what `ended` means for who dialled.
         lane: beside it, if there is one.
         keys: what this side seals with on each of the lane's connections; `dialled_lanes` of them are in use, if this
-            side dialled.
+            side dialled, which dials `more` when the first has opened.
+        asked: the other side's keys for connections of the lane that it may not dial yet.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class Link:
         self.error: type[PeerUnreachable] = PeerUnreachable
         self.lane: Lane | None = None
         self.keys: list[bytes] = []
-        self.dialled_lanes = 0
+        self.dialled_lanes = self.more = 0
+        self.asked: list[greeting.Key] = []
         self.stage = Stage.CONNECTING
         self._owner = owner
         self._loop = asyncio.get_running_loop()

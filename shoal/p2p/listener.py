@@ -28,10 +28,13 @@ class Admission:
         self._most = connections
         self._accepted: dict[Hashable, str] = {}  # where each is that has not proven who it is, and "" for the others
 
-    def refusal(self, address: str, lanes: int = 0) -> str:
-        """Why nobody from there may connect now, beside so many connections of lanes; "" if somebody may."""
+    def refusal(self, address: str, lanes: int = 0, *, expected: bool = False) -> str:
+        """Why nobody from there may connect now, beside so many connections of lanes; "" if somebody may. Somebody who
+        is expected need not wait for those who are about to prove who they are."""
         if len(self._accepted) + lanes >= self._most:
             return f"there are {self._most} already, which is as many as RLIMIT_NOFILE allows"
+        if expected:
+            return ""
         proving = [where for where in self._accepted.values() if where]
         if len(proving) >= HANDSHAKES:
             return f"{HANDSHAKES} others are about to prove who they are"

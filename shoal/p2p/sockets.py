@@ -126,7 +126,7 @@ class SocketTransport(Transport):
         return address.with_port(listener.port).with_peer(self.peer_id)
 
     def _accepted(self, connection: socket.socket, where: str) -> None:
-        reason = self._admission.refusal(where, self._lanes.connections)
+        reason = self._admission.refusal(where, self._lanes.connections, expected=self._lanes.expects(where))
         if reason:
             log.info("refused a connection from %s: %s", where, reason)
             connection.close()

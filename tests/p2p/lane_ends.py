@@ -52,8 +52,14 @@ class End:
 
     def lane(self, peer: PeerID) -> Lane:
         """A new lane, without connections."""
-        self.lanes.append(Lane(peer, self.shared, partial(self._came, peer), lambda why: self.lost.put((peer, why))))
-        return self.lanes[-1]
+
+        def opened(why_not: str) -> None:
+            if why_not:
+                lane.end(why_not)
+
+        lane = Lane(peer, self.shared, partial(self._came, peer), lambda why: self.lost.put((peer, why)), opened)
+        self.lanes.append(lane)
+        return lane
 
     def _came(self, peer: PeerID, message: bytes, memory: memoryview) -> None:
         self.arrivals.put(Arrival(peer, message, memory))

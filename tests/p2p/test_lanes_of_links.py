@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import threading
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.p2p import congestion, lanes
+from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.lane import MAX_CONNECTIONS, Lane
 from shoal.p2p.sealing import NAME_BYTES
@@ -208,16 +208,102 @@ def test_a_token_is_good_once_and_not_for_long_and_a_wrong_one_never(monkeypatch
     asyncio.run(main())
 
 
-def test_a_lane_has_four_connections_and_not_more(caplog):
-    caplog.set_level(logging.INFO)
-
+def test_a_lane_has_four_connections_and_not_more():
     async def main() -> None:
         async with sockets(None, None) as (one, other):
             await joined(one, other)
             link = one.transport._peers[other.transport.peer_id]
             for _ in range(MAX_CONNECTIONS):
                 one.transport._lanes._offer(link)
+            await eventually(lambda: link.dialled_lanes == MAX_CONNECTIONS + 1)
+            assert lane_of(one, other).connections <= MAX_CONNECTIONS
+            for _ in range(lanes.MAX_KEYS - MAX_CONNECTIONS):
+                one.transport._lanes._offer(link)
             await other.until_lost(one.transport.peer_id)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_lane_has_one_connection_until_a_chunk_has_passed(at_once):
+    async def main() -> None:
+        async with sockets(None, None) as (one, other):
+            await one.transport.dial(await other.transport.listen(LOOPBACK))
+            await eventually(lambda: other.transport.is_connected(one.transport.peer_id))
+            link = one.transport._peers[other.transport.peer_id]
+            one.transport._lanes.of(link)
+            await eventually(lambda: at_once or other.transport._lanes.connections)
+            for _ in range(MAX_CONNECTIONS - 1):
+                one.transport._lanes._offer(link)
+            await eventually(lambda: other.transport._lanes.connections)
+            await asyncio.sleep(0.2)
+            assert other.transport._lanes.connections == 1
+            for number in range(2):  # either way
+                send(other, one, number, bytes(LANE_BYTES))
+                await one.until_messages(number + 1)
+            await eventually(lambda: at_once or other.transport._lanes.connections == MAX_CONNECTIONS)
+
+    asyncio.run(main())
+
+
+def test_connections_of_lanes_are_bounded_in_all(monkeypatch):
+    monkeypatch.setattr(lanes, "MAX_OF_ALL", 1)
+
+    async def main() -> None:
+        async with sockets(None, None, None) as (one, other, third):
+            await joined(one, other)
+            await third.transport.dial(await other.transport.listen(LOOPBACK))
+            send(third, other, 0, bytes(LANE_BYTES))
+            assert "connections of lanes already" in await other.until_lost(third.transport.peer_id)
+            send(one, other, 1, bytes(LANE_BYTES))
+            await other.until_messages(2)
+            assert not one.lost
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fails", [1, 1000])
+def test_a_connection_that_does_not_open_is_tried_again_a_few_times(monkeypatch, fails):
+    monkeypatch.setattr(lanes, "AGAIN_SECONDS", 0.01)
+
+    async def main() -> None:
+        async with sockets(None, None) as (one, other):
+            came, tried = other.transport.lane_came, 0
+
+            def lane_came(link: Any, token: bytes) -> None:
+                nonlocal tried
+                tried += 1
+                came(link, token if tried > fails else bytes(32))
+
+            other.transport.lane_came = lane_came
+            await one.transport.dial(await other.transport.listen(LOOPBACK))
+            send(one, other, 0, bytes(LANE_BYTES))
+            if fails == 1:
+                await other.until_messages(1)
+                assert not one.lost
+            else:
+                assert "its lane was lost: " in await one.until_lost(other.transport.peer_id)
+                assert tried == lanes.MAX_KEYS - MAX_CONNECTIONS + 1
+
+    asyncio.run(main())
+
+
+def test_who_has_a_token_need_not_wait_for_strangers(monkeypatch):
+    monkeypatch.setattr("shoal.p2p.listener.HANDSHAKES_PER_ADDRESS", 3)
+
+    async def main() -> None:
+        async with sockets(None, None, None) as (one, other, third):
+            address = await other.transport.listen(LOOPBACK)
+            await one.transport.dial(address)
+            strangers = [socket.create_connection((address.host, address.port)) for _ in range(5)]
+            await eventually(lambda: len(other.transport._links) == 4)
+            with pytest.raises(PeerUnreachable):
+                await third.transport.dial(address)
+            send(one, other, 0, bytes(LANE_BYTES))
+            await other.until_messages(1)
+            for stranger in strangers:
+                stranger.close()
+            assert not one.lost
 
     asyncio.run(main())
 
