@@ -6,19 +6,15 @@ from __future__ import annotations
 import ctypes
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from typing import Final
 
-from shoal.p2p.errors import P2PError
-
 _SMALLEST_BITS: Final = 16
 _SPARE: Final = 1 << 10  # beyond a power of two: for what sealing adds to a payload of that size
 KEPT_BYTES: Final = 64 << 20  # of each size
-
-
-class NoMemory(P2PError):
-    """More is under way than may be held."""
+ASK_AGAIN: Final = 0.05  # seconds; who gives memory back can't call anybody, see `_back`
 
 
 class Buffers:
@@ -29,14 +25,14 @@ class Buffers:
     """
 
     def __init__(self, limit: int) -> None:
-        self._left = limit
+        self._left, self._missed_at = limit, float("-inf")
         self._free: dict[int, deque[bytearray]] = {}
         self._lock = threading.Lock()
         # A buffer comes back in any thread, in the middle of anything: so without a lock.
         self._back: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
 
-    def take(self, nbytes: int) -> memoryview:
-        """A buffer of so many bytes, with anything in it. Raises NoMemory."""
+    def take(self, nbytes: int) -> memoryview | None:
+        """A buffer of so many bytes, with anything in it; None if there is none now: ask again after ASK_AGAIN."""
         size = (1 << max(_SMALLEST_BITS, (nbytes - _SPARE - 1).bit_length())) + _SPARE
         with self._lock:
             while not self._back.empty():
@@ -44,10 +40,16 @@ class Buffers:
                 self._left += len(memory)
                 self._free.setdefault(len(memory), deque(maxlen=KEPT_BYTES // len(memory))).append(memory)
             if size > self._left:
-                raise NoMemory("too much memory is taken by chunks that are under way or wait to be used")
+                self._missed_at = time.monotonic()
+                return None
             self._left -= size
             free = self._free.get(size)
             memory = free.pop() if free else bytearray(size)
         lent = (ctypes.c_ubyte * size).from_buffer(memory)
         weakref.finalize(lent, self._back.put, memory).atexit = False
         return memoryview(lent).cast("B")[:nbytes]
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether somebody waits for memory."""
+        return time.monotonic() - self._missed_at < 10 * ASK_AGAIN

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from shoal.p2p import congestion, forks, tcp
-from shoal.p2p.buffers import Buffers
+from shoal.p2p.buffers import ASK_AGAIN, Buffers
 from shoal.p2p.errors import MessageTooLarge, P2PError, PeerLost
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Leases
@@ -44,6 +44,8 @@ SCRATCH_BYTES: Final = 6 * MAX_PAYLOAD_BYTES  # of one lane, that came without a
 LEAST_SHARE: Final = 64 << 10  # of that, for each chunk
 MEMORY_BYTES: Final = 4 << 30  # of all lanes: chunks under way, and scratch
 OPENING_SECONDS: Final = 60.0  # a process may stand still for longer than it takes to open one
+PATIENCE: Final = 10.0  # seconds in which, of a chunk under way,
+LEAST_BYTES: Final = 64 << 10  # so many must pass while others wait for memory
 _HELLO: Final = Header(0, bytes(NAME_BYTES), b"shoal lane 1")
 _PATIENCE = struct.Struct("ll")  # struct timeval
 
@@ -216,16 +218,21 @@ class Lane:
             self._queued = sum(len(chunk.memory) for chunk in self._queue)
             self._changed.wait_for(lambda: not any(c.header.name.startswith(prefix) for c in self._sealing))
 
-    def next_chunk(self) -> _Chunk | None:
-        """What is sealed now, until it was `sealed`. Waits; None if there will be nothing more."""
+    def next_chunk(self) -> tuple[_Chunk, memoryview] | None:
+        """What is sealed now, until it was `sealed`, and memory for that. Waits; None if there will be nothing more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._finishing or self.over.is_set())
-            if self.over.is_set() or not self._queue:
-                return None
+            while True:
+                self._changed.wait_for(lambda: self._queue or self._finishing or self.over.is_set())
+                if self.over.is_set() or not self._queue:
+                    return None
+                memory = self.shared.buffers.take(sealed_bytes(self._queue[0].header.size))
+                if memory is not None:
+                    break
+                self._changed.wait(ASK_AGAIN)
             chunk = self._queue.popleft()
             self._queued -= len(chunk.memory)
             self._sealing.append(chunk)
-            return chunk
+            return chunk, memory
 
     def sealed(self, chunk: _Chunk) -> None:
         """Its memory is not needed any more."""
@@ -235,10 +242,17 @@ class Lane:
 
     # -- receiving
 
-    def scratch(self, size: int) -> memoryview:
-        """Memory for a chunk without a target. Waits while the peer's share is used up: a peer that keeps to its
-        window never comes so far. Raises PeerLost if the lane is over before there is some."""
-        share = max(size, LEAST_SHARE)
+    def memory(self, size: int) -> memoryview:
+        """Memory for a chunk under way. Waits for it; raises PeerLost if the lane is over before there is some."""
+        while (memory := self.shared.buffers.take(size)) is None:
+            if self.over.wait(ASK_AGAIN):
+                raise PeerLost("this side ended it")
+        return memory
+
+    def keep(self, memory: memoryview) -> None:
+        """Count it as scratch until nobody refers to it. Waits while the peer's share is used up: a peer that keeps to
+        its window never comes so far. Raises PeerLost if the lane is over before that."""
+        share = max(len(memory), LEAST_SHARE)
         with self._taking:
             while self._scratch < share and not self.over.is_set():
                 self._scratch += self._back.get()
@@ -246,9 +260,7 @@ class Lane:
                 self._back.put(0)  # for the next one
                 raise PeerLost("this side ended it")
             self._scratch -= share
-        memory = self.shared.buffers.take(size)
         weakref.finalize(memory.obj, self._back.put, share).atexit = False
-        return memory
 
 
 class _Connection:
@@ -300,7 +312,8 @@ class _Connection:
         tcp.prepare(self.socket, keepalive=30)  # the link knows of a machine that is gone
         if self._shared.download.rate is not None:  # what the kernel takes ahead of us is beyond the limit
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * self._shared.download.piece)
-        self._wait_at_most(OPENING_SECONDS)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # (A time-out of Python's would mean more calls.)
+            self.socket.setsockopt(socket.SOL_SOCKET, option, _PATIENCE.pack(int(PATIENCE), int(PATIENCE % 1 * 1e6)))
         if self._dialled is not None:
             address, token = self._dialled
             self.socket.connect(address)
@@ -314,28 +327,24 @@ class _Connection:
         if self._dialled is None:
             self._greet(b"")
         congestion.suit(self.socket)
-        self._wait_at_most(0)
 
     def _greet(self, token: bytes) -> None:
         sealed = memoryview(bytearray(sealed_bytes(0)))
         self._sealer.seal(_HELLO, memoryview(b""), sealed)
         self.socket.sendall(token + sealed)
 
-    def _wait_at_most(self, seconds: float) -> None:
-        """For how long the kernel waits in one call; 0 for ever. (A time-out of Python's would mean more calls.)"""
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self.socket.setsockopt(socket.SOL_SOCKET, option, _PATIENCE.pack(int(seconds), int(seconds % 1 * 1e6)))
-
-    def _receive(self, memory: memoryview, deadline: float = float("inf")) -> None:
-        limit = self._shared.download
+    def _receive(self, memory: memoryview, deadline: float = float("inf"), *, borrowed: bool = False) -> None:
         while memory:
-            got = self.socket.recv_into(memory[: limit.piece], 0, socket.MSG_WAITALL)
-            if not got:
-                raise PeerLost("the other side ended it")
-            if got < len(memory) and time.monotonic() > deadline:
+            piece = memory[: self._shared.download.piece]
+            got = 0
+            with suppress(BlockingIOError):  # in PATIENCE nothing has come
+                got = self.socket.recv_into(piece, 0, socket.MSG_WAITALL)
+                if not got:
+                    raise PeerLost("the other side ended it")
+            if got < len(piece) and time.monotonic() > deadline:
                 raise PeerLost("the other side took too long")
             memory = memory[got:]
-            self._pay(limit, got)
+            self._passed(self._shared.download, got, piece, borrowed)
 
     def _read(self) -> None:
         sealed_header = memoryview(bytearray(SEALED_HEADER_BYTES))
@@ -344,8 +353,8 @@ class _Connection:
             header = self._opener.header(sealed_header)
             if not header.size:
                 raise BrokenFrame("a chunk without bytes")
-            sealed = self._shared.buffers.take(header.size + TAG_BYTES)
-            self._receive(sealed)
+            sealed = self._lane.memory(header.size + TAG_BYTES)
+            self._receive(sealed, borrowed=True)
             memory = self._opened(header, sealed)
             self._lane.passed = True
             self._lane.on_chunk(header.message, memory)
@@ -355,8 +364,9 @@ class _Connection:
         """Open a payload where it belongs."""
         target = self._shared.leases.lease(header.name, self._lane.peer, header.size)
         if target is None:
-            memory = self._lane.scratch(header.size)
-            self._opener.payload(sealed, memory)
+            memory = sealed[: header.size]
+            self._lane.keep(memory)
+            self._opener.payload(sealed, memory)  # in place
             return memory
         filled = False
         try:
@@ -370,27 +380,35 @@ class _Connection:
 
     def _write(self) -> None:
         try:
-            with suppress(OSError, P2PError):  # the reader says why
-                while (chunk := self._lane.next_chunk()) is not None:
-                    try:
-                        sealed = self._shared.buffers.take(sealed_bytes(chunk.header.size))
-                        self._sealer.seal(chunk.header, chunk.memory, sealed)
-                    finally:
-                        self._lane.sealed(chunk)
-                    del chunk
-                    self._send(sealed)
-                    self._lane.passed = True
-                    del sealed
+            while (following := self._lane.next_chunk()) is not None:
+                chunk, sealed = following
+                try:
+                    self._sealer.seal(chunk.header, chunk.memory, sealed)
+                finally:
+                    self._lane.sealed(chunk)
+                del chunk, following
+                self._send(sealed)
+                self._lane.passed = True
+                del sealed
+        except P2PError as error:
+            self._lane.end(str(error))
+        except OSError:  # the reader says why
+            pass
         finally:
             self.shut()
 
     def _send(self, sealed: memoryview) -> None:
-        limit = self._shared.upload
-        for start in range(0, len(sealed), limit.piece):
-            piece = sealed[start : start + limit.piece]
-            self.socket.sendall(piece)
-            self._pay(limit, len(piece))
+        while sealed:
+            piece = sealed[: self._shared.upload.piece]
+            sent = 0
+            with suppress(BlockingIOError):  # in PATIENCE nothing has left
+                sent = self.socket.send(piece)
+            sealed = sealed[sent:]
+            self._passed(self._shared.upload, sent, piece, borrowed=True)
 
-    def _pay(self, limit: Limit, nbytes: int) -> None:
+    def _passed(self, limit: Limit, nbytes: int, piece: memoryview, borrowed: bool) -> None:
+        """So much of a piece has passed; less than all of it in PATIENCE."""
+        if borrowed and nbytes < min(len(piece), LEAST_BYTES) and self._shared.buffers.is_missed:
+            raise PeerLost("it moved too slowly while others waited for memory")
         if wait := limit.charge(nbytes):
             self._lane.over.wait(wait)

@@ -87,6 +87,7 @@ class End:
         """Bytes of the pool that somebody refers to."""
         gc.collect()
         probe = self.shared.buffers.take(1)  # what has come back is counted then
+        assert probe is not None
         return MEMORY_BYTES - self.shared.buffers._left - len(memoryview(probe.obj))
 
     def close(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from contextlib import suppress
 
 import pytest
@@ -112,6 +114,7 @@ def test_who_has_the_token_and_not_the_keys_is_given_nothing(first):
 @pytest.mark.parametrize("drips", [False, True])
 def test_who_takes_too_long_to_greet_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, drips):
     monkeypatch.setattr(lane, "OPENING_SECONDS", 0.3)
+    monkeypatch.setattr(lane, "PATIENCE", 0.3)
     with End(1) as end, Raw(end, PEER, greets=False) as raw:
         frame = raw.frame(HELLO, b"")
         while drips and end.lost.empty() and frame:
@@ -131,6 +134,41 @@ def test_who_takes_too_long_to_greet_is_not_waited_for(monkeypatch: pytest.Monke
 
 def test_who_never_answers_a_dial_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lane, "OPENING_SECONDS", 0.3)
+    monkeypatch.setattr(lane, "PATIENCE", 0.3)
     with End(1) as end, socket.create_server(("127.0.0.1", 0)) as mute:
         end.lane(PEER).dial(mute.getsockname(), bytes(32), both_keys()[0])
-        assert end.loss() == "the other side did not answer in time"
+        assert end.loss() == "the other side took too long"
+
+
+@pytest.mark.parametrize("hoards", ["reading", "writing"])
+def test_who_moves_nothing_while_others_wait_for_memory_goes_and_the_others_go_on(monkeypatch, hoards):
+    """Who waits is not ended, nor is one that is slow, nor is anybody while nobody waits."""
+    monkeypatch.setattr(lane, "PATIENCE", 0.3)
+    monkeypatch.setattr(lane, "LEAST_BYTES", 2000)
+    size = MAX_PAYLOAD_BYTES
+    with End(1) as end, Raw(end, PEER) as one, Raw(end, PEER) as slow, Raw(end, PEER) as asks:
+        end.shared.buffers._left = 2 * (size + 1024)  # for two chunks
+        if hoards == "reading":
+            one.socket.sendall(one.chunk(1, bytes(size))[: SEALED_HEADER_BYTES + 100])
+        else:
+            for number in range(8):
+                one.lane.send(name(number), b"", memoryview(bytes(size)))
+        frame = memoryview(slow.chunk(2, bytes(size)))
+        slow.socket.sendall(frame[: size // 2])
+        frame = frame[size // 2 :]
+        while end.shared.buffers._left:  # until both have their memory
+            time.sleep(0.01)
+        time.sleep(0.7)
+        assert end.lost.empty()
+        sender = threading.Thread(target=asks.socket.sendall, args=(asks.chunk(3, bytes(size)),))
+        sender.start()
+        for start in range(0, 20_000, 1000):
+            slow.socket.sendall(frame[start : start + 1000])
+            time.sleep(0.05)
+        assert end.arrival().memory.nbytes == size  # of the one that had waited
+        sender.join()
+        assert end.loss() == "it moved too slowly while others waited for memory"
+        slow.socket.sendall(frame[20_000:])
+        assert end.arrival().memory.nbytes == size
+        assert end.lost.empty()
+        assert one.lane.over.is_set()

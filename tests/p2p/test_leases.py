@@ -113,7 +113,8 @@ def receive(monkeypatch: pytest.MonkeyPatch, withdrawn_at: int, tampered: bool) 
 
     def stepped_payload(self: Opener, sealed: memoryview, out: memoryview) -> None:
         steps.stop("before the opening")
-        out[: len(out) // 2] = b"\x11" * (len(out) // 2)  # as a cipher does that has not come to the tag
+        if out.obj is not sealed.obj:
+            out[: len(out) // 2] = b"\x11" * (len(out) // 2)  # as a cipher does that has not come to the tag
         steps.stop("half is written")
         try:
             original(self, sealed, out)
