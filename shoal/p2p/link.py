@@ -99,6 +99,7 @@ class Link:
         self._received = 0  # bytes, encrypted
         self._sealed = 0  # bytes, encrypted, that were queued
         self._unsent = bytearray()  # of these, what the kernel has not taken
+        self._sent_at = self._loop.time()  # the last of what the kernel has taken
         self._deaf = False  # the other side takes nothing any more
         self._upload, self._download = owner.shared.upload, owner.shared.download
         self._paying = False  # for what was sent
@@ -171,6 +172,7 @@ class Link:
                 with memoryview(self._unsent) as unsent:
                     number = self.socket.send(unsent[: self._upload.piece])
                 del self._unsent[:number]
+                self._sent_at = self._loop.time()
                 if wait := self._upload.charge(number, urgent=True):
                     self._paying = True
                     self._loop.call_later(wait, self._paid)
@@ -191,6 +193,10 @@ class Link:
         self._paying = False
         if self.stage is not Stage.ENDED:
             self._flush()
+
+    def queued(self, seconds: float = 0.0) -> int:
+        """Bytes that the kernel has not taken, if it has taken none for so long."""
+        return len(self._unsent) if self._loop.time() - self._sent_at >= seconds else 0
 
     def moved(self) -> int:
         """See `Transport.moved`."""

@@ -36,6 +36,8 @@ ALIVE_TIMEOUT = 3.0  # seconds that a connected peer has to show that it lives, 
 LINGER = 0.5  # seconds that what is queued has to leave when the transport is closed
 LINKS_PER_PEER = 4  # accepted ones, refused ones that have not left yet included
 UNFINISHED_BYTES = 256 << 20  # of large messages that have not come whole
+QUEUES_BYTES = 1 << 30  # that wait for all peers; if they are more, who has taken nothing for
+STUCK_SECONDS = 10.0  # goes
 LOOK_INTERVAL = 0.5  # seconds
 LANE_BYTES = 64 << 10  # from which a named buffer goes over the lane
 LANE_LINGER = 1.0  # seconds that a lane has after its link's end to bring what has come
@@ -476,6 +478,10 @@ class SocketTransport(Transport):
             if link.stage not in (Stage.CONNECTING, Stage.ENDED) and tcp.is_silent(link.socket):
                 link.end("its machine does not answer")
         self.budget.look()
+        if sum(link.queued() for link in self._links) > QUEUES_BYTES:
+            most = max(self._links, key=lambda link: link.queued(STUCK_SECONDS))
+            if most.queued(STUCK_SECONDS):
+                most.end("it took nothing while too much waited for all")
         self._next_look = asyncio.get_running_loop().call_later(LOOK_INTERVAL, self._look)
 
     async def _resolve(self, address: Multiaddr) -> list[IPAddress]:

@@ -301,6 +301,38 @@ def test_a_peer_whose_queue_is_full_is_lost_and_the_others_are_not(monkeypatch):
     asyncio.run(main())
 
 
+def test_no_more_than_a_bound_waits_for_all_peers_and_who_takes_nothing_goes(monkeypatch):
+    """The one to whom most is queued, and nobody who takes some."""
+    monkeypatch.setattr("shoal.p2p.sockets.QUEUES_BYTES", 24 << 20)
+    monkeypatch.setattr("shoal.p2p.sockets.STUCK_SECONDS", 0.5)
+    monkeypatch.setattr("shoal.p2p.sockets.LOOK_INTERVAL", 0.05)
+
+    async def main():
+        async with sockets(None, None, None, None) as (sender, *readers):
+            address = await sender.transport.listen(LOOPBACK)
+            for reader in readers:
+                await reader.transport.dial(address)
+            await eventually(lambda: len(sender.transport._peers) == 3)
+            least, most, quick = (reader.transport.peer_id for reader in readers)
+            for reader in readers[:2]:
+                deafen(reader)
+            for peer, number in ((least, 12), (most, 14)):
+                for _ in range(number):
+                    sender.transport.send([peer], b"", [bytes(1 << 20)])
+            queued = [sender.transport._peers[peer].queued() for peer in (least, most)]
+            assert 0 < queued[0] < queued[1]
+            await asyncio.sleep(1.0)
+            assert not sender.lost
+            for _ in range(16):
+                sender.transport.send([quick], b"", [bytes(1 << 20)])
+                sender.transport.send([most], b"", [bytes(1 << 20)])
+            assert await sender.until_lost(most) == "it took nothing while too much waited for all"
+            await readers[2].until_messages(16)
+            assert len(sender.lost) == 1
+
+    asyncio.run(main())
+
+
 def test_no_more_than_the_bound_in_bytes_waits_for_a_peer(monkeypatch):
     """More may pass, and a message costs something though it is empty."""
     monkeypatch.setattr(shoal.p2p.link, "QUEUE_BYTES", 4 << 20)
