@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NamedTuple
 
 from shoal.p2p import congestion, forks, tcp
@@ -316,10 +317,10 @@ class _Connection:
             self.socket.setsockopt(socket.SOL_SOCKET, option, _PATIENCE.pack(int(PATIENCE), int(PATIENCE % 1 * 1e6)))
         if self._dialled is not None:
             address, token = self._dialled
-            self.socket.connect(address)
-            if self._lane.over.is_set():  # since before there was anything to shut down
-                raise PeerLost("this side ended it")
-            self._greet(token)
+            for step in (partial(self.socket.connect, address), partial(self._greet, token)):
+                if self._lane.over.is_set():  # since before there was anything to shut down
+                    raise PeerLost("this side ended it")
+                step()
         sealed = memoryview(bytearray(SEALED_HEADER_BYTES))
         self._receive(sealed, time.monotonic() + OPENING_SECONDS)
         if self._opener.header(sealed) != _HELLO:

@@ -164,4 +164,4 @@ class Lanes:
             await asyncio.wait_for(self._none.wait(), linger)
         for lane in list(self._lanes):
             lane.end()
-            lane.join()
+        await self._none.wait()

@@ -7,13 +7,14 @@ import queue
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from random import Random
 
 import pytest
 import torch
 
-from shoal.p2p import congestion, lane, sealing
+from shoal.p2p import congestion, lane, sealing, tcp
 from shoal.p2p.errors import MessageTooLarge
 from shoal.p2p.identity import PeerID
 from shoal.p2p.lane import LEAST_SHARE, MAX_CONNECTIONS, SCRATCH_BYTES
@@ -182,6 +183,28 @@ def test_nobody_listens_there():
         assert "refused" in near.loss()
 
 
+def test_a_lane_that_ended_before_it_dialled_does_not_dial(monkeypatch):
+    """Then there is no connection yet that could be shut down."""
+    begun, goes_on = threading.Event(), threading.Event()
+    prepare = tcp.prepare
+
+    def slowly(connection: socket.socket, keepalive: int) -> None:
+        begun.set()
+        goes_on.wait(PATIENCE)
+        prepare(connection, keepalive)
+
+    monkeypatch.setattr(tcp, "prepare", slowly)
+    with End(1) as near, crowd() as full:
+        ours = near.lane(PeerID(b"2" * 32))
+        ours.dial(full.getsockname(), bytes(32), both_keys()[0])
+        assert begun.wait(PATIENCE)
+        ours.end()
+        started = time.monotonic()
+        goes_on.set()
+        assert near.loss() == "this side ended it"
+        assert time.monotonic() - started < 5
+
+
 def test_over_ipv6():
     with End(1) as near, End(2) as far:
         far.listener.close()
@@ -333,23 +356,29 @@ def test_a_download_limit_holds_for_all_lanes():
     assert 0.7 * rate * seconds < moved < rate * seconds + 3 * 6 * Limit(rate).piece
 
 
+@contextmanager
+def crowd() -> Iterator[socket.socket]:
+    """A listener for which the kernel answers nobody any more."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as stack:
+        for _ in range(3):
+            other = stack.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(server.getsockname())
+        yield server
+
+
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
 def test_nothing_is_left_of_lanes_in_any_state():
     threads, before = set(threading.enumerate()), descriptors()
-    with End(1) as near, End(2) as far, socket.create_server(("127.0.0.1", 0)) as mute:
+    with End(1) as near, End(2) as far, socket.create_server(("127.0.0.1", 0)) as mute, crowd() as full_crowd:
         join(near, far, 2)
         silent = Raw(near, PeerID(b"5" * 32), greets=False)
         near.lane(PeerID(b"6" * 32)).dial(mute.getsockname(), bytes(32), both_keys()[0])
         near.lane(PeerID(b"9" * 32))
-        crowd = socket.create_server(("127.0.0.1", 0), backlog=0)
-        waiting = [socket.socket() for _ in range(3)]
-        for other in waiting:  # then the kernel answers nobody any more
-            other.setblocking(False)
-            other.connect_ex(crowd.getsockname())
-        near.lane(PeerID(b"4" * 32)).dial(crowd.getsockname(), bytes(32), both_keys()[0])
+        near.lane(PeerID(b"4" * 32)).dial(full_crowd.getsockname(), bytes(32), both_keys()[0])
         full, stalled = Raw(near, PeerID(b"7" * 32)), Raw(near, PeerID(b"8" * 32))
         full.socket.settimeout(1.0)
         for number in range(8):
@@ -365,8 +394,6 @@ def test_nothing_is_left_of_lanes_in_any_state():
         far.close()
         for raw in (silent, full, stalled):
             raw.close()
-        for opened in (crowd, *waiting):
-            opened.close()
         assert near.out == SCRATCH_BYTES + 6 * 1024  # which this test has not let go
         while not near.arrivals.empty():
             near.arrival()

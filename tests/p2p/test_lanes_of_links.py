@@ -15,7 +15,7 @@ from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.lane import MAX_CONNECTIONS, Lane
 from shoal.p2p.sealing import NAME_BYTES
-from shoal.p2p.sockets import LANE_BYTES
+from shoal.p2p.sockets import LANE_BYTES, LINGER
 from tests.p2p.recorder import LOOPBACK, Recorder, eventually, sockets
 
 MIB = 1 << 20
@@ -321,6 +321,27 @@ def test_a_long_path_without_bbr_gets_several_connections(monkeypatch):
             await other.until_messages(51)
             for _, header, (buffer,) in other.messages[1:]:
                 assert buffer == bytes([int(header)]) * MIB
+
+    asyncio.run(main())
+
+
+def test_the_loop_goes_on_while_a_lane_ends(monkeypatch):
+    goes_on = threading.Event()
+    ended = Lane.ended
+
+    def slowly(*arguments: Any) -> None:
+        assert goes_on.wait(30)
+        ended(*arguments)
+
+    async def main() -> None:
+        async with sockets(None, None) as (one, other):
+            await joined(one, other)
+            monkeypatch.setattr(Lane, "ended", slowly)
+            closing = asyncio.gather(one.transport.close(), other.transport.close())
+            await asyncio.sleep(LINGER + 0.3)
+            assert not closing.done()
+            goes_on.set()
+            await asyncio.wait_for(closing, 10)
 
     asyncio.run(main())
 
