@@ -107,7 +107,7 @@ class Lanes:
             case Key() if not link.dialled and len(link.keys) + len(link.asked) < MAX_KEYS:
                 if link.lane is None:
                     self._begin(link, asks=False)
-                link.asked.append(said)
+                link.asked.append((said, link.address[0]))
                 self._answer(link)
             case Token() if link.dialled and link.lane is not None and link.dialled_lanes < len(link.keys):
                 keys = Keys(suite_of(said.aes), link.keys[link.dialled_lanes], said.key)
@@ -123,10 +123,10 @@ class Lanes:
         """Give the other side of a link the tokens that it may have: for one connection, and for more when a chunk has
         passed."""
         while link.asked and link.lane is not None and self._admits(link.lane):
-            said = link.asked.pop(0)
+            said, where = link.asked.pop(0)
             link.keys.append(os.urandom(KEY_BYTES))
             token = LANE_BYTE + os.urandom(TOKEN_BYTES - 1)
-            self._tokens[token] = link, Keys(suite_of(said.aes), link.keys[-1], said.key), link.address[0]
+            self._tokens[token] = link, Keys(suite_of(said.aes), link.keys[-1], said.key), where
             asyncio.get_running_loop().call_later(TOKEN_SECONDS, self._tokens.pop, token, None)
             link.say(Token(link.keys[-1], has_aes(), congestion.has_bbr(), token))
         if link.asked and link.lane is not None and not link.lane.connections:

@@ -73,7 +73,7 @@ class Link:
         lane: beside it, if there is one.
         keys: what this side seals with on each of the lane's connections; `dialled_lanes` of them are in use, if this
             side dialled, which dials `more` when the first has opened.
-        asked: the other side's keys for connections of the lane that it may not dial yet.
+        asked: the other side's keys for connections of the lane that it may not dial yet, and from where it will.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Link:
         self.lane: Lane | None = None
         self.keys: list[bytes] = []
         self.dialled_lanes = self.more = 0
-        self.asked: list[greeting.Key] = []
+        self.asked: list[tuple[greeting.Key, str]] = []
         self.stage = Stage.CONNECTING
         self._owner = owner
         self._loop = asyncio.get_running_loop()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -284,6 +285,27 @@ def test_a_connection_that_does_not_open_is_tried_again_a_few_times(monkeypatch,
             else:
                 assert "its lane was lost: " in await one.until_lost(other.transport.peer_id)
                 assert tried == lanes.MAX_KEYS - MAX_CONNECTIONS + 1
+
+    asyncio.run(main())
+
+
+def test_a_lane_waits_for_a_listener_that_stands_still(monkeypatch):
+    monkeypatch.setattr("shoal.p2p.lane.PATIENCE", 0.1)
+
+    async def main() -> None:
+        async with sockets(None, None) as (one, other):
+            came, tried = other.transport.lane_came, []
+
+            def lane_came(link: Any, token: bytes) -> None:
+                tried.append(token)
+                time.sleep(0.5)
+                came(link, token)
+
+            other.transport.lane_came = lane_came
+            await one.transport.dial(await other.transport.listen(LOOPBACK))
+            send(one, other, 0, bytes(LANE_BYTES))
+            await other.until_messages(1)
+            assert len(tried) == 1
 
     asyncio.run(main())
 
