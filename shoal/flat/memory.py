@@ -65,7 +65,7 @@ def zeros(numel: int, dtype: torch.dtype) -> Tensor:
     nbytes = numel * dtype.itemsize
     if nbytes < _LARGE_BYTES:
         return torch.zeros(numel, dtype=dtype, device="cpu")
-    memory = mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):  # a kernel, or a system, without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype)
