@@ -79,9 +79,11 @@ class Following:
 
     @property
     def behind(self) -> Tip | None:
-        """The best state that a connected member holds, if it outranks ours."""
-        best = self.best
-        return best if best is not None and best.outranks(self.tip) else None
+        """The best state that a connected member holds, if it outranks ours, or the one to which the result of a round
+        that this peer has missed leads: that is fetched first."""
+        best, missed = self.best, self._participant.missed
+        ours = self.tip if missed is None else missed.next_tip
+        return best if best is not None and best.outranks(ours) else None
 
     def forget_behind(self) -> None:
         """Nobody could bring a state that outranks ours: those who hold it are not asked for a while."""
