@@ -79,10 +79,10 @@ class Following:
 
     @property
     def behind(self) -> Tip | None:
-        """The best state that a connected member holds, if it outranks ours, or the one to which the result of a round
-        that this peer has missed leads: that is fetched first."""
+        """The best state that a connected member holds, if it outranks ours. The result of a round that this peer has
+        missed is fetched first, so it counts as ours, unless this peer is a newcomer, who downloads."""
         best, missed = self.best, self._participant.missed
-        ours = self.tip if missed is None else missed.next_tip
+        ours = missed.next_tip if missed is not None and self.made else self.tip
         return best if best is not None and best.outranks(ours) else None
 
     def forget_behind(self) -> None:
