@@ -79,9 +79,11 @@ class Following:
 
     @property
     def behind(self) -> Tip | None:
-        """The best state that a connected member holds, if it outranks ours."""
-        best = self.best
-        return best if best is not None and best.outranks(self.tip) else None
+        """The best state that a connected member holds, if it outranks ours. The result of a round that this peer has
+        missed is fetched first, so it counts as ours, unless this peer is a newcomer, who downloads."""
+        best, missed = self.best, self._participant.missed
+        ours = missed.next_tip if missed is not None and self.made else self.tip
+        return best if best is not None and best.outranks(ours) else None
 
     def forget_behind(self) -> None:
         """Nobody could bring a state that outranks ours: those who hold it are not asked for a while."""

@@ -95,6 +95,7 @@ def test_a_report_of_a_round_that_was_missed_asks_for_no_download(seed: int) -> 
         assert swarm.participant.missed is not None
         count = await swarm.report(Progress(late.tip, 0.0, 1.0))
         assert count.tip == late.tip
+        assert swarm.behind is None, "nor does the next step ask for one"
         await late.train(3)
         assert late.outcomes[-1].missed
         assert late.downloaded == []
