@@ -112,7 +112,8 @@ class Opener:
         return Header(size, name, bytes(fields[_FIELDS.size : _FIELDS.size + length]))
 
     def payload(self, sealed: memoryview, out: memoryview) -> None:
-        """Open the payload of the header opened last. Raises BrokenFrame; then anything may stand in `out`."""
+        """Open the payload of the header opened last; `out` may be the beginning of `sealed`, since OpenSSL's ciphers
+        work in place. Raises BrokenFrame; then anything may stand in `out`."""
         self._open(self._nonce - 1, sealed, out)
 
     def _open(self, nonce: int, sealed: memoryview, out: memoryview) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from functools import partial
 
@@ -45,6 +46,18 @@ def test_frames_open_in_their_order(suite):
     for number, payload in enumerate((b"", b"one", bytes(70_000), b"")):
         message = b"%d" % number
         assert opened(opener, sealed(sealer, payload, message)) == (Header(len(payload), NAME, message), payload)
+
+
+@pytest.mark.parametrize("suite", ["aes-256-gcm", "chacha20-poly1305"])
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 1000, (1 << 20) + 1, MAX_PAYLOAD_BYTES])
+def test_a_payload_is_opened_in_place(suite, size):
+    data = os.urandom(size)
+    frame = memoryview(sealed(Sealer(suite, KEY), data))
+    opener = Opener(suite, KEY)
+    opener.header(frame[:SEALED_HEADER_BYTES])
+    payload = frame[SEALED_HEADER_BYTES:]
+    opener.payload(payload, payload[:size])
+    assert payload[:size] == data
 
 
 def test_frame_k_has_the_nonces_2k_and_2k_plus_1():

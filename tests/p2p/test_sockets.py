@@ -20,6 +20,7 @@ from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.link import Stage
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.sockets import SocketTransport
 from tests.p2p.recorder import LOOPBACK, Recorder, deafen, eventually, hear, sockets
 
 SEED = bytes(range(32))
@@ -297,6 +298,22 @@ def test_a_peer_whose_queue_is_full_is_lost_and_the_others_are_not(monkeypatch):
             got = slow.headers[1:]
             assert got == [b"%d" % number for number in range(len(got))]
             assert len(got) < sent
+
+    asyncio.run(main())
+
+
+def test_a_link_does_not_wait_for_what_lanes_owe_to_the_limits():
+    async def main():
+        one, other = (Recorder(SocketTransport(Identity(), upload_limit=1e5, download_limit=1e5)) for _ in range(2))
+        try:
+            await one.transport.dial(await other.transport.listen(LOOPBACK))
+            for limit in (one.transport.shared.upload, other.transport.shared.download):
+                assert limit.charge(10_000_000) > 99
+            for number in range(3):
+                one.transport.send([other.transport.peer_id], b"ping")
+                await other.until_messages(number + 1, timeout=10)
+        finally:
+            await asyncio.gather(one.transport.close(), other.transport.close())
 
     asyncio.run(main())
 
