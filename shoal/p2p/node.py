@@ -162,16 +162,13 @@ class Node:
         if task is None:
             task = self._dialling[peer] = self.spawn(self._dial(peer))
             task.add_done_callback(lambda _: self._dialling.pop(peer, None))
-        try:
-            # Several callers may wait for one dial; one that gives up must not end it for the others.
-            await asyncio.wait_for(asyncio.shield(task), min(timeout, DIAL_TIMEOUT))
-        except TimeoutError:
-            raise PeerUnreachable(f"{peer!r} did not answer within {min(timeout, DIAL_TIMEOUT):g} s") from None
-        except asyncio.CancelledError:
-            me = asyncio.current_task()
-            if task.cancelled() and me is not None and not me.cancelling():
-                raise PeerUnreachable("this node was closed") from None
-            raise
+        # Several callers may wait for one dial; one that gives up must not end it for the others.
+        await asyncio.wait([task], timeout=min(timeout, DIAL_TIMEOUT))
+        if not task.done():
+            raise PeerUnreachable(f"{peer!r} did not answer within {min(timeout, DIAL_TIMEOUT):g} s")
+        if task.cancelled():
+            raise PeerUnreachable("this node was closed")
+        task.result()
         if not self.is_connected(peer):
             raise PeerUnreachable(f"{peer!r} was lost again at once")
 
