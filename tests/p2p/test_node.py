@@ -445,7 +445,7 @@ def test_a_message_over_the_bounds_is_an_error_of_the_sender(kind):
             with pytest.raises(MessageTooLarge):
                 one.notify([other.peer_id], ECHO, Ask(1), [bytes(MAX_BUFFER_BYTES + 1)])
             with pytest.raises(MessageTooLarge):
-                await one.call(other.peer_id, ECHO, Ask(1), Told, timeout=60, buffers=[b""] * 5)
+                await one.call_for_buffers(other.peer_id, ECHO, Ask(1), timeout=60, buffers=[b""] * 5)
             assert one._calls == {}
 
     asyncio.run(main())
@@ -498,7 +498,7 @@ def test_a_reply_counts_only_from_the_peer_that_was_asked():
             other.serve(ECHO, dawdle)
             call = asyncio.create_task(one.call(other.peer_id, ECHO, Ask(1), Told, timeout=0.2))
             await eventually(lambda: other._handling)
-            (number,) = one._calls
+            ((_, number),) = one._calls
             await thief.connect(one.peer_id)
             for kind in (2, 3):
                 body = msgspec.Raw(msgspec.msgpack.encode(Told(666) if kind == 2 else ["stolen"]))
