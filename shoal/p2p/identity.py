@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -46,11 +47,6 @@ class PeerID:
 
     def __repr__(self) -> str:
         return f"<PeerID …{str(self)[-8:]}>"
-
-    @property
-    def short(self) -> str:
-        """The last eight characters of the text form: enough to tell peers apart in a log."""
-        return str(self)[-8:]
 
     def to_bytes(self) -> bytes:
         """libp2p's bytes of this peer id (38); `PeerID` takes them."""
@@ -127,18 +123,15 @@ class Identity:
 
         Raises ValueError if the file holds something else, OSError if it can't be read or written.
         """
-        path = Path(path)
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:
+                seed = os.urandom(KEY_BYTES)
+                file.write(seed)
         except FileExistsError:
-            seed = path.read_bytes()
-            if len(seed) != KEY_BYTES:
-                raise ValueError(
-                    f"{path} holds {len(seed)} bytes; an identity file holds the {KEY_BYTES} bytes of an ed25519 seed. "
-                    "Name another file, or delete this one to make a new identity."
-                ) from None
-            return cls(seed)
-        identity = cls()
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(identity.secret.private_bytes_raw())
-        return identity
+            seed = Path(path).read_bytes()
+        if len(seed) != KEY_BYTES:
+            raise ValueError(
+                f"{path} holds {len(seed)} bytes; an identity file holds the {KEY_BYTES} bytes of an ed25519 seed. "
+                "Name another file, or delete this one to make a new identity."
+            )
+        return cls(seed)
