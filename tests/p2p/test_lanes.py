@@ -413,15 +413,16 @@ def test_a_forked_child_holds_no_connection_open():
 
 
 def test_a_kernel_without_bbr_is_named_once(caplog, monkeypatch):
-    congestion._has_bbr.cache_clear()
-    monkeypatch.setattr(congestion, "SHORT_MICROSECONDS", 0)
+    congestion.has_bbr.cache_clear()
+    monkeypatch.setattr(congestion, "SHORT_SECONDS", 0)
     monkeypatch.setattr(socket, "TCP_CONGESTION", 999)  # no such option
+    assert not congestion.has_bbr()  # to tell the other side
     with End(1) as near, End(2) as far:
         ours, _ = join(near, far, 3)
         near.send(ours, 1, b"anyway")
         assert bytes(far.arrival().memory) == b"anyway"
     assert len([record for record in caplog.records if "BBR" in record.message]) == 1
-    congestion._has_bbr.cache_clear()
+    congestion.has_bbr.cache_clear()
 
 
 def test_a_long_path_uses_bbr_where_the_kernel_has_it(monkeypatch):
@@ -429,8 +430,8 @@ def test_a_long_path_uses_bbr_where_the_kernel_has_it(monkeypatch):
         pytest.skip("this kernel has no BBR")
     used = []
     with socket.create_server(("127.0.0.1", 0)) as server:
-        for microseconds in (10_000_000, 0):
-            monkeypatch.setattr(congestion, "SHORT_MICROSECONDS", microseconds)
+        for seconds in (10, 0):
+            monkeypatch.setattr(congestion, "SHORT_SECONDS", seconds)
             with socket.socket() as connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
                 connection.connect(server.getsockname())

@@ -189,8 +189,8 @@ def test_a_lane_has_four_connections_and_not_more(caplog):
 
 
 def test_a_long_path_without_bbr_gets_several_connections(monkeypatch):
-    monkeypatch.setattr(congestion, "SHORT_MICROSECONDS", 0)
-    monkeypatch.setattr(congestion, "_has_bbr", lambda: False)
+    monkeypatch.setattr(congestion, "SHORT_SECONDS", 0)
+    monkeypatch.setattr(congestion, "has_bbr", lambda: False)
 
     async def main() -> None:
         async with sockets(None, None) as (one, other):
