@@ -17,7 +17,7 @@ from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.movement import Movement
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.race import first_to_succeed
-from shoal.p2p.transport import Buffer, Transport
+from shoal.p2p.transport import Buffer, LostHandler, Transport
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,6 @@ class Reply:
 
 Answer = Reply | msgspec.Struct | None
 Handler = Callable[[PeerID, Any, Sequence[memoryview]], Answer | Awaitable[Answer]]
-LostCallback = Callable[[PeerID, str], None]
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
@@ -144,7 +143,7 @@ class Node:
         self._dialling: dict[PeerID, asyncio.Task[None]] = {}
         self._handling: dict[PeerID, int] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._lost_callbacks: list[LostCallback] = []
+        self._lost_handlers: list[LostHandler] = []
         self.closed = False
         transport.start(self._on_message, self._on_lost)
         self.twins = transport.twins
@@ -222,10 +221,10 @@ class Node:
         """
         await self._dial_address(address.with_peer(self.peer_id))
 
-    def on_lost(self, callback: LostCallback) -> Callable[[], None]:
-        """Have `callback(peer, reason)` called when a connected peer is lost; returns a function that ends that."""
-        self._lost_callbacks.append(callback)
-        return lambda: self._lost_callbacks.remove(callback) if callback in self._lost_callbacks else None
+    def on_lost(self, handler: LostHandler) -> Callable[[], None]:
+        """Have `handler(peer, reason)` called when a connected peer is lost; returns a function that ends that."""
+        self._lost_handlers.append(handler)
+        return lambda: self._lost_handlers.remove(handler) if handler in self._lost_handlers else None
 
     def disconnect(self, peer: PeerID, reason: str) -> None:
         """End all connections to a peer that does not answer: it is lost, to calls that wait for it as well."""
@@ -410,9 +409,9 @@ class Node:
         for (other, _), future in self._calls.items():
             if other == peer and not future.done():
                 future.set_exception(PeerLost(f"{peer!r} was lost: {reason}"))
-        for callback in list(self._lost_callbacks):
+        for handler in list(self._lost_handlers):
             try:
-                callback(peer, reason)
+                handler(peer, reason)
             except Exception:  # a defect of one must not keep the news from the others
                 log.exception("handling the loss of %r failed", peer)
 
