@@ -347,9 +347,8 @@ class Node:
             self._answer(peer, request, answer)
         elif self._handling.get(peer, 0) < MAX_CALLS_PER_PEER:
             self._handling[peer] = self._handling.get(peer, 0) + 1
-            self.spawn(self._handle_later(peer, request, answer)).add_done_callback(
-                partial(self._handled, peer, answer)
-            )
+            task = self.spawn(self._handle_later(peer, request, answer))
+            task.add_done_callback(partial(self._handled, peer, answer))
         else:
             _drop(answer)
             raise Unavailable(f"more than {MAX_CALLS_PER_PEER} requests at a time")
