@@ -37,8 +37,8 @@ class BytesExchange(Protocol):
     def repair(self, repair: Repair) -> list[Source]:
         """Follow a repair; returns what is to be fetched. Raises RuleBroken if it does not fit the round."""
 
-    def await_fetched(self, chunk: int, holder: bytes) -> None:
-        """That holder is about to be asked for a chunk."""
+    def await_fetched(self, chunk: int, holder: bytes, leases: Leases) -> None:
+        """That holder is about to be asked for a chunk; until it has come, its memory waits in `leases`."""
 
     def fetched(self, chunk: int, digest: bytes, data: memoryview) -> None:
         """A chunk has come from a holder. Raises RuleBroken if it is not the one with that digest."""

@@ -21,6 +21,7 @@ from shoal.p2p.sealing import NAME_BYTES
 
 MAX_SNAPSHOTS: Final = 2
 KEEP_SECONDS: Final = 30.0  # a snapshot of which no chunk was asked for so long is dropped
+CHUNK_NUMBER_BYTES: Final = 4  # of a chunk's name
 SPARE_SECONDS: Final = 5.0  # one that is being downloaded is not dropped to make room, unless idle for so long
 
 
@@ -139,7 +140,13 @@ class StateDonor:
             self._preparing.cancel()
         if self._sweeper is not None:
             self._sweeper.cancel()
-        self._held.clear()
+        for id in list(self._held):
+            self._drop(id)
+
+    def _drop(self, id: bytes) -> None:
+        """Hold that state no more; nor does what is queued of it, to a newcomer who reads nothing."""
+        del self._held[id]
+        self._node.transport.cancel(chunk_name(id, 0)[:-CHUNK_NUMBER_BYTES])
 
     def _handle(self, peer: PeerID, message: object, _buffers: object) -> Reply | Coroutine[Any, Any, Reply]:
         if not self.allow and isinstance(message, GetManifest):
@@ -181,7 +188,7 @@ class StateDonor:
         idle = min(self._held, key=lambda id: (bool(self._held[id].readers), self._held[id].asked))
         if self._held[idle].readers and self._held[idle].asked + SPARE_SECONDS > _now():
             return False
-        del self._held[idle]
+        self._drop(idle)
         return True
 
     async def _prepare(self) -> _Held:
@@ -195,7 +202,8 @@ class StateDonor:
             self._preparing = None
 
     def _sweep(self) -> None:
-        self._held = {id: held for id, held in self._held.items() if held.asked + KEEP_SECONDS > _now()}
+        for id in [id for id, held in self._held.items() if held.asked + KEEP_SECONDS <= _now()]:
+            self._drop(id)
         self._sweeper = None
         if self._held:
             oldest = min(held.asked for held in self._held.values())
@@ -209,9 +217,12 @@ class StateDonor:
         if request.chunk >= len(payloads):
             raise Refused(f"the state has {len(payloads)} chunks, there is no number {request.chunk}")
         held.asked = _now()
-        # A name, so that it passes over a lane without a copy. Newcomers wait for no name: they take it out of scratch.
-        name = request.manifest[: NAME_BYTES - 4] + request.chunk.to_bytes(4)
-        return Reply(Chunk(), [payloads[request.chunk]], name)
+        return Reply(Chunk(), [payloads[request.chunk]], chunk_name(request.manifest, request.chunk))
+
+
+def chunk_name(manifest: bytes, chunk: int) -> bytes:
+    """The name under which a chunk of the state with that manifest's id passes (`Transport.send`)."""
+    return manifest[: NAME_BYTES - CHUNK_NUMBER_BYTES] + chunk.to_bytes(CHUNK_NUMBER_BYTES)
 
 
 def _now() -> float:

@@ -25,7 +25,8 @@ class EarlyChunks:
         nbytes = sum(buffer.nbytes for _, _, held in [*self._kept, (peer, message, buffers)] for buffer in held)
         if sum(sender == peer for sender, _, _ in self._kept) >= MAX_EARLY or nbytes > MAX_EARLY_BYTES:
             raise Refused("too many chunks by a plan that this peer does not have")
-        self._kept.append((peer, message, buffers))
+        # Copies, since these must not take the memory in which chunks come for as long as that lasts.
+        self._kept.append((peer, message, [memoryview(bytearray(buffer)) for buffer in buffers]))
 
     def take(self, round_id: bytes) -> list[Chunk]:
         """The chunks of that round, in the order in which they came; the others belong nowhere any more."""

@@ -62,7 +62,8 @@ class Exchange:
         self._inputs, self._outputs = inputs, outputs
         self._codecs = [codecs.codec_of(chunk.buffer, chunk.start, chunk.stop) for chunk in book.chunks]
         self._send, self._fault = send, fault
-        self._leases: Leases | None = None  # where the output waits for the averages of others; None before `start`
+        self._started = False
+        self._leases = Leases()  # where the output waits for what others send; who opens this names it
         self._targets: dict[int, Target] = {}  # of chunks that others are to send as they are
         self._payloads: dict[int, dict[bytes, memoryview]] = {}
         self.progressed = 0  # grows with everything that arrives
@@ -91,7 +92,7 @@ class Exchange:
         """Send the first parts, and reduce what is ready. Before this, the input is not read, nor the output written.
         `weight` is what the input weighs, which may be another than in BEGIN."""
         self.book.weights[self.book.me] = weight
-        self._leases = leases
+        self._started, self._leases = True, leases
         self._await_results()
         self._reduce(self.book.put_out(()))
         self._send_parts()
@@ -107,7 +108,9 @@ class Exchange:
             return
         if buffers:
             self._check_size(chunk, buffers[0])
-            self._payloads.setdefault(chunk, {})[sender] = buffers[0]
+            # As long as this peer's user lets it wait, its parts must not take the memory in which chunks come.
+            payload = buffers[0] if self._started else memoryview(bytearray(buffers[0]))
+            self._payloads.setdefault(chunk, {})[sender] = payload
         self.progressed += 1
         if self.book.is_ready(chunk):
             self._reduce([chunk])
@@ -142,8 +145,9 @@ class Exchange:
         self._send_parts()
         return fetches
 
-    def await_fetched(self, chunk: int, holder: bytes) -> None:
-        """That holder is about to be asked for a chunk."""
+    def await_fetched(self, chunk: int, holder: bytes, leases: Leases) -> None:
+        """That holder is about to be asked for a chunk; until it has come, its memory waits in `leases`."""
+        self._leases = leases
         self._stop_waiting(chunk)
         self._await(chunk, holder, Carries.FETCHED)
 
@@ -178,18 +182,18 @@ class Exchange:
     def _await(self, chunk: int, source: bytes, carries: Carries) -> None:
         """Have a chunk opened where it belongs, if it comes as it is. (Of a bool, a byte may be wrong.)"""
         out = self._slice(self._outputs, chunk)
-        if self._leases is not None and out.dtype is not torch.bool:
+        if out.dtype is not torch.bool:
             self._targets[chunk] = self._leases.register(self._name(carries, chunk), PeerID(source), bytes_of(out))
 
     def _await_results(self) -> None:
-        for chunk, owner in self.book.awaited.items():
+        for chunk, owner in self.book.awaited.items() if self._started else ():
             if isinstance(self._codecs[chunk], NoCompression) and chunk not in self._targets:
                 self._await(chunk, owner, Carries.RESULT)
 
     def _stop_waiting(self, chunk: int) -> bool:
         """A chunk has come, or comes from somebody else. Nobody writes it any more; whether it was opened in place."""
         target = self._targets.pop(chunk, None)
-        if target is None or self._leases is None:
+        if target is None:
             return False
         self._leases.withdraw([target])
         return target.filled
@@ -201,14 +205,14 @@ class Exchange:
             raise RuleBroken(f"chunk {chunk} came as {data.nbytes} bytes instead of {expected}")
 
     def _send_parts(self) -> None:
-        for owner, chunk in self.book.next_parts() if self._leases is not None else ():
+        for owner, chunk in self.book.next_parts() if self._started else ():
             weight = self.book.weights[self.book.me]
             payload = [self._codecs[chunk].encode(self._slice(self._inputs, chunk))] if weight > 0 else []
             message = Part(self.book.begin.round, chunk, self.book.plan, weight)
             self._send([owner], message, payload, self._name(Carries.PART, chunk) if payload else b"")
 
     def _reduce(self, chunks: Sequence[int]) -> None:
-        for chunk in chunks if self._leases is not None else ():
+        for chunk in chunks if self._started else ():
             out, codec = self._slice(self._outputs, chunk), self._codecs[chunk]
             contributions = self._contributions(chunk)
             _weighted_mean(contributions, out)

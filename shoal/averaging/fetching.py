@@ -61,7 +61,7 @@ class Fetching:
                     return
                 request = Fetch(exchange.book.begin.round, chunk)
                 try:
-                    exchange.await_fetched(chunk, holder)
+                    exchange.await_fetched(chunk, holder, self._channel.leases)
                     reply = await self._channel.ask(holder, request, self._timeout)
                     if len(reply.buffers) != 1:
                         raise RuleBroken("it came without its bytes")
@@ -140,4 +140,5 @@ def serve(exchange: BytesExchange | None, message: Fetch | Digests) -> Answer:
     if message.chunk >= len(book.chunks) or not book.digests[message.chunk]:
         raise Refused(f"chunk {message.chunk} is not here")
     name = name_of(message.round, Carries.FETCHED, message.chunk)
-    return Reply(Result(message.round, message.chunk, book.plan), [exchange.chunk_bytes(message.chunk)], name)
+    # A copy: the next round may write there before it has left, and who asked would wait for it in vain.
+    return Reply(Result(message.round, message.chunk, book.plan), [bytes(exchange.chunk_bytes(message.chunk))], name)

@@ -12,7 +12,8 @@ from shoal.p2p.transport import MAX_BUFFER_BYTES
 
 CHUNK_ELEMENTS = 1 << 20  # 4 MiB of float32: the longer a chunk, the more seldom a thread needs the GIL
 SMALLEST_CHUNK = 1 << 12
-CHUNKS_PER_REDUCER = 2  # of a small vector: enough to overlap sending, reducing and receiving
+CHUNKS_PER_REDUCER = 4  # of a small vector: enough to overlap sending, reducing and receiving
+WORTH_ELEMENTS = 1 << 17  # half a MiB of float32: with chunks below that, what each costs by itself is most of a round
 
 
 def largest_chunk(itemsizes: Iterable[int]) -> int:
@@ -23,7 +24,10 @@ def largest_chunk(itemsizes: Iterable[int]) -> int:
 def chunk_elements(total: int, reducers: int, largest: int = CHUNK_ELEMENTS) -> int:
     """How many elements a chunk has, for a vector of `total` elements: `largest`, less for small vectors so that every
     reducer gets some, more for vectors that would have too many chunks. At least 2**12, at most 2**20."""
-    size = -(-total // max(1, reducers * CHUNKS_PER_REDUCER))
+    span = -(-total // max(1, reducers))
+    size = -(-span // CHUNKS_PER_REDUCER)
+    if span >= WORTH_ELEMENTS:  # two chunks still overlap
+        size = max(size, min(WORTH_ELEMENTS, -(-span // 2)))
     size = max(SMALLEST_CHUNK, min(largest, MAX_CHUNK_ELEMENTS, -(-size // SMALLEST_CHUNK) * SMALLEST_CHUNK))
     while -(-total // size) > MAX_CHUNKS // 2 and size < MAX_CHUNK_ELEMENTS:
         size = min(2 * size, MAX_CHUNK_ELEMENTS)

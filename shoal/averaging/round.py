@@ -18,6 +18,7 @@ from shoal.averaging.messages import (
     Abort,
     Begin,
     Broken,
+    Carries,
     Commit,
     Digests,
     Done,
@@ -72,6 +73,7 @@ class RoundDriver:
         self.changed = asyncio.Event()
         self._last: BytesExchange | None = None  # of the last commit: serves those that missed it
         self._early = EarlyChunks()
+        self._left = b""  # the round that this peer was in last, and left
 
     @property
     def _exchange(self) -> BytesExchange | None:
@@ -152,7 +154,8 @@ class RoundDriver:
         exchange = self._exchange
         if exchange is None or exchange.book.begin.round != message.round:
             # Chunks pass beside other messages: what says of which round they are may come later, or have come.
-            if self.attempt is not None and self._participant.commit_of(message.round) is None:
+            known = message.round == self._left or self._participant.commit_of(message.round) is not None
+            if self.attempt is not None and not known:
                 self._keep_early(peer, message, buffers)
             return
         book = exchange.book
@@ -298,13 +301,16 @@ class RoundDriver:
         """Its memory is about to be used for something else: nothing is written there, nor sent from there."""
         if exchange is not None:
             exchange.close()
-            self._channel.cancel(exchange.book.begin.round)
+            for carries in (Carries.PART, Carries.RESULT):
+                self._channel.cancel(exchange.book.begin.round + carries.value)
 
     def leave(self) -> None:
         """Be in no round."""
         self._participant.leave()
         self._fetching.stop()
         if self.attempt is not None:
+            if self.attempt.exchange is not None:
+                self._left = self.attempt.exchange.book.begin.round
             self._forget(self.attempt.exchange)
             self.attempt.exchange = None
             self.attempt.joined = None

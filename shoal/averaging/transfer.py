@@ -26,6 +26,7 @@ from shoal.averaging.donor import (
     Snapshot,
     StateDonor,
     Withheld,
+    chunk_name,
     encoded,
     transfer_service,
 )
@@ -33,9 +34,11 @@ from shoal.averaging.download import DownloadPlan
 from shoal.averaging.errors import AveragingError
 from shoal.averaging.manifest import Manifest, StateChunk, choose
 from shoal.averaging.tip import Tip
-from shoal.compression import CodecPlan, CodecSpan, codec_by_name
+from shoal.compression import CodecPlan, CodecSpan, NoCompression, codec_by_name
+from shoal.flat.memory import bytes_of, zeros
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
+from shoal.p2p.leases import Leases, Target
 from shoal.p2p.movement import Movement
 from shoal.p2p.node import Node, Reply, Service
 
@@ -142,23 +145,50 @@ async def download_state(
 class _Fetch:
     """The chunks of one state, as they come in."""
 
-    def __init__(self, manifest: Manifest, donors: Iterable[PeerID]) -> None:
-        self.manifest = manifest
+    def __init__(self, manifest: Manifest, donors: Iterable[PeerID], leases: Leases) -> None:
+        self.manifest, self._leases = manifest, leases
+        self._targets: dict[int, Target] = {}  # of chunks that come as they are
         self.id = manifest.id
         self._chunks = manifest.chunks
         largest = max((manifest.chunk_nbytes(chunk) for chunk in self._chunks), default=1)
         window = max(2, min(WINDOW_BYTES // largest, 4))
         self.plan = DownloadPlan(manifest.chunk_digests, donors, window=window, max_outstanding=8 * window)
         try:
-            self.buffers = [torch.empty(b.numel, dtype=getattr(torch, b.dtype), device="cpu") for b in manifest.buffers]
-        except RuntimeError as error:  # what torch raises when there is no memory
+            self.buffers = [zeros(b.numel, getattr(torch, b.dtype)) for b in manifest.buffers]
+        except (RuntimeError, OSError) as error:  # what torch and the kernel raise when there is no memory
             raise DownloadFailed(f"there is no memory for {_title(manifest)}, {manifest.nbytes} bytes") from error
         self.scalars = bytearray(manifest.scalars_nbytes)
         self.nbytes = 0
         self.codecs = _codecs_of(manifest)
 
+    def expect(self, donor: PeerID, number: int) -> None:
+        """That donor is about to be asked for that chunk: it is opened where it belongs, if it comes as it is. What
+        another one still brings is not."""
+        chunk = self._chunks[number]
+        self._stop_waiting(number)
+        if chunk.buffer is not None:
+            out = self.buffers[chunk.buffer][chunk.start : chunk.stop]
+            codec = self.codecs.codec_of(chunk.buffer, chunk.start, chunk.stop)
+            if isinstance(codec, NoCompression) and out.dtype is not torch.bool and len(out):
+                self._targets[number] = self._leases.register(chunk_name(self.id, number), donor, bytes_of(out))
+
+    def _stop_waiting(self, number: int) -> bool:
+        """Nobody writes that chunk any more; whether it was opened in place."""
+        target = self._targets.pop(number, None)
+        if target is None:
+            return False
+        self._leases.withdraw([target])
+        return target.filled
+
+    def close(self) -> None:
+        """Nobody writes the state any more."""
+        for number in list(self._targets):
+            self._stop_waiting(number)
+
     def take(self, donor: PeerID, number: int, reply: Reply) -> None:
         """Keep the chunk with that number if `reply` brings it."""
+        target = self._targets.get(number)
+        in_place = target is not None and target.source == donor and self._stop_waiting(number)
         if not isinstance(reply.body, Chunk) or len(reply.buffers) != 1:
             self.plan.donor_failed(donor, f"sent no chunk when asked for number {number}")
             return
@@ -169,7 +199,7 @@ class _Fetch:
             self.nbytes += payload.nbytes
             if chunk.buffer is None:
                 self.scalars[chunk.start : chunk.stop] = payload
-            else:
+            elif not in_place:
                 out = self.buffers[chunk.buffer][chunk.start : chunk.stop]
                 codec = self.codecs.codec_of(chunk.buffer, chunk.start, chunk.stop)
                 out.copy_(codec.decode(payload, out.dtype, out.numel()))
@@ -246,6 +276,8 @@ class _Download:
         finally:
             for task in self._tasks:
                 task.cancel()
+            if self._fetch is not None:
+                self._fetch.close()
 
     def _ask_offers(self, donors: Sequence[PeerID]) -> None:
         self._offers.clear()
@@ -278,7 +310,7 @@ class _Download:
 
     async def _download(self, manifest: Manifest, holders: Sequence[PeerID]) -> Downloaded | None:
         """Fetch that state; None if all that offer it failed."""
-        fetch = self._fetch = _Fetch(manifest, holders)
+        fetch = self._fetch = _Fetch(manifest, holders, self._node.transport.leases)
         while not fetch.plan.done and not fetch.plan.failed:
             self._look_who_sends(fetch)
             for donor, chunk in fetch.plan.next_requests(_now()):
@@ -288,6 +320,7 @@ class _Download:
         for donor in fetch.plan.dropped:
             del self._offers[donor]
         if fetch.plan.failed:
+            fetch.close()
             self._fetch = None
             return None
         return Downloaded(
@@ -339,6 +372,7 @@ class _Download:
 
     async def _ask_chunk(self, fetch: _Fetch, donor: PeerID, chunk: int) -> None:
         try:
+            fetch.expect(donor, chunk)
             request = GetChunk(fetch.id, chunk)
             reply = await self._node.call_for_buffers(donor, self._service, request, timeout=self._timeout)
         except (P2PError, TimeoutError) as error:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.flat.layout import Layout
-from shoal.flat.memory import bytes_of, own_storage
+from shoal.flat.memory import bytes_of, own_storage, zeros
 from shoal.flat.span import Span
 
 
@@ -24,9 +24,9 @@ class FlatBuffer:
     def __init__(self, layout: Layout, *, pinned: bool = False) -> None:
         self._layout = layout
         self._flat = tuple(
-            torch.zeros(
-                spec.numel, dtype=spec.dtype, device=spec.device, pin_memory=pinned and spec.device.type == "cpu"
-            )
+            zeros(spec.numel, spec.dtype)
+            if spec.device.type == "cpu" and not pinned
+            else torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device, pin_memory=spec.device.type == "cpu")
             for spec in layout.buffers
         )
         self._parts: list[Tensor] | None = None  # made once, by who asks for views: 10 µs each

@@ -38,3 +38,11 @@ def test_one_member_can_bring_so_many_and_all_so_many_bytes(monkeypatch: pytest.
         kept.keep(member(2).peer, part(THIS, 2), [memoryview(bytes(3))])
     kept.keep(member(2).peer, part(THIS, 2), [memoryview(bytes(2))])
     assert len(kept.take(THIS)) == 3
+
+
+def test_what_is_kept_holds_no_memory_of_a_lane() -> None:
+    kept, scratch = EarlyChunks(), bytearray(b"data")
+    kept.keep(member(1).peer, part(THIS, 1), [memoryview(scratch)])
+    scratch.clear()  # nobody refers to it
+    [(_, _, buffers)] = kept.take(THIS)
+    assert bytes(buffers[0]) == b"data"

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shoal.averaging.donor import KEEP_SECONDS, Chunk, GetChunk, GetManifest, Offer, transfer_service
+from shoal.averaging.donor import KEEP_SECONDS, Chunk, GetChunk, GetManifest, Offer, chunk_name, transfer_service
 from shoal.averaging.manifest import CHUNK_ELEMENTS, LARGE_BYTES, BufferShape, Manifest
 from shoal.averaging.tip import Tip
 from shoal.averaging.transfer import (
@@ -515,5 +515,39 @@ def test_a_donor_that_stops_tells_those_who_wait():
         with pytest.raises(DownloadFailed, match="does not share its state any more"):
             await download(newcomer, [node])
         assert asyncio.get_running_loop().time() < 2
+
+    run(scenario())
+
+
+def test_chunks_that_no_codec_has_changed_are_opened_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        newcomer, donors = await swarm(World(21), 2)
+        for donor in donors:
+            donate(donor)
+        assert_same(await download(newcomer, donors), snapshot())
+        assert not newcomer.transport.leases._targets
+
+    copied: list[int] = []
+    decode = Codec.decode
+
+    def counting(self: Codec, payload: memoryview, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        copied.append(numel)
+        return decode(self, payload, dtype, numel)
+
+    monkeypatch.setattr(Codec, "decode", counting)
+    run(scenario())
+    assert copied == [100], "all but the booleans, of which a byte may be wrong"
+
+
+def test_a_state_that_is_not_held_any_more_is_not_queued_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        newcomer, (donor,) = await swarm(World(22), 1)
+        cancelled: list[bytes] = []
+        monkeypatch.setattr(donor.transport, "cancel", cancelled.append)
+        donate(donor)
+        result = await download(newcomer, [donor])
+        assert not cancelled
+        await asyncio.sleep(2 * KEEP_SECONDS)
+        assert cancelled == [chunk_name(result.manifest.id, 0)[:-4]]
 
     run(scenario())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
 
 from shoal.flat import bytes_of, tensor_from
+from shoal.flat.memory import zeros
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.int8, torch.bool])
@@ -44,3 +46,16 @@ def test_memory_that_no_tensor_can_share_is_refused() -> None:
         tensor_from(memoryview(bytes(4)), torch.float32)
     with pytest.raises(ValueError, match="not aligned"):
         tensor_from(memoryview(bytearray(5))[1:], torch.float32)
+
+
+def test_large_memory_is_zeros_and_private_to_the_process():
+    large = zeros(2 << 20, torch.float32)
+    assert not large.any()
+    child = os.fork()
+    if child == 0:
+        bytes_of(large)[:4] = b"fork"
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not large.any()
+    large.fill_(1.0)
+    assert zeros(3, torch.int16).tolist() == [0, 0, 0]
