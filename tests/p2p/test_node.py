@@ -130,6 +130,14 @@ async def fail_later(peer, ask, buffers):
     raise KeyError("a defect")
 
 
+def time_out(peer, ask, buffers):
+    raise TimeoutError
+
+
+async def lose_another(peer, ask, buffers):
+    raise PeerLost("another peer was lost")
+
+
 async def dawdle(peer, ask, buffers):
     await asyncio.sleep(60)
 
@@ -141,6 +149,8 @@ async def dawdle(peer, ask, buffers):
         (decline_later, "I would rather not"),
         (fail, "internal error"),
         (fail_later, "internal error"),
+        (time_out, "could not be handled: deadline passed"),
+        (lose_another, "could not be handled: another peer was lost"),
         (lambda *_: None, "this is a notice, not a request"),
         (lambda *_: Reply(Told(0), [bytes(MAX_BUFFER_BYTES + 1)]), "internal error"),
         (lambda *_: Told(cast(int, "no number")), "not an"),
