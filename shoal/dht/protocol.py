@@ -211,7 +211,7 @@ class Protocol:
         try:
             return await self.call(peer, request, expect, self.request_timeout)
         except (P2PError, TimeoutError) as error:
-            log.debug("%r did not answer %s: %s", peer, type(request).__name__, error or "deadline passed")
+            log.debug("%r did not answer %s: %s", peer, type(request).__name__, str(error) or "deadline passed")
             return None
 
     async def ping(self, peer: PeerID) -> None:

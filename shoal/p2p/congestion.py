@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import logging
 import socket
-import struct
-import threading
 from functools import cache
 from typing import Final
 
+from shoal.p2p import tcp
+
 log = logging.getLogger(__name__)
 
-SHORT_MICROSECONDS: Final = 1000
-_RTT = struct.Struct("=68xI")  # of struct tcp_info: tcpi_rtt, microseconds
-
-
-_lock = threading.Lock()
-
-
-def has_bbr() -> bool:
-    """Whether this process may use BBR. If not, says so in the log, once."""
-    with _lock:
-        return _has_bbr()
+SHORT_SECONDS: Final = 0.001
 
 
 @cache
-def _has_bbr() -> bool:
+def has_bbr() -> bool:
+    """Whether this process may use BBR. If not, says so in the log, once: `lanes` ask before there is any thread."""
     with socket.socket() as probe:
         try:
             probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
@@ -41,8 +32,7 @@ def _has_bbr() -> bool:
 
 def is_long(connection: socket.socket) -> bool:
     """Whether a path may lose packets. (Over loopback BBR takes twice the time and the CPU.)"""
-    (microseconds,) = _RTT.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT.size))
-    return bool(microseconds >= SHORT_MICROSECONDS)
+    return tcp.round_trip(connection) >= SHORT_SECONDS
 
 
 def suit(connection: socket.socket) -> None:

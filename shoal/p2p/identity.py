@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -47,34 +48,24 @@ class PeerID:
     def __repr__(self) -> str:
         return f"<PeerID …{str(self)[-8:]}>"
 
-    @property
-    def short(self) -> str:
-        """The last eight characters of the text form: enough to tell peers apart in a log."""
-        return str(self)[-8:]
-
     def to_bytes(self) -> bytes:
         """libp2p's bytes of this peer id (38); `PeerID` takes them."""
         return _MULTIHASH_PREFIX + self.key
 
     def to_base58(self) -> str:
         """libp2p's older text form of this peer id, `12D3KooW…` (52 characters)."""
-        number, digits = int.from_bytes(self.to_bytes()), ""
-        while number:
-            number, digit = divmod(number, len(_BASE58))
-            digits = _BASE58[digit] + digits
-        return "1" + digits  # each zero byte at the front is a "1", and there is one
+        number = int.from_bytes(self.to_bytes())
+        return "".join(_BASE58[number // 58**place % 58] for place in reversed(range(_BASE58_LENGTH)))
 
     @classmethod
     def from_base58(cls, text: str) -> PeerID:
         """The peer id that `to_base58` writes so. Raises ValueError if it is none of an ed25519 key."""
-        number = 0
-        if len(text) == _BASE58_LENGTH and set(text) <= set(_BASE58):
-            for digit in text:
-                number = number * len(_BASE58) + _BASE58.index(digit)
-        raw = number.to_bytes(1 + len(_MULTIHASH_PREFIX) + KEY_BYTES)
-        if not raw.startswith(b"\0" + _MULTIHASH_PREFIX):
+        digits = enumerate(reversed(text[:_BASE58_LENGTH]))
+        number = sum(_BASE58.find(digit) * 58**place for place, digit in digits)
+        peer = cls((number % (1 << 8 * KEY_BYTES)).to_bytes(KEY_BYTES))
+        if peer.to_base58() != text:
             raise ValueError(f"{text!r} is not a peer id: expected '12D3KooW…', an ed25519 libp2p key in base58")
-        return cls(raw[1:])
+        return peer
 
     @classmethod
     def parse(cls, text: str) -> PeerID:
@@ -127,18 +118,15 @@ class Identity:
 
         Raises ValueError if the file holds something else, OSError if it can't be read or written.
         """
-        path = Path(path)
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:
+                seed = os.urandom(KEY_BYTES)
+                file.write(seed)
         except FileExistsError:
-            seed = path.read_bytes()
-            if len(seed) != KEY_BYTES:
-                raise ValueError(
-                    f"{path} holds {len(seed)} bytes; an identity file holds the {KEY_BYTES} bytes of an ed25519 seed. "
-                    "Name another file, or delete this one to make a new identity."
-                ) from None
-            return cls(seed)
-        identity = cls()
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(identity.secret.private_bytes_raw())
-        return identity
+            seed = Path(path).read_bytes()
+        if len(seed) != KEY_BYTES:
+            raise ValueError(
+                f"{path} holds {len(seed)} bytes; an identity file holds the {KEY_BYTES} bytes of an ed25519 seed. "
+                "Name another file, or delete this one to make a new identity."
+            )
+        return cls(seed)

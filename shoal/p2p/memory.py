@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from contextvars import Context
+from dataclasses import dataclass
 
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.identity import PeerID
@@ -17,6 +18,13 @@ from shoal.p2p.transport import Buffer, Transport, check_size
 Delay = Callable[[PeerID, PeerID, int], float]
 
 
+@dataclass(eq=False, slots=True)
+class _Connection:
+    """Both ends have the same one."""
+
+    moved: int = 0  # bytes of large messages that arrived
+
+
 class MemoryNetwork:
     """Joins `MemoryTransport`s. Time is the running loop's, so it may be virtual.
 
@@ -25,16 +33,12 @@ class MemoryNetwork:
         lost_after: seconds until a connection over a cut link counts as lost (the heartbeat's time-out).
     """
 
-    def __init__(self, delay: Delay | None = None, lost_after: float = 10.0) -> None:
-        self.delay: Delay = delay or (lambda _source, _target, _size: 0.0)
-        self.lost_after = lost_after
+    def __init__(self, delay: Delay = lambda _source, _target, _size: 0.0, lost_after: float = 10.0) -> None:
+        self.delay, self.lost_after = delay, lost_after
         self.transports: dict[PeerID, MemoryTransport] = {}
-        self._listening: dict[tuple[str, int], PeerID] = {}
-        self._ports = 1024
-        self._last_arrival: dict[tuple[PeerID, PeerID], float] = {}
+        self._listening: dict[tuple[str, int], MemoryTransport] = {}
+        self._ports = itertools.count(1025)
         self._cut: set[tuple[PeerID, PeerID]] = set()  # from the first nothing comes to the second
-        self._connections = itertools.count()
-        self.moved: dict[frozenset[PeerID], int] = {}  # bytes of large messages that arrived, of each pair
 
     def cut(self, one: PeerID, other: PeerID, *, one_way: bool = False) -> None:
         """Nothing passes between the two from now on, or nothing from `one` to `other` if `one_way`; both see the other
@@ -50,54 +54,15 @@ class MemoryNetwork:
 
     def kill(self, peer: PeerID) -> None:
         """The peer's process dies: what it sent still arrives, it sends and receives nothing more, all see it lost."""
-        transport = self.transports.pop(peer)
-        self._listening = {address: owner for address, owner in self._listening.items() if owner != peer}
-        for other, number in sorted(transport.connections.items()):
-            self._close(peer, other, number, "its process ended")
-        transport.dead = True
+        self.transports[peer]._leave("its process ended")
 
-    def is_cut(self, one: PeerID, other: PeerID) -> bool:
-        """Whether nothing comes from `one` to `other`."""
-        return (one, other) in self._cut
+    def _is_cut(self, one: PeerID, other: PeerID) -> bool:
+        """Whether nothing passes between the two, in one direction at least."""
+        return not self._cut.isdisjoint({(one, other), (other, one)})
 
     def _heartbeat_missed(self, near: PeerID, far: PeerID) -> None:
-        if (self.is_cut(near, far) or self.is_cut(far, near)) and near in self.transports:
+        if self._is_cut(near, far) and near in self.transports:
             self.transports[near].lost(far, "no heartbeat")
-
-    def _arrive(self, source: PeerID, target: PeerID, size: int, event: Callable[[], None]) -> None:
-        """Call `event` after the link's delay, never before what was sent earlier over the same link."""
-        loop = asyncio.get_running_loop()
-        link = (source, target)
-        when = max(loop.time() + self.delay(source, target, size), self._last_arrival.get(link, 0.0))
-        self._last_arrival[link] = when
-        loop.call_at(when, event, context=Context())  # what is under way belongs to neither peer
-
-    def _deliver(self, source: PeerID, target: PeerID, header: bytes, buffers: Sequence[bytes], name: bytes) -> None:
-        number = self.transports[source].connections[target]
-
-        def event() -> None:
-            transport = self.transports.get(target)
-            if transport is None or self.is_cut(source, target):
-                return
-            if transport.connections.get(source) == number:
-                pair = frozenset((source, target))
-                self.moved[pair] = self.moved.get(pair, 0) + (size if size >= LARGE_BYTES else 0)
-                transport.received(source, header, transport.placed(source, buffers, name))
-
-        size = len(header) + sum(map(len, buffers))
-        self._arrive(source, target, size, event)
-
-    def _close(self, source: PeerID, target: PeerID, number: int, reason: str) -> None:
-        """`source` ends the connection of that number to `target`, which sees it after what `source` had sent."""
-
-        def event() -> None:
-            transport = self.transports.get(target)
-            if transport is None or self.is_cut(source, target):
-                return
-            if transport.connections.get(source) == number:
-                transport.lost(source, reason)
-
-        self._arrive(source, target, 0, event)
 
 
 class MemoryTransport(Transport):
@@ -107,85 +72,96 @@ class MemoryTransport(Transport):
         self.network = network
         self.peer_id = peer_id
         self.leases = Leases()
-        self.connections: dict[PeerID, int] = {}  # by their numbers, of which both ends have the same
-        self.dead = False
+        self._connections: dict[PeerID, _Connection] = {}
+        self._last_arrival: dict[PeerID, float] = {}
         network.transports[peer_id] = self
 
     async def listen(self, address: Multiaddr) -> Multiaddr:
         if not address.port:
-            self.network._ports += 1
-            address = address.with_port(self.network._ports)
-        if self.network._listening.setdefault((address.host, address.port), self.peer_id) != self.peer_id:
+            address = address.with_port(next(self.network._ports))
+        if self.network._listening.setdefault((address.host, address.port), self) is not self:
             raise OSError(f"{address} is in use")
         return address.with_peer(self.peer_id)
 
     async def dial(self, address: Multiaddr) -> None:
-        if address.peer_id is None:
+        network, me, peer = self.network, self.peer_id, address.peer_id
+        if peer is None:
             raise ValueError(f"{address} does not say whom to expect: it must end in /p2p/<peer id>")
-        if address.peer_id == self.peer_id:
+        if peer == me:
             raise PeerUnreachable(f"{address} is this peer itself")
-        if address.peer_id in self.connections:
+        if peer in self._connections:
             return
-        found = self.network._listening.get((address.host, address.port))
-        there_and_back = self.network.delay(self.peer_id, address.peer_id, 0) + self.network.delay(
-            address.peer_id, self.peer_id, 0
-        )
-        await asyncio.sleep(there_and_back)
-        network = self.network
-        if (
-            found is None
-            or found not in network.transports
-            or network.is_cut(self.peer_id, found)
-            or network.is_cut(found, self.peer_id)
-        ):
+        await asyncio.sleep(network.delay(me, peer, 0) + network.delay(peer, me, 0))
+        other = network._listening.get((address.host, address.port))
+        if other is None or network._is_cut(me, other.peer_id):
             raise PeerUnreachable(f"nobody answers at {address}")
-        if found != address.peer_id:
+        if other.peer_id != peer:
             raise HandshakeFailed(f"{address}: another peer answers there")
-        if not self.dead and found not in self.connections:
-            other = network.transports[found]
-            other.lost(self.peer_id, "it has connected anew")  # if the end of the connection before is still to come
-            self.connections[found] = other.connections[self.peer_id] = next(network._connections)
+        if network.transports.get(me) is self and peer not in self._connections:
+            other.lost(me, "it has connected anew")  # if the end of the connection before is still to come
+            self._connections[peer] = other._connections[me] = _Connection()
 
     def is_connected(self, peer: PeerID) -> bool:
-        return peer in self.connections
+        return peer in self._connections
 
     def moved(self, peer: PeerID) -> int:
-        return self.network.moved.get(frozenset((self.peer_id, peer)), 0) if peer in self.connections else 0
+        return self._connections[peer].moved if peer in self._connections else 0
 
     def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = (), name: bytes = b"") -> None:
         check_size(header, buffers)
-        if self.dead:
-            return
         message, payload = bytes(header), [bytes(buffer) for buffer in buffers]
+        size = len(message) + sum(map(len, payload))
         for peer in peers:
-            if peer in self.connections:
-                self.network._deliver(self.peer_id, peer, message, payload, name)
+            self._tell(peer, size, lambda other: other._arrived(self.peer_id, size, message, payload, name))
 
     def disconnect(self, peer: PeerID) -> None:
-        if peer in self.connections and not self.dead:
-            self.network._close(self.peer_id, peer, self.connections.pop(peer), "the peer disconnected")
+        self._end(peer, "the peer disconnected")
 
     async def close(self) -> None:
-        for peer in sorted(self.connections):
-            self.disconnect(peer)
-        self.network.transports.pop(self.peer_id, None)
-        self.network._listening = {a: p for a, p in self.network._listening.items() if p != self.peer_id}
+        self._leave("the peer disconnected")
 
     def cancel(self, prefix: bytes) -> None:
         pass  # everything was copied when it was sent
 
-    def placed(self, source: PeerID, buffers: Sequence[bytes], name: bytes) -> list[memoryview]:
-        """The buffers where they belong."""
+    def _tell(self, peer: PeerID, size: int, event: Callable[[MemoryTransport], None]) -> None:
+        """Call `event` with the other end after the link's delay, never before what was sent earlier; not at all if
+        there is no connection, or if it is cut or gone by then."""
+        connection, network = self._connections.get(peer), self.network
+        if connection is None:
+            return
+
+        def arrive() -> None:
+            other, cut = network.transports.get(peer), (self.peer_id, peer) in network._cut
+            if other is not None and not cut and other._connections.get(self.peer_id) is connection:
+                event(other)
+
+        loop = asyncio.get_running_loop()
+        when = max(loop.time() + network.delay(self.peer_id, peer, size), self._last_arrival.get(peer, 0.0))
+        self._last_arrival[peer] = when
+        loop.call_at(when, arrive, context=Context())  # what is under way belongs to neither peer
+
+    def _end(self, peer: PeerID, reason: str) -> None:
+        self._tell(peer, 0, lambda other: other.lost(self.peer_id, reason))
+        self._connections.pop(peer, None)
+
+    def _leave(self, reason: str) -> None:
+        for peer in sorted(self._connections):
+            self._end(peer, reason)
+        self.network.transports.pop(self.peer_id, None)
+        self.network._listening = {a: t for a, t in self.network._listening.items() if t is not self}
+
+    def _arrived(self, source: PeerID, size: int, header: bytes, buffers: Sequence[bytes], name: bytes) -> None:
+        self._connections[source].moved += size if size >= LARGE_BYTES else 0
         views = [memoryview(buffer) for buffer in buffers]
         if name and (target := self.leases.lease(name, source, len(views[0]))) is not None:
             target.memory[:] = views[0]
             self.leases.give_back(target, filled=True)
             views[0] = target.memory
-        return views
+        self.received(source, header, views)
 
     def received(self, source: PeerID, header: bytes, buffers: Sequence[memoryview]) -> None:
         self._on_message(source, memoryview(header), buffers)
 
     def lost(self, peer: PeerID, reason: str) -> None:
-        if self.connections.pop(peer, None) is not None:
+        if self._connections.pop(peer, None) is not None:
             self._on_lost(peer, reason)

@@ -40,29 +40,14 @@ class Multiaddr:
         if len(parts) not in (5, 7) or parts[0] or parts[3] != "tcp" or (len(parts) == 7 and parts[5] != "p2p"):
             raise ValueError(f"{text[:MAX_LENGTH]!r} is not an address: use /ip4/<address>/tcp/<port>[/p2p/<peer id>]")
         try:
-            if not (parts[4].isascii() and parts[4].isdigit()):
+            _check_host(parts[1], parts[2])
+            if not (parts[4].isascii() and parts[4].isdigit() and int(parts[4]) <= 65535):
                 raise ValueError(f"{parts[4]!r} is not a TCP port")
             peer_id = PeerID.parse(parts[6]) if len(parts) == 7 else None
-            fields = (parts[1], parts[2], int(parts[4]), peer_id)
-            for name, value in zip(self.__slots__, fields, strict=True):
-                object.__setattr__(self, name, value)
-            self._check()
         except ValueError as error:
             raise ValueError(f"{text!r} is not an address: {error}") from error
-
-    def _check(self) -> None:
-        if self.protocol in ("ip4", "ip6"):
-            version = 4 if self.protocol == "ip4" else 6
-            # A zone ("%eth0") means something on one machine only.
-            if "%" in self.host or ipaddress.ip_address(self.host).version != version:
-                raise ValueError(f"{self.host} is not an {self.protocol} address")
-        elif self.protocol in ("dns", "dns4", "dns6"):
-            if not _HOST_NAME.fullmatch(self.host):
-                raise ValueError(f"{self.host!r} is not a host name")
-        else:
-            raise ValueError(f"/{self.protocol}/ is not known here: use ip4, ip6, dns, dns4 or dns6")
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"{self.port} is not a TCP port")
+        for name, value in zip(self.__slots__, (parts[1], parts[2], int(parts[4]), peer_id), strict=True):
+            object.__setattr__(self, name, value)
 
     @property
     def is_loopback(self) -> bool:
@@ -107,3 +92,14 @@ class Multiaddr:
         if protocol not in values:
             raise LookupError(f"there is no /{protocol}/ in {self}")
         return values[protocol]
+
+
+def _check_host(protocol: str, host: str) -> None:
+    if protocol in ("ip4", "ip6"):
+        # A zone ("%eth0") means something on one machine only.
+        if "%" in host or f"ip{ipaddress.ip_address(host).version}" != protocol:
+            raise ValueError(f"{host} is not an {protocol} address")
+    elif protocol not in ("dns", "dns4", "dns6"):
+        raise ValueError(f"/{protocol}/ is not known here: use ip4, ip6, dns, dns4 or dns6")
+    elif not _HOST_NAME.fullmatch(host):
+        raise ValueError(f"{host!r} is not a host name")

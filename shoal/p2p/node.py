@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from shoal.p2p.errors import P2PError, PeerLost, PeerUnreachable, Refused, Unavailable
+from shoal.p2p.errors import MessageTooLarge, P2PError, PeerLost, PeerUnreachable, Refused, Unavailable
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.movement import Movement
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.race import first_to_succeed
-from shoal.p2p.transport import Buffer, Transport
-from shoal.p2p.twins import Twins
+from shoal.p2p.transport import Buffer, LostHandler, Transport
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,27 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
     call: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
     timeout: Annotated[float, msgspec.Meta(ge=0, le=MAX_TIMEOUT)]
     body: msgspec.Raw
+
+
+class Failure(msgspec.Struct, array_like=True, frozen=True):
+    """Why a message was refused; `judged` if that is because of what it says."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+    judged: bool
+
+
+_NO_MESSAGE = Envelope(_NOTICE, "", 0, 0.0, msgspec.Raw())
+_envelopes, _failures = msgspec.msgpack.Decoder(Envelope), msgspec.msgpack.Decoder(Failure)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def _raw(message: msgspec.Struct) -> msgspec.Raw:
+    return msgspec.Raw(_encode(message))
+
+
+def _drop(answer: Awaitable[object]) -> None:
+    if isinstance(answer, Coroutine):
+        answer.close()  # else Python complains of one that nobody has awaited
 
 
 class Service:
@@ -75,15 +96,24 @@ class Reply:
 
 Answer = Reply | msgspec.Struct | None
 Handler = Callable[[PeerID, Any, Sequence[memoryview]], Answer | Awaitable[Answer]]
-LostCallback = Callable[[PeerID, str], None]
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-@dataclass(slots=True)
-class _Call:
-    peer: PeerID
-    service: Service
-    future: asyncio.Future[Reply]
+def _reply(peer: PeerID, service: Service, answer: Envelope, buffers: Sequence[memoryview]) -> Reply:
+    if answer.kind == _FAILURE:
+        raise _refusal(answer)
+    try:
+        return Reply(service.decoder.decode(answer.body), buffers)
+    except _UNDECODABLE as error:
+        raise P2PError(f"{peer!r} sent an invalid reply: {error}") from error
+
+
+def _refusal(answer: Envelope) -> Refused:
+    try:
+        failure = _failures.decode(answer.body)
+    except _UNDECODABLE as error:
+        return Unavailable(f"an undecodable refusal: {error}")
+    return (Refused if failure.judged else Unavailable)(failure.reason)
 
 
 class Node:
@@ -107,17 +137,16 @@ class Node:
         self.bytes_received = 0
         self._book: dict[PeerID, list[Multiaddr]] = {}
         self._services: dict[str, tuple[Service, Handler]] = {}
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[tuple[PeerID, int], asyncio.Future[tuple[Envelope, Sequence[memoryview]]]] = {}
         self._next_call = 1
         self._heard: dict[PeerID, float] = {}  # when a connected peer last said something
         self._dialling: dict[PeerID, asyncio.Task[None]] = {}
         self._handling: dict[PeerID, int] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._lost_callbacks: list[LostCallback] = []
-        self._envelopes = msgspec.msgpack.Decoder(Envelope)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._lost_handlers: list[LostHandler] = []
         self.closed = False
         transport.start(self._on_message, self._on_lost)
+        self.twins = transport.twins
 
     # -- addresses and connections
 
@@ -162,16 +191,13 @@ class Node:
         if task is None:
             task = self._dialling[peer] = self.spawn(self._dial(peer))
             task.add_done_callback(lambda _: self._dialling.pop(peer, None))
-        try:
-            # Several callers may wait for one dial; one that gives up must not end it for the others.
-            await asyncio.wait_for(asyncio.shield(task), min(timeout, DIAL_TIMEOUT))
-        except TimeoutError:
-            raise PeerUnreachable(f"{peer!r} did not answer within {min(timeout, DIAL_TIMEOUT):g} s") from None
-        except asyncio.CancelledError:
-            me = asyncio.current_task()
-            if task.cancelled() and me is not None and not me.cancelling():
-                raise PeerUnreachable("this node was closed") from None
-            raise
+        # Several callers may wait for one dial; one that gives up must not end it for the others.
+        await asyncio.wait([task], timeout=min(timeout, DIAL_TIMEOUT))
+        if not task.done():
+            raise PeerUnreachable(f"{peer!r} did not answer within {min(timeout, DIAL_TIMEOUT):g} s")
+        if task.cancelled():
+            raise PeerUnreachable("this node was closed")
+        task.result()
         if not self.is_connected(peer):
             raise PeerUnreachable(f"{peer!r} was lost again at once")
 
@@ -189,21 +215,16 @@ class Node:
             raise PeerUnreachable(f"{address} did not answer within {DIAL_TIMEOUT / 2:g} s") from None
 
     async def look_for_twin(self, address: Multiaddr) -> None:
-        """Dial an address of this very peer: if another process with its identity answers, both say so (`Twins`)."""
-        try:
-            await self._dial_address(address.with_peer(self.peer_id))
-        except P2PError as error:
-            log.debug("%s: %s", address, error)
+        """Dial an address of this very peer: if another process with its identity answers, both say so (`Twins`).
 
-    @property
-    def twins(self) -> Twins:
-        """The identities that two processes use at the same time."""
-        return self.transport.twins
+        Raises PeerUnreachable, whoever answers or does not.
+        """
+        await self._dial_address(address.with_peer(self.peer_id))
 
-    def on_lost(self, callback: LostCallback) -> Callable[[], None]:
-        """Have `callback(peer, reason)` called when a connected peer is lost; returns a function that ends that."""
-        self._lost_callbacks.append(callback)
-        return lambda: self._lost_callbacks.remove(callback) if callback in self._lost_callbacks else None
+    def on_lost(self, handler: LostHandler) -> Callable[[], None]:
+        """Have `handler(peer, reason)` called when a connected peer is lost; returns a function that ends that."""
+        self._lost_handlers.append(handler)
+        return lambda: self._lost_handlers.remove(handler) if handler in self._lost_handlers else None
 
     def disconnect(self, peer: PeerID, reason: str) -> None:
         """End all connections to a peer that does not answer: it is lost, to calls that wait for it as well."""
@@ -222,17 +243,10 @@ class Node:
     ) -> None:
         """Send `message` to each connected peer of `peers`, expecting no reply. Buffers may be reused on return, except
         one with a `name` (see `Transport.send`)."""
-        self._post(peers, _NOTICE, service.name, 0, 0.0, message, buffers, name)
+        self._post(peers, Envelope(_NOTICE, service.name, 0, 0.0, _raw(message)), buffers, name)
 
     async def call(
-        self,
-        peer: PeerID,
-        service: Service,
-        message: msgspec.Struct,
-        expect: type[Body],
-        *,
-        timeout: float,
-        buffers: Sequence[Buffer] = (),
+        self, peer: PeerID, service: Service, message: msgspec.Struct, expect: type[Body], *, timeout: float
     ) -> Body:
         """Send a request and return its reply, connecting first if need be.
 
@@ -241,58 +255,43 @@ class Node:
         messages pass between the two, request or reply wait behind them: the time-out counts from then on, at most
         MAX_EXTENSIONS times.
         """
-        body = (await self.call_for_buffers(peer, service, message, timeout=timeout, buffers=buffers)).body
+        body = (await self.call_for_buffers(peer, service, message, timeout=timeout)).body
         if not isinstance(body, expect):
             asked, got = type(message).__name__, type(body).__name__
             raise P2PError(f"{peer!r} answered {asked} with {got}, not {expect.__name__}")
         return body
 
     async def call_for_buffers(
-        self,
-        peer: PeerID,
-        service: Service,
-        message: msgspec.Struct,
-        *,
-        timeout: float,
-        buffers: Sequence[Buffer] = (),
+        self, peer: PeerID, service: Service, message: msgspec.Struct, *, timeout: float, buffers: Sequence[Buffer] = ()
     ) -> Reply:
-        """As `call`, for replies that carry buffers."""
+        """As `call`, with buffers, and for replies of several kinds or with buffers."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
         async with asyncio.timeout_at(until):
             await self.connect(peer)
         number, self._next_call = self._next_call, self._next_call + 1
-        future: asyncio.Future[Reply] = loop.create_future()
-        self._calls[number] = _Call(peer, service, future)
+        future = self._calls[peer, number] = loop.create_future()
         movement = Movement(self.transport.moved(peer))
         try:
-            self._post([peer], _REQUEST, service.name, number, min(timeout, MAX_TIMEOUT), message, buffers)
+            request = Envelope(_REQUEST, service.name, number, min(timeout, MAX_TIMEOUT), _raw(message))
+            self._post([peer], request, buffers)
             for _ in range(MAX_EXTENSIONS):
                 await asyncio.wait([future], timeout=until - loop.time())
                 if future.done():
-                    return future.result()
+                    return _reply(peer, service, *future.result())
                 if not movement.goes_on(self.transport.moved(peer)):
                     break
                 until = loop.time() + timeout
             raise TimeoutError
         finally:
-            del self._calls[number]
-            if not future.cancel() and not future.cancelled():
+            del self._calls[peer, number]
+            if not future.cancel():
                 future.exception()  # it came in the moment in which nobody waited any more
 
     def _post(
-        self,
-        peers: Sequence[PeerID],
-        kind: int,
-        service: str,
-        call: int,
-        timeout: float,
-        message: msgspec.Struct,
-        buffers: Sequence[Buffer] = (),
-        name: bytes = b"",
+        self, peers: Sequence[PeerID], envelope: Envelope, buffers: Sequence[Buffer] = (), name: bytes = b""
     ) -> None:
-        body = msgspec.Raw(self._encoder.encode(message))
-        header = self._encoder.encode(Envelope(kind, service, call, timeout, body))
+        header = _encode(envelope)
         others = [peer for peer in peers if peer != self.peer_id]
         if others:
             self.bytes_sent += len(others) * sum(memoryview(buffer).nbytes for buffer in buffers)
@@ -321,114 +320,97 @@ class Node:
         self.bytes_received += sum(buffer.nbytes for buffer in buffers)
         self._heard[peer] = asyncio.get_running_loop().time()
         try:
-            envelope = self._envelopes.decode(header)
+            envelope = _envelopes.decode(header)
         except _UNDECODABLE as error:
-            self._refuse(peer, "", 0, f"not a message: {error}")
-            return
+            return self._decline(peer, _NO_MESSAGE, Refused(f"not a message: {error}"))
         if envelope.kind in (_REPLY, _FAILURE):
             self._on_answer(peer, envelope, buffers)
-            return
-        if envelope.kind == _NOTICE and envelope.service not in self._services:
+        elif envelope.kind == _NOTICE and envelope.service not in self._services:
             # Nobody waits for an answer, and it may well be on its way to a run that this peer has just left.
             log.debug("dropped a notice of %r to the unknown service %r", peer, envelope.service)
-            return
-        try:
-            if envelope.service not in self._services:
-                raise Unavailable(f"unknown service {envelope.service!r}")
-            service, handler = self._services[envelope.service]
-            try:
-                message = service.decoder.decode(envelope.body)
-            except _UNDECODABLE as error:
-                reason = f"not a message of {envelope.service!r}: {error}"
-                service.undecodable(peer, reason)
-                raise Refused(reason) from error
-            answer = handler(peer, message, buffers)
-        except Refused as error:
-            self._decline(peer, envelope, error)
-        except Exception:  # a defect of ours: it must end neither the connection nor the loop
-            log.exception("handling a message of %r to %r failed", peer, envelope.service)
-            self._decline(peer, envelope, Unavailable("internal error"))
         else:
-            if isinstance(answer, Awaitable):
-                self._handle_later(peer, envelope, answer)
-            elif envelope.kind == _REQUEST:
-                self._answer(peer, envelope, answer)
+            with self._declining(peer, envelope):
+                self._handle(peer, envelope, buffers)
 
-    def _handle_later(self, peer: PeerID, envelope: Envelope, answer: Awaitable[Answer]) -> None:
-        async def handle() -> None:
-            try:
-                async with asyncio.timeout(envelope.timeout or MAX_TIMEOUT):
-                    result = await answer
-            except Refused as error:
-                self._decline(peer, envelope, error)
-            except (TimeoutError, P2PError) as error:
-                self._decline(peer, envelope, Unavailable(f"could not be handled: {error or 'deadline passed'}"))
-            except Exception:  # a defect of ours, as above
-                log.exception("handling a message of %r to %r failed", peer, envelope.service)
-                self._decline(peer, envelope, Unavailable("internal error"))
-            else:
-                if envelope.kind == _REQUEST:
-                    self._answer(peer, envelope, result)
-            finally:
-                self._handling[peer] -= 1
-                if not self._handling[peer]:
-                    del self._handling[peer]
+    def _handle(self, peer: PeerID, request: Envelope, buffers: Sequence[memoryview]) -> None:
+        if request.service not in self._services:
+            raise Unavailable(f"unknown service {request.service!r}")
+        service, handler = self._services[request.service]
+        try:
+            message = service.decoder.decode(request.body)
+        except _UNDECODABLE as error:
+            reason = f"not a message of {request.service!r}: {error}"
+            service.undecodable(peer, reason)
+            raise Refused(reason) from error
+        answer = handler(peer, message, buffers)
+        if not isinstance(answer, Awaitable):
+            self._answer(peer, request, answer)
+        elif self._handling.get(peer, 0) < MAX_CALLS_PER_PEER:
+            self._handling[peer] = self._handling.get(peer, 0) + 1
+            task = self.spawn(self._handle_later(peer, request, answer))
+            task.add_done_callback(partial(self._handled, peer, answer))
+        else:
+            _drop(answer)
+            raise Unavailable(f"more than {MAX_CALLS_PER_PEER} requests at a time")
 
-        if self._handling.get(peer, 0) >= MAX_CALLS_PER_PEER:
-            if isinstance(answer, Coroutine):
-                answer.close()
-            self._decline(peer, envelope, Unavailable(f"more than {MAX_CALLS_PER_PEER} requests at a time"))
-            return
-        self._handling[peer] = self._handling.get(peer, 0) + 1
-        task = self.spawn(handle())
-        if isinstance(answer, Coroutine):
-            task.add_done_callback(lambda _: answer.close())  # cancelled before it began: nobody will await it
+    async def _handle_later(self, peer: PeerID, request: Envelope, answer: Awaitable[Answer]) -> None:
+        with self._declining(peer, request):
+            async with asyncio.timeout(request.timeout or MAX_TIMEOUT):
+                result = await answer
+            self._answer(peer, request, result)
+
+    def _handled(self, peer: PeerID, answer: Awaitable[Answer], _task: asyncio.Task[None]) -> None:
+        _drop(answer)
+        self._handling[peer] -= 1
+        if not self._handling[peer]:
+            del self._handling[peer]
 
     def _answer(self, peer: PeerID, request: Envelope, answer: Answer) -> None:
-        if answer is None:
-            self._refuse(peer, request.service, request.call, "this is a notice, not a request: it has no reply")
+        if request.kind == _NOTICE:
             return
+        if answer is None:
+            raise Refused("this is a notice, not a request: it has no reply")
         reply = answer if isinstance(answer, Reply) else Reply(answer)
+        envelope = Envelope(_REPLY, request.service, request.call, 0.0, _raw(reply.body))
+        self._post([peer], envelope, reply.buffers, reply.name)
+
+    @contextmanager
+    def _declining(self, peer: PeerID, request: Envelope) -> Iterator[None]:
+        """Tell the sender of what goes wrong within: it must end neither the connection nor the loop."""
         try:
-            self._post([peer], _REPLY, request.service, request.call, 0.0, reply.body, reply.buffers, reply.name)
-        except Exception:  # a defect of ours: too large, or not encodable
-            log.exception("the reply to a request of %r to %r can't be sent", peer, request.service)
-            self._decline(peer, request, Unavailable("internal error"))
+            yield
+        except Refused as error:
+            self._decline(peer, request, error)
+        except Exception as error:
+            reason = f"could not be handled: {str(error) or 'deadline passed'}"
+            if not isinstance(error, TimeoutError | P2PError) or isinstance(error, MessageTooLarge):  # a defect of ours
+                log.exception("handling a message of %r to %r failed", peer, request.service)
+                reason = "internal error"
+            self._decline(peer, request, Unavailable(reason))
 
     def _decline(self, peer: PeerID, request: Envelope, error: Refused) -> None:
-        self._refuse(peer, request.service, request.call, str(error), judged=not isinstance(error, Unavailable))
+        log.info("refused a message of %r to %r: %s", peer, request.service, error)
+        failure = Failure(str(error)[:MAX_REASON], judged=not isinstance(error, Unavailable))
+        self._post([peer], Envelope(_FAILURE, request.service, request.call, 0.0, _raw(failure)))
 
-    def _refuse(self, peer: PeerID, service: str, call: int, reason: str, *, judged: bool = True) -> None:
-        log.info("refused a message of %r to %r: %s", peer, service, reason)
-        self._post([peer], _FAILURE, service, call, 0.0, Failure(reason[:MAX_REASON], judged))
-
-    def _on_answer(self, peer: PeerID, envelope: Envelope, buffers: Sequence[memoryview]) -> None:
-        call = self._calls.get(envelope.call)
-        if envelope.kind == _FAILURE:
-            try:
-                failure = _failures.decode(envelope.body)
-            except _UNDECODABLE as error:
-                failure = Failure(f"an undecodable refusal: {error}", judged=False)
-            if call is None or call.peer != peer:
-                # One that was not judged has come too late: to a run that was left, say.
-                level = logging.WARNING if failure.judged else logging.DEBUG
-                log.log(level, "%r refused a message to %r: %s", peer, envelope.service, failure.reason)
-            elif not call.future.done():
-                call.future.set_exception((Refused if failure.judged else Unavailable)(failure.reason))
-        elif call is not None and call.peer == peer and not call.future.done():
-            try:
-                call.future.set_result(Reply(call.service.decoder.decode(envelope.body), buffers))
-            except _UNDECODABLE as error:
-                call.future.set_exception(P2PError(f"{peer!r} sent an invalid reply: {error}"))
+    def _on_answer(self, peer: PeerID, answer: Envelope, buffers: Sequence[memoryview]) -> None:
+        future = self._calls.get((peer, answer.call))
+        if future is not None and not future.done():
+            future.set_result((answer, buffers))
+        elif future is None and answer.kind == _FAILURE:
+            error = _refusal(answer)
+            # One that was not judged has come too late: to a run that was left, say.
+            level = logging.DEBUG if isinstance(error, Unavailable) else logging.WARNING
+            log.log(level, "%r refused a message to %r: %s", peer, answer.service, error)
 
     def _on_lost(self, peer: PeerID, reason: str) -> None:
         self._heard.pop(peer, None)
-        for call in list(self._calls.values()):
-            if call.peer == peer and not call.future.done():
-                call.future.set_exception(PeerLost(f"{peer!r} was lost: {reason}"))
-        for callback in list(self._lost_callbacks):
+        for (other, _), future in self._calls.items():
+            if other == peer and not future.done():
+                future.set_exception(PeerLost(f"{peer!r} was lost: {reason}"))
+        for handler in list(self._lost_handlers):
             try:
-                callback(peer, reason)
+                handler(peer, reason)
             except Exception:  # a defect of one must not keep the news from the others
                 log.exception("handling the loss of %r failed", peer)
 
@@ -454,21 +436,11 @@ class Node:
         if self.closed:
             return
         self.closed = True
-        for call in self._calls.values():
-            if not call.future.done():
-                call.future.set_exception(PeerUnreachable("this node was closed"))
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(PeerUnreachable("this node was closed"))
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.transport.close()
-
-
-class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """Why a message was refused; `judged` if that is because of what it says."""
-
-    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
-    judged: bool
-
-
-_failures = msgspec.msgpack.Decoder(Failure)

@@ -15,22 +15,20 @@ async def first_to_succeed(attempts: Sequence[Callable[[], Coroutine[Any, Any, N
     The others are then cancelled. Raises the last error if all fail; there must be at least one.
     """
     waiting = list(attempts)
-    running: list[asyncio.Task[None]] = []
-    error: BaseException | None = None
+    running: set[asyncio.Task[None]] = set()
+    failures: list[BaseException] = []
     try:
         while waiting or running:
             if waiting:
-                running.append(asyncio.create_task(waiting.pop(0)()))
+                running.add(asyncio.create_task(waiting.pop(0)()))
             timeout = HEAD_START if waiting else None
-            await asyncio.wait(running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            for attempt in [attempt for attempt in running if attempt.done()]:
-                running.remove(attempt)
-                error = attempt.exception()
-                if error is None:
-                    return
+            ended, running = await asyncio.wait(running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            failed = [error for attempt in ended if (error := attempt.exception()) is not None]
+            if len(failed) < len(ended):
+                return
+            failures += failed
     finally:
         for attempt in running:
             attempt.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-    assert error is not None
-    raise error
+    raise failures[-1]

@@ -30,7 +30,8 @@ class Reactor:
     _shared: Reactor | None = None
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self.loop = self._runner.get_loop()
         self._users = 0
         self._switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_INTERVAL, self._switch_interval))
@@ -81,14 +82,5 @@ class Reactor:
         return self.submit(coroutine).result()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
+        with self._runner:  # which cancels what is left
             self.loop.run_forever()
-        finally:
-            leftovers = asyncio.all_tasks(self.loop)
-            for task in leftovers:
-                task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*leftovers, return_exceptions=True))
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-            self.loop.run_until_complete(self.loop.shutdown_default_executor())
-            self.loop.close()

@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
@@ -23,16 +23,12 @@ _FIELDS = struct.Struct(f">IH{NAME_BYTES}s")  # bytes of the payload, bytes of t
 MAX_MESSAGE_BYTES: Final = HEADER_BYTES - _FIELDS.size
 _NONCE = struct.Struct(">4xQ")
 
-Suite = Literal["aes-256-gcm", "chacha20-poly1305"]
-_CIPHERS: Final[dict[Suite, type[AESGCM] | type[ChaCha20Poly1305]]] = {
-    "aes-256-gcm": AESGCM,
-    "chacha20-poly1305": ChaCha20Poly1305,
-}
+Suite = type[AESGCM] | type[ChaCha20Poly1305]
 
 
 def suite_of(both: bool) -> Suite:
     """The cipher of a lane whose other side says whether it has instructions for AES."""
-    return "aes-256-gcm" if both and has_aes() else "chacha20-poly1305"
+    return AESGCM if both and has_aes() else ChaCha20Poly1305
 
 
 class BrokenFrame(P2PError):
@@ -75,7 +71,7 @@ class Sealer:
     """Seals the frames of one direction. Frame k uses the nonces 2k and 2k + 1; not for two threads at once."""
 
     def __init__(self, suite: Suite, key: bytes) -> None:
-        self._cipher = _CIPHERS[suite](key)
+        self._cipher = suite(key)
         self._nonce = 0
 
     def seal(self, header: Header, payload: memoryview, out: memoryview) -> None:
@@ -98,7 +94,7 @@ class Opener:
     """Opens the frames of one direction, in their order: first a frame's header, then its payload if it has one."""
 
     def __init__(self, suite: Suite, key: bytes) -> None:
-        self._cipher = _CIPHERS[suite](key)
+        self._cipher = suite(key)
         self._nonce = 0
 
     def header(self, sealed: memoryview) -> Header:

@@ -40,6 +40,11 @@ def counts(connection: socket.socket) -> tuple[int, int]:
     return acknowledged, received
 
 
+def round_trip(connection: socket.socket) -> float:
+    """The time to the other machine and back, in seconds, about; 0 if it is no connection any more."""
+    return _info(connection)[4] / 1e6
+
+
 def is_silent(connection: socket.socket) -> bool:
     """Whether the other machine has given no sign for longer than it may: neither data nor an acknowledgement.
 

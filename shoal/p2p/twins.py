@@ -10,8 +10,16 @@ log = logging.getLogger(__name__)
 
 MAX_TWINS = 1024
 _WAY_OUT = (
-    "Give each process an identity of its own: end one of the two, delete its copy of the identity file or give it "
+    ". Give each process an identity of its own: end one of the two, delete its copy of the identity file or give it "
     "another identity_path, and start it again"
+)
+_OWN = (
+    "another process uses the identity of this one, peer %s (is it a copied home folder?), and every other peer talks "
+    "to one of the two only" + _WAY_OUT
+)
+_OTHERS = (
+    "two processes use the identity of peer %s (is it a copied home folder?), and this peer talks to the one that it "
+    "met first" + _WAY_OUT
 )
 
 
@@ -34,17 +42,4 @@ class Twins:
         if peer in self._found or len(self._found) >= MAX_TWINS:
             return
         self._found.add(peer)
-        if peer == self._me:
-            log.warning(
-                "another process uses the identity of this one, peer %s (is it a copied home folder?), and every other "
-                "peer talks to one of the two only. %s",
-                peer,
-                _WAY_OUT,
-            )
-        else:
-            log.warning(
-                "two processes use the identity of peer %s (is it a copied home folder?), and this peer talks to the "
-                "one that it met first. %s",
-                peer,
-                _WAY_OUT,
-            )
+        log.warning(_OWN if peer == self._me else _OTHERS, peer)

@@ -7,14 +7,16 @@ import os
 import queue
 import socket
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from shoal.p2p.greeting import TOKEN_BYTES
 from shoal.p2p.identity import PeerID
 from shoal.p2p.lane import MEMORY_BYTES, Lane, Shared
 from shoal.p2p.leases import Leases
 from shoal.p2p.limit import Limit
-from shoal.p2p.sealing import NAME_BYTES, SEALED_HEADER_BYTES, Header, Keys, Opener, Sealer, sealed_bytes
+from shoal.p2p.sealing import NAME_BYTES, SEALED_HEADER_BYTES, Header, Keys, Opener, Sealer, Suite, sealed_bytes
 
 HELLO = Header(0, bytes(NAME_BYTES), b"shoal lane 1")
 PATIENCE = 30.0
@@ -25,7 +27,7 @@ def name(number: int) -> bytes:
     return number.to_bytes(NAME_BYTES, "big")
 
 
-def both_keys(suite: Any = "aes-256-gcm") -> tuple[Keys, Keys]:
+def both_keys(suite: Suite = AESGCM) -> tuple[Keys, Keys]:
     """Of the two sides of a connection."""
     one, other = os.urandom(32), os.urandom(32)
     return Keys(suite, one, other), Keys(suite, other, one)
@@ -103,7 +105,7 @@ class End:
         self.close()
 
 
-def join(near: End, far: End, connections: int = 1, suite: Any = "aes-256-gcm") -> tuple[Lane, Lane]:
+def join(near: End, far: End, connections: int = 1, suite: Suite = AESGCM) -> tuple[Lane, Lane]:
     """A lane between two ends; the first of them dials."""
     ours, theirs = near.lane(far.peer), far.lane(near.peer)
     for _ in range(connections):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from shoal.p2p.lane import Lane
 from shoal.p2p.sealing import Keys
@@ -30,7 +31,7 @@ def other_process(end: End, mode: str) -> Iterator[tuple[ForkedProcess, Lane]]:
         process.stdin.flush()
         port = process.stdout.readline()
         lane = end.lane(end.peer)
-        lane.dial(("127.0.0.1", int(port)), bytes(32), Keys("aes-256-gcm", ours, theirs))
+        lane.dial(("127.0.0.1", int(port)), bytes(32), Keys(AESGCM, ours, theirs))
         yield process, lane
     finally:
         process.kill()

@@ -13,6 +13,7 @@ from random import Random
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 
 from shoal.p2p import congestion, lane, sealing, tcp
 from shoal.p2p.errors import MessageTooLarge
@@ -25,7 +26,7 @@ from tests.p2p.lane_ends import PATIENCE, End, Raw, both_keys, join, name
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(("connections", "suite"), [(1, "aes-256-gcm"), (3, "aes-256-gcm"), (1, "chacha20-poly1305")])
+@pytest.mark.parametrize(("connections", "suite"), [(1, AESGCM), (3, AESGCM), (1, ChaCha20Poly1305)])
 def test_chunks_pass_both_ways_into_their_targets_or_scratch(connections, suite):
     sizes = [1, 100, 65_536, MIB + 1, MAX_PAYLOAD_BYTES]
     data = [os.urandom(size) for size in sizes]
@@ -467,15 +468,16 @@ def test_a_forked_child_holds_no_connection_open():
 
 
 def test_a_kernel_without_bbr_is_named_once(caplog, monkeypatch):
-    congestion._has_bbr.cache_clear()
-    monkeypatch.setattr(congestion, "SHORT_MICROSECONDS", 0)
+    congestion.has_bbr.cache_clear()
+    monkeypatch.setattr(congestion, "SHORT_SECONDS", 0)
     monkeypatch.setattr(socket, "TCP_CONGESTION", 999)  # no such option
+    assert not congestion.has_bbr()  # to tell the other side
     with End(1) as near, End(2) as far:
         ours, _ = join(near, far, 3)
         near.send(ours, 1, b"anyway")
         assert bytes(far.arrival().memory) == b"anyway"
     assert len([record for record in caplog.records if "BBR" in record.message]) == 1
-    congestion._has_bbr.cache_clear()
+    congestion.has_bbr.cache_clear()
 
 
 def test_a_long_path_uses_bbr_where_the_kernel_has_it(monkeypatch):
@@ -483,8 +485,8 @@ def test_a_long_path_uses_bbr_where_the_kernel_has_it(monkeypatch):
         pytest.skip("this kernel has no BBR")
     used = []
     with socket.create_server(("127.0.0.1", 0)) as server:
-        for microseconds in (10_000_000, 0):
-            monkeypatch.setattr(congestion, "SHORT_MICROSECONDS", microseconds)
+        for seconds in (10, 0):
+            monkeypatch.setattr(congestion, "SHORT_SECONDS", seconds)
             with socket.socket() as connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
                 connection.connect(server.getsockname())

@@ -37,7 +37,7 @@ def test_an_address_is_written_as_it_was_read(text, tail):
         ("127.0.0.1:31337", "use /ip4/<address>/tcp/<port>"),
         ("/ip4/127.0.0.1/udp/31337", "use /ip4/<address>/tcp/<port>"),
         ("/ip4/127.0.0.1/tcp/31337/quic/x", "use /ip4/<address>/tcp/<port>"),
-        ("/ip4/127.0.0.1/tcp/65536", "65536 is not a TCP port"),
+        ("/ip4/127.0.0.1/tcp/65536", "'65536' is not a TCP port"),
         ("/ip4/127.0.0.1/tcp/-1", "'-1' is not a TCP port"),
         ("/ip4/127.0.0.1/tcp/1_0", "'1_0' is not a TCP port"),
         ("/ip4/127.0.0.1/tcp/", "'' is not a TCP port"),

@@ -130,6 +130,14 @@ async def fail_later(peer, ask, buffers):
     raise KeyError("a defect")
 
 
+def time_out(peer, ask, buffers):
+    raise TimeoutError
+
+
+async def lose_another(peer, ask, buffers):
+    raise PeerLost("another peer was lost")
+
+
 async def dawdle(peer, ask, buffers):
     await asyncio.sleep(60)
 
@@ -141,6 +149,8 @@ async def dawdle(peer, ask, buffers):
         (decline_later, "I would rather not"),
         (fail, "internal error"),
         (fail_later, "internal error"),
+        (time_out, "could not be handled: deadline passed"),
+        (lose_another, "could not be handled: another peer was lost"),
         (lambda *_: None, "this is a notice, not a request"),
         (lambda *_: Reply(Told(0), [bytes(MAX_BUFFER_BYTES + 1)]), "internal error"),
         (lambda *_: Told(cast(int, "no number")), "not an"),
@@ -445,7 +455,7 @@ def test_a_message_over_the_bounds_is_an_error_of_the_sender(kind):
             with pytest.raises(MessageTooLarge):
                 one.notify([other.peer_id], ECHO, Ask(1), [bytes(MAX_BUFFER_BYTES + 1)])
             with pytest.raises(MessageTooLarge):
-                await one.call(other.peer_id, ECHO, Ask(1), Told, timeout=60, buffers=[b""] * 5)
+                await one.call_for_buffers(other.peer_id, ECHO, Ask(1), timeout=60, buffers=[b""] * 5)
             assert one._calls == {}
 
     asyncio.run(main())
@@ -498,7 +508,7 @@ def test_a_reply_counts_only_from_the_peer_that_was_asked():
             other.serve(ECHO, dawdle)
             call = asyncio.create_task(one.call(other.peer_id, ECHO, Ask(1), Told, timeout=0.2))
             await eventually(lambda: other._handling)
-            (number,) = one._calls
+            ((_, number),) = one._calls
             await thief.connect(one.peer_id)
             for kind in (2, 3):
                 body = msgspec.Raw(msgspec.msgpack.encode(Told(666) if kind == 2 else ["stolen"]))
