@@ -48,7 +48,7 @@ def test_frames_open_in_their_order(suite):
         assert opened(opener, sealed(sealer, payload, message)) == (Header(len(payload), NAME, message), payload)
 
 
-@pytest.mark.parametrize("suite", ["aes-256-gcm", "chacha20-poly1305"])
+@pytest.mark.parametrize("suite", [AESGCM, ChaCha20Poly1305])
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 1000, (1 << 20) + 1, MAX_PAYLOAD_BYTES])
 def test_a_payload_is_opened_in_place(suite, size):
     data = os.urandom(size)
