@@ -299,7 +299,7 @@ class _Connection:
         except BlockingIOError:  # what the kernel says after the time that it was given
             reason = "the other side did not answer in time"
         except (OSError, P2PError, RuntimeError) as error:  # the last one if the writer can't be started
-            reason = str(error)
+            reason = str(error) or reason
         finally:
             if opened:
                 self._lane.end(reason)
