@@ -7,7 +7,8 @@ What this room promises to the rooms above it:
 - Every request ends: with a reply, with the reason of a refusal, with `PeerLost` as soon as the connection is gone, or
   with `TimeoutError` at its deadline.
 - A lost peer is an event, told once, after everything that had already arrived from that peer was handled.
-- A buffer handed to `send` may be written again as soon as `send` returns.
+- A buffer handed to `send` without a name may be written again as soon as `send` returns; a named one when it has
+  arrived, or `cancel` has returned.
 
 It runs on one asyncio loop, the reactor's (`reactor.py`), or on the virtual clock of `shoal.simulation`.
 """
