@@ -9,6 +9,7 @@ may not matter, and those of commands, start Python themselves.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -98,6 +99,7 @@ def _run(
 ) -> None:
     """In the new process."""
     gc.freeze()  # what the server has imported: see conftest.py
+    faulthandler.enable()
     os.chdir(ROOT)
     os.environ.update(environment)
     if log is not None:

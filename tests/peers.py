@@ -42,7 +42,7 @@ class PeerProcess:
     def started(self) -> None:
         """Wait until it is ready."""
         answer = self.hear()
-        assert answer is not None, "the worker ended before it was ready"
+        assert answer is not None, f"the worker ended before it was ready: {self.process.wait(10.0)}"
         self.addresses, self.peer = answer["addresses"], answer["peer"]
 
     def tell(self, **command: Any) -> None:
@@ -52,7 +52,7 @@ class PeerProcess:
     def ask(self, *, timeout: float = 150.0, **command: Any) -> dict[str, Any]:
         self.tell(**command)
         answer = self.hear(timeout)
-        assert answer is not None, "the worker ended instead of answering"
+        assert answer is not None, f"the worker ended instead of answering: {self.process.wait(10.0)}"
         return answer
 
     def kill(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from copy import copy
@@ -204,11 +205,16 @@ def _custom(expected: type, value: object) -> object:
     return BytesWithPublicKey(value)
 
 
+# The first time that msgspec (0.22) meets a type, another thread that meets it too would end the process.
+_one_at_a_time = threading.Lock()
+
+
 def _conforms(value: object, expected: Any) -> bool:
     if isinstance(value, dict) and get_args(expected)[:1] == (BytesWithPublicKey,):
         value = {key.encode() if isinstance(key, str) else key: item for key, item in value.items()}
     try:
-        msgspec.convert(value, expected, strict=True, dec_hook=_custom)
+        with _one_at_a_time:
+            msgspec.convert(value, expected, strict=True, dec_hook=_custom)
     except msgspec.ValidationError:
         return False
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,9 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
 _NO_MESSAGE = Envelope(_NOTICE, "", 0, 0.0, msgspec.Raw())
 _envelopes, _failures = msgspec.msgpack.Decoder(Envelope), msgspec.msgpack.Decoder(Failure)
 _encode = msgspec.msgpack.Encoder().encode
+# Two threads that show msgspec (0.22) a type for the first time end the process: one decodes with what the other has
+# half made.
+_one_at_a_time = threading.Lock()
 
 
 def _raw(message: msgspec.Struct) -> msgspec.Raw:
@@ -81,7 +85,8 @@ class Service:
         if len(name) > MAX_SERVICE_NAME:
             raise ValueError(f"the service name {name!r} is longer than {MAX_SERVICE_NAME} characters")
         self.name = name
-        self.decoder = msgspec.msgpack.Decoder(messages)
+        with _one_at_a_time:
+            self.decoder = msgspec.msgpack.Decoder(messages)
         self.undecodable = undecodable
 
 
