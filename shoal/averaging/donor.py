@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -21,6 +22,7 @@ from shoal.p2p.sealing import NAME_BYTES
 
 MAX_SNAPSHOTS: Final = 2
 KEEP_SECONDS: Final = 30.0  # a snapshot of which no chunk was asked for so long is dropped
+HASHING_THREADS: Final = 2  # a newcomer waits until all is hashed
 CHUNK_NUMBER_BYTES: Final = 4  # of a chunk's name
 SPARE_SECONDS: Final = 5.0  # one that is being downloaded is not dropped to make room, unless idle for so long
 
@@ -236,6 +238,10 @@ def _payload(snapshot: Snapshot, chunk: StateChunk) -> memoryview:
     return codec.encode(snapshot.buffers[chunk.buffer][chunk.start : chunk.stop])
 
 
+def _digest(payload: memoryview) -> bytes:
+    return blake3(payload).digest()
+
+
 def encoded(snapshot: Snapshot) -> EncodedState:
     """The snapshot as it is sent. Takes as long as its codecs and blake3 do, so it is not for the reactor's thread.
 
@@ -243,7 +249,8 @@ def encoded(snapshot: Snapshot) -> EncodedState:
     """
     shapes = tuple(BufferShape(str(b.dtype).removeprefix("torch."), b.numel()) for b in snapshot.buffers)
     payloads = [_payload(snapshot, chunk) for chunk in state_chunks(len(snapshot.scalars), shapes)]
-    digests = b"".join(blake3(payload).digest() for payload in payloads)
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        digests = b"".join(pool.map(_digest, payloads))
     numbers: dict[str, int] = {}
     runs = tuple(
         (span.stop - span.start, numbers.setdefault(span.codec.name, len(numbers))) for span in snapshot.codecs.spans

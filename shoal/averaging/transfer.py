@@ -35,7 +35,7 @@ from shoal.averaging.errors import AveragingError
 from shoal.averaging.manifest import Manifest, StateChunk, choose
 from shoal.averaging.tip import Tip
 from shoal.compression import CodecPlan, CodecSpan, NoCompression, codec_by_name
-from shoal.flat.memory import bytes_of, zeros
+from shoal.flat.memory import bytes_of, empty
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Leases, Target
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 OFFER_SECONDS: Final = 15.0  # after so long, donors that have offered nothing are not waited for
-WINDOW_BYTES: Final = 6 << 20  # asked of one donor at a time, about; but no more than 4 chunks, nor less than 2
+WINDOW_BYTES: Final = 12 << 20  # asked of one donor at a time, about; but no more than 4 chunks, nor less than 2
 MAX_STALE: Final = 5  # choices that are given up because the swarm goes on without waiting; a snapshot costs its donor
 
 
@@ -154,7 +154,7 @@ class _Fetch:
         window = max(2, min(WINDOW_BYTES // largest, 4))
         self.plan = DownloadPlan(manifest.chunk_digests, donors, window=window, max_outstanding=8 * window)
         try:
-            self.buffers = [zeros(b.numel, getattr(torch, b.dtype)) for b in manifest.buffers]
+            self.buffers = [empty(b.numel, getattr(torch, b.dtype)) for b in manifest.buffers]
         except (RuntimeError, OSError) as error:  # what torch and the kernel raise when there is no memory
             raise DownloadFailed(f"there is no memory for {_title(manifest)}, {manifest.nbytes} bytes") from error
         self.scalars = bytearray(manifest.scalars_nbytes)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.flat import bytes_of, tensor_from
-from shoal.flat.memory import zeros
+from shoal.flat.memory import empty, zeros
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.int8, torch.bool])
@@ -59,3 +59,19 @@ def test_large_memory_is_zeros_and_private_to_the_process():
     assert not large.any()
     large.fill_(1.0)
     assert zeros(3, torch.int16).tolist() == [0, 0, 0]
+
+
+def test_large_memory_is_used_again_when_nobody_refers_to_it() -> None:
+    numel = (4 << 20) + 3  # of a size that no other test has let go of
+    first = zeros(numel, torch.uint8)
+    address, view = first.data_ptr(), bytes_of(first)[7:9]
+    first.fill_(1)
+    del first
+    assert zeros(numel, torch.uint8).data_ptr() != address, "a view of it is left"
+    del view
+    again = zeros(numel, torch.uint8)
+    assert not again.any()
+    del again
+    others = [empty(numel, torch.uint8) for _ in range(4)]
+    assert address in [other.data_ptr() for other in others]
+    assert len({other.data_ptr() for other in others}) == 4
