@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -30,7 +31,7 @@ from benchmarks.workers.shoal_averager import CODECS
 
 ERRORS = {"none": 0.05, "float16": 0.05}  # largest of an element of about 5; float16 rounds them by 0.004
 DEFAULT_CODECS = ("none", "float16", "uniform8bit")
-ERROR = 0.5  # of the other codecs
+ERROR = 0.5  # of the other codecs, Shoal's
 SIDES = ("sealed", "codec", "shoal", "before", "hivemind")
 BUSY_PEERS: dict[Busy, Sequence[int]] = {"": (), "one": (0,), "all": range(PEERS)}
 WARM_UPS = 2
@@ -71,7 +72,9 @@ class Bench:
                 swarm = trial.enter_context(self._make(contender, codec))
                 try:
                     swarm.warm_up(WARM_UPS)
-                    error = swarm.check(ERRORS.get(codec, ERROR))
+                    # hivemind's 8 bit clip the largest elements, by 2.3: reported, not judged.
+                    is_judged = contender.side != "hivemind" or codec in ERRORS
+                    error = swarm.check(ERRORS.get(codec, ERROR) if is_judged else math.inf)
                 except WorkerError as hang:
                     if attempt == STARTS:
                         raise
