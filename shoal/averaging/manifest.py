@@ -161,10 +161,6 @@ class Manifest(msgspec.Struct, frozen=True):
         """What each chunk is, by its number."""
         return list(state_chunks(self.scalars_nbytes, self.buffers))
 
-    def chunk_nbytes(self, chunk: StateChunk) -> int:
-        """What a chunk takes in memory."""
-        return (chunk.stop - chunk.start) * (1 if chunk.buffer is None else self.buffers[chunk.buffer].itemsize)
-
 
 def _nbytes(scalars_nbytes: int, buffers: Sequence[BufferShape]) -> int:
     return scalars_nbytes + sum(buffer.itemsize * buffer.numel for buffer in buffers)

@@ -55,7 +55,6 @@ __all__ = [
 ]
 
 OFFER_SECONDS: Final = 15.0  # after so long, donors that have offered nothing are not waited for
-WINDOW_BYTES: Final = 12 << 20  # asked of one donor at a time, about; but no more than 4 chunks, nor less than 2
 MAX_STALE: Final = 5  # choices that are given up because the swarm goes on without waiting; a snapshot costs its donor
 
 
@@ -150,9 +149,7 @@ class _Fetch:
         self._targets: dict[int, Target] = {}  # of chunks that come as they are
         self.id = manifest.id
         self._chunks = manifest.chunks
-        largest = max((manifest.chunk_nbytes(chunk) for chunk in self._chunks), default=1)
-        window = max(2, min(WINDOW_BYTES // largest, 4))
-        self.plan = DownloadPlan(manifest.chunk_digests, donors, window=window, max_outstanding=8 * window)
+        self.plan = DownloadPlan(manifest.chunk_digests, donors)
         try:
             self.buffers = [empty(b.numel, getattr(torch, b.dtype)) for b in manifest.buffers]
         except (RuntimeError, OSError) as error:  # what torch and the kernel raise when there is no memory
