@@ -72,7 +72,7 @@ class Bench:
                 swarm = trial.enter_context(self._make(contender, codec))
                 try:
                     swarm.warm_up(WARM_UPS)
-                    # hivemind's 8 bit clip the largest elements, by 2.3: reported, not judged.
+                    # hivemind's 8 bit change elements by up to 2.3: reported, not judged.
                     is_judged = contender.side != "hivemind" or codec in ERRORS
                     error = swarm.check(ERRORS.get(codec, ERROR) if is_judged else math.inf)
                 except WorkerError as hang:

@@ -31,8 +31,8 @@ class Channel:
     def notify(
         self, keys: Iterable[bytes], message: msgspec.Struct, buffers: Sequence[Buffer] = (), name: bytes = b""
     ) -> None:
-        """Send `message` to those of these peers that are connected. Buffers may be reused on return, except
-        one with a `name` (see `Transport.send`)."""
+        """Send `message` to those of these peers that are connected. On return the caller may write to `buffers` again,
+        but not to one with a `name` (see `Transport.send`)."""
         self.node.notify([PeerID(key) for key in keys], self._service, message, buffers, name)
 
     async def call(self, key: bytes, message: msgspec.Struct, expect: type[Body], timeout: float) -> Body:

@@ -18,7 +18,7 @@ from shoal.p2p.sealing import KEY_BYTES, Keys, has_aes, suite_of
 
 TOKEN_SECONDS: Final = 60.0
 AGAIN_SECONDS: Final = 1.0  # after which another connection is tried instead of one that did not open
-MAX_KEYS: Final = 2 * MAX_CONNECTIONS  # beside one link, with those of connections that did not open
+MAX_KEYS: Final = 2 * MAX_CONNECTIONS  # of one link; connections that did not open count, too
 MAX_OF_ALL: Final = 1024  # connections; each has two threads
 
 

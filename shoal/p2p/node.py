@@ -246,8 +246,8 @@ class Node:
         buffers: Sequence[Buffer] = (),
         name: bytes = b"",
     ) -> None:
-        """Send `message` to each connected peer of `peers`, expecting no reply. Buffers may be reused on return, except
-        one with a `name` (see `Transport.send`)."""
+        """Send `message` to each connected peer of `peers`, expecting no reply. On return the caller may write to
+        `buffers` again, but not to one with a `name` (see `Transport.send`)."""
         self._post(peers, Envelope(_NOTICE, service.name, 0, 0.0, _raw(message)), buffers, name)
 
     async def call(

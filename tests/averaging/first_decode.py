@@ -11,7 +11,6 @@ from typing import Annotated
 import msgspec
 
 from shoal.averaging.manifest import FORMAT, Manifest
-from shoal.averaging.messages import Message
 from shoal.dht import SchemaValidator
 from shoal.dht.records import NO_SUBKEY, DHTRecord, encode_key, encode_value
 from shoal.p2p.node import Service
@@ -25,7 +24,7 @@ class Inner(msgspec.Struct):
     counts: dict[Short, Annotated[int, msgspec.Meta(ge=0)]] = {}
 
 
-class Value(msgspec.Struct):
+class Value(msgspec.Struct, tag="value"):
     one: Annotated[int, msgspec.Meta(ge=0)]
     inner: Inner
     more: tuple[Inner, ...]
@@ -33,7 +32,7 @@ class Value(msgspec.Struct):
 
 
 MANIFEST = msgspec.msgpack.encode({"digests": b"", "format": FORMAT, "scalars_nbytes": 0, "buffers": [{}]})
-VALUE = {"last": "x", "more": [{"names": ["a"]}], "inner": {"counts": {"a": 1}}, "one": 1}
+VALUE = {"type": "value", "last": "x", "more": [{"names": ["a"]}], "inner": {"counts": {"a": 1}}, "one": 1}
 RECORD = DHTRecord(encode_key("key"), NO_SUBKEY, encode_value(VALUE), 1e12)
 
 
@@ -43,8 +42,7 @@ def manifest() -> None:
 
 
 def service() -> None:
-    with contextlib.suppress(msgspec.MsgspecError):
-        Service("name", Message).decoder.decode(msgspec.msgpack.encode([1, "x", [0, 0], {}, [], b"", 0, "", 3, [1]]))
+    Service("name", Value).decoder.decode(msgspec.msgpack.encode(VALUE))
 
 
 def schema() -> None:

@@ -319,7 +319,7 @@ def test_a_link_does_not_wait_for_what_lanes_owe_to_the_limits():
 
 
 def test_no_more_than_a_bound_waits_for_all_peers_and_who_takes_nothing_goes(monkeypatch):
-    """The one to whom most is queued, and nobody who takes some."""
+    """The link with the longest queue ends; one whose peer still takes bytes does not."""
     monkeypatch.setattr("shoal.p2p.sockets.STUCK_SECONDS", 0.5)
     monkeypatch.setattr("shoal.p2p.sockets.LOOK_INTERVAL", 0.05)
 
