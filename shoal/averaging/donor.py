@@ -15,6 +15,7 @@ from torch import Tensor
 from shoal.averaging.manifest import MAX_CHUNKS, BufferShape, Manifest, StateChunk, state_chunks
 from shoal.averaging.tip import Digest, Tip
 from shoal.compression import CodecPlan
+from shoal.flat.memory import forget_spares
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Node, Reply, Service
@@ -144,6 +145,7 @@ class StateDonor:
             self._sweeper.cancel()
         for id in list(self._held):
             self._drop(id)
+        forget_spares()
 
     def _drop(self, id: bytes) -> None:
         """Hold that state no more; nor does what is queued of it, to a newcomer who reads nothing."""
@@ -207,7 +209,9 @@ class StateDonor:
         for id in [id for id, held in self._held.items() if held.asked + KEEP_SECONDS <= _now()]:
             self._drop(id)
         self._sweeper = None
-        if self._held:
+        if not self._held:
+            forget_spares()
+        else:
             oldest = min(held.asked for held in self._held.values())
             self._sweeper = asyncio.get_running_loop().call_at(oldest + KEEP_SECONDS, self._sweep)
 

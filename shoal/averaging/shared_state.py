@@ -25,7 +25,7 @@ def snapshot_of(
 ) -> Snapshot:
     """A copy of `tensors` in flat memory, with `data` (plain data that msgpack can write), to be sent so. `infos` are
     the tensors' names and roles, if there are any."""
-    memory = FlatBuffer(Layout.of(tensors).on("cpu"))
+    memory = FlatBuffer(Layout.of(tensors).on("cpu"), recycled=True)
     memory.copy_from(tensors)
     layout = msgspec.msgpack.encode(memory.layout.to_wire())
     return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(data), plan_of(compression, memory.layout, infos))

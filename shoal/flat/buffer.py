@@ -19,12 +19,13 @@ class FlatBuffer:
     Args:
         layout: what to allocate. Buffers on the meta device get no memory, as everywhere in torch.
         pinned: allocate CPU memory so that a GPU can reach it directly; needs a GPU.
+        recycled: large CPU memory is used again, see `shoal.flat.memory.zeros`.
     """
 
-    def __init__(self, layout: Layout, *, pinned: bool = False) -> None:
+    def __init__(self, layout: Layout, *, pinned: bool = False, recycled: bool = False) -> None:
         self._layout = layout
         self._flat = tuple(
-            zeros(spec.numel, spec.dtype)
+            zeros(spec.numel, spec.dtype, recycled)
             if spec.device.type == "cpu" and not pinned
             else torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device, pin_memory=spec.device.type == "cpu")
             for spec in layout.buffers

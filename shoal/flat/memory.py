@@ -62,58 +62,74 @@ def tensor_from(data: memoryview, dtype: torch.dtype) -> Tensor:
     return raw.view(dtype)
 
 
-def zeros(numel: int, dtype: torch.dtype) -> Tensor:
-    """A 1-D CPU tensor of zeros, with memory as that of `empty`."""
-    if numel * dtype.itemsize < _LARGE_BYTES:
+def zeros(numel: int, dtype: torch.dtype, recycled: bool = False) -> Tensor:
+    """A 1-D CPU tensor of zeros, with memory as that of `empty`.
+
+    Args:
+        recycled: if it is large, its memory may be that of another recycled one to which nobody refers any more, and
+            becomes a spare itself (see `forget_spares`): for copies that are made one after the other. On a virtual
+            machine that gives free pages back to its host, fresh memory costs 1 s per 400 MB.
+    """
+    nbytes = numel * dtype.itemsize
+    if nbytes < _LARGE_BYTES:
         return torch.zeros(numel, dtype=dtype, device="cpu")
-    tensor, used = _large(numel, dtype)
-    return tensor.zero_() if used else tensor
+    spare = _spare(nbytes) if recycled else None
+    memory = spare or _mapped(nbytes)
+    lent = (ctypes.c_ubyte * nbytes).from_buffer(memory)
+    if recycled:
+        weakref.finalize(lent, _let_go, memory, _spares).atexit = False
+    tensor = torch.frombuffer(lent, dtype=dtype)
+    return tensor.zero_() if spare else tensor
 
 
 def empty(numel: int, dtype: torch.dtype) -> Tensor:
-    """A 1-D CPU tensor with anything in it. If it is large, its memory is in huge pages, if the kernel has them (400 MB
-    of fresh memory are filled in 0.065 s instead of 0.2), and is used again when nobody refers to it any more: on a
-    virtual machine that gives free pages back to its host, fresh memory costs 1 s per 400 MB."""
-    if numel * dtype.itemsize < _LARGE_BYTES:
-        return torch.empty(numel, dtype=dtype, device="cpu")
-    return _large(numel, dtype)[0]
-
-
-def _large(numel: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """The tensor, and whether its memory was used before."""
+    """A 1-D CPU tensor with anything in it. If it is large, its memory is in huge pages, if the kernel has them: 400 MB
+    are filled in 0.065 s instead of 0.2."""
     nbytes = numel * dtype.itemsize
-    memory = spare = _spare(nbytes)
-    if memory is None:
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError, AttributeError):  # a kernel, or a system, without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    lent = (ctypes.c_ubyte * nbytes).from_buffer(memory)
-    weakref.finalize(lent, _let_go, memory).atexit = False
-    return torch.frombuffer(lent, dtype=dtype), spare is not None
+    if nbytes < _LARGE_BYTES:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+    return torch.frombuffer(_mapped(nbytes), dtype=dtype)
 
 
-# What was let go of lately. The kernel may take its pages whenever it needs them.
+def _mapped(nbytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # a kernel, or a system, without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 _spares: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
 
 
-def _let_go(memory: mmap.mmap) -> None:
+def forget_spares() -> None:
+    """The kernel gets back what is kept to be used again: at once what is spare now, the rest when nobody refers to it
+    any more."""
+    global _spares
+    forgotten, _spares = _spares, queue.SimpleQueue()
+    _shorten(forgotten, 0)
+
+
+def _let_go(memory: mmap.mmap, spares: queue.SimpleQueue[mmap.mmap]) -> None:
     """Called in any thread, in the middle of anything: so without a lock."""
-    with suppress(OSError, AttributeError):  # a system that can't take pages back
-        memory.madvise(mmap.MADV_FREE)
-        _spares.put(memory)
-    with suppress(queue.Empty):
-        while _spares.qsize() > _MAX_SPARES:
-            _spares.get_nowait()
+    spares.put(memory)
+    _shorten(spares, _MAX_SPARES if spares is _spares else 0)
+
+
+def _shorten(spares: queue.SimpleQueue[mmap.mmap], length: int) -> None:
+    with suppress(queue.Empty):  # another thread was quicker
+        while spares.qsize() > length:
+            spares.get_nowait()
 
 
 def _spare(nbytes: int) -> mmap.mmap | None:
     """Memory of that size that was let go of."""
-    for _ in range(_spares.qsize()):
+    spares = _spares
+    for _ in range(spares.qsize()):
         with suppress(queue.Empty):  # another thread was quicker
-            memory = _spares.get_nowait()
+            memory = spares.get_nowait()
             if len(memory) == nbytes:
                 return memory
-            _spares.put(memory)
+            spares.put(memory)
     return None
 
 

@@ -129,7 +129,7 @@ class TrainingState:
         tensors = [*self.parameters]
         tensors += [self.optimizer.state[self.parameters[s.parameter]][s.name] for s in statistics]
         tensors += self.extra_tensors
-        memory = FlatBuffer(Layout.of(tensors).on("cpu"))
+        memory = FlatBuffer(Layout.of(tensors).on("cpu"), recycled=True)
         memory.copy_from([tensor.detach() for tensor in tensors])
         if groups is None:
             groups = [self._options(group) for group in self.optimizer.param_groups]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from shoal.flat import bytes_of, tensor_from
-from shoal.flat.memory import empty, zeros
+from shoal.flat.memory import empty, forget_spares, zeros
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.int8, torch.bool])
@@ -61,17 +62,38 @@ def test_large_memory_is_zeros_and_private_to_the_process():
     assert zeros(3, torch.int16).tolist() == [0, 0, 0]
 
 
-def test_large_memory_is_used_again_when_nobody_refers_to_it() -> None:
-    numel = (4 << 20) + 3  # of a size that no other test has let go of
-    first = zeros(numel, torch.uint8)
+def test_recycled_memory_is_used_again_when_nobody_refers_to_it() -> None:
+    numel = (4 << 20) + 3
+    first = zeros(numel, torch.uint8, recycled=True)
     address, view = first.data_ptr(), bytes_of(first)[7:9]
     first.fill_(1)
     del first
-    assert zeros(numel, torch.uint8).data_ptr() != address, "a view of it is left"
+    assert zeros(numel, torch.uint8, recycled=True).data_ptr() != address, "a view of it is left"
     del view
-    again = zeros(numel, torch.uint8)
+    again = zeros(numel, torch.uint8, recycled=True)
     assert not again.any()
     del again
-    others = [empty(numel, torch.uint8) for _ in range(4)]
+    others = [zeros(numel, torch.uint8, recycled=True) for _ in range(4)]
     assert address in [other.data_ptr() for other in others]
     assert len({other.data_ptr() for other in others}) == 4
+    forget_spares()
+
+
+def resident() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) << 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks /proc how much memory is resident")
+def test_large_memory_goes_back_to_the_kernel() -> None:
+    numel = 64 << 20
+    before = resident()
+    late = zeros(numel, torch.uint8, recycled=True).fill_(1)
+    zeros(numel, torch.uint8, recycled=True).fill_(1)
+    zeros(numel, torch.uint8).fill_(1)
+    empty(numel, torch.uint8).fill_(1)
+    assert resident() - before > 1.5 * numel, "what is recycled is not kept"
+    forget_spares()
+    assert resident() - before < 1.5 * numel
+    del late
+    assert resident() - before < 0.5 * numel
