@@ -51,7 +51,7 @@ def test_a_peer_that_stood_still_costs_the_others_the_time_to_notice_and_itself_
         assert not any(ALONE in line for line in log), log
         late = [length for end, length in gaps(history) if hung < end < woke]
         assert max(late) < 4.0 + 4.0 + 5.0, late  # the time-outs by which it is noticed, and what this machine adds
-        # In the round that it stopped in, and when the next is called; in 2 of 50 trials once more (4.4, 4.8 and 5.2 s).
+        # In the round that it stopped in, and when the next is called; once more in 2 of 50 trials (4.4, 4.8, 5.2 s).
         assert sorted(late)[-4] < 4.0, late
     by_epoch(histories)
 
