@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from shoal.averaging.averager import DecentralizedAverager as DecentralizedAverager
     from shoal.averaging.control import AveragingStage as AveragingStage
     from shoal.averaging.control import StepControl as StepControl
-    from shoal.averaging.errors import AveragingError as AveragingError
     from shoal.averaging.report import RoundReport as RoundReport
     from shoal.dht.dht import DHT as DHT
     from shoal.dht.records import ValueWithExpiration as ValueWithExpiration
@@ -40,11 +39,12 @@ if TYPE_CHECKING:
     from shoal.sharding.join import Joinable as Joinable
     from shoal.sharding.join import JoinHook as JoinHook
     from shoal.sharding.zero import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from shoal.swarm.protocol.errors import AveragingError as AveragingError
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AveragingError": "shoal.averaging.errors",
+    "AveragingError": "shoal.swarm.protocol.errors",
     "AveragingStage": "shoal.averaging.control",
     "ContiguousParams": "shoal.flat.contiguous",
     "DHT": "shoal.dht.dht",

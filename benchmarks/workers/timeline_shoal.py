@@ -12,9 +12,9 @@ import torch
 
 import shoal
 from benchmarks.workers.timeline import TARGET, Marks, make_model, train
-from shoal.averaging.following import Following
-from shoal.averaging.round import RoundDriver
-from shoal.averaging.swarm import Swarm
+from shoal.swarm.following import Following
+from shoal.swarm.round import RoundDriver
+from shoal.swarm.swarm import Swarm
 
 
 def watch(marks: Marks) -> None:

@@ -1,5 +1,5 @@
-"""Averaging a vector among the peers of a run, so that all of them end with the same bits. Leans on flat, compression,
-p2p and dht.
+"""The bytes of a round, and the public averagers: the peers of a run average a vector, and all end with the same bits.
+Depends on `flat`, `compression`, `swarm` and `transfer`.
 
 What this room promises to `optim`:
 
@@ -9,11 +9,8 @@ What this room promises to `optim`:
 - one lost peer, in any role and at any moment, costs the time to notice it and the chunks that only it had;
 - a peer that breaks the rules is left out with a reason that it is told, and the round of the others goes on.
 
-How to read it: `tip.py`, `member.py` and `messages.py` are the words; `membership.py`, `coordinator.py`,
-`participant.py`, `rules.py`, `plan.py` and `book.py` decide (plain classes: events in, actions out, no I/O, no torch);
-`swarm.py` and `coordination.py` drive them on a `shoal.p2p.Node`; `exchange.py` moves and sums the bytes;
-`manifest.py`, `download.py` and `transfer.py` hand a whole state to a newcomer; `averager.py` and `control.py` are the
-public face.
+How to read it: `exchange.py` moves and sums the bytes of a round, `stepping.py` takes an averager's steps through
+rounds, `averager.py` and `control.py` are the public classes. The protocol is in `shoal.swarm`.
 """
 
 from __future__ import annotations
@@ -25,19 +22,19 @@ if TYPE_CHECKING:
     from shoal.averaging.averager import DecentralizedAverager as DecentralizedAverager
     from shoal.averaging.control import AveragingStage as AveragingStage
     from shoal.averaging.control import StepControl as StepControl
-    from shoal.averaging.errors import AveragingError as AveragingError
-    from shoal.averaging.load_balancing import load_balance_peers as load_balance_peers
-    from shoal.averaging.member import Role as Role
     from shoal.averaging.report import RoundReport as RoundReport
+    from shoal.swarm.protocol.errors import AveragingError as AveragingError
+    from shoal.swarm.protocol.load_balancing import load_balance_peers as load_balance_peers
+    from shoal.swarm.protocol.member import Role as Role
 
 _HOMES = {
-    "AveragingError": "errors",
-    "AveragingStage": "control",
-    "DecentralizedAverager": "averager",
-    "Role": "member",
-    "RoundReport": "report",
-    "StepControl": "control",
-    "load_balance_peers": "load_balancing",
+    "AveragingError": "shoal.swarm.protocol.errors",
+    "AveragingStage": "shoal.averaging.control",
+    "DecentralizedAverager": "shoal.averaging.averager",
+    "Role": "shoal.swarm.protocol.member",
+    "RoundReport": "shoal.averaging.report",
+    "StepControl": "shoal.averaging.control",
+    "load_balance_peers": "shoal.swarm.protocol.load_balancing",
 }
 __all__ = [*_HOMES]
 
@@ -46,4 +43,4 @@ def __getattr__(name: str) -> Any:
     # Imported when it is used: the rest of this room needs no torch.
     if name not in _HOMES:
         raise AttributeError(f"module 'shoal.averaging' has no attribute {name!r}")
-    return getattr(import_module(f"shoal.averaging.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)

@@ -14,13 +14,7 @@ from typing import Any, Literal, overload
 import torch
 
 from shoal.averaging.control import Gathered, StepControl
-from shoal.averaging.directory import DHTDirectory, Directory
-from shoal.averaging.donor import EncodedState, Snapshot, StateDonor, encoded
-from shoal.averaging.errors import AveragingError
 from shoal.averaging.exchange import compute_serially
-from shoal.averaging.gathered import encode_gathered
-from shoal.averaging.member import Member, Role
-from shoal.averaging.messages import Terms
 from shoal.averaging.options import (
     check_bits,
     check_group,
@@ -30,16 +24,22 @@ from shoal.averaging.options import (
     described,
     term_of,
 )
-from shoal.averaging.plan import largest_chunk
-from shoal.averaging.rules import Rules
 from shoal.averaging.shared_state import snapshot_of, state_of
 from shoal.averaging.stepping import Stepping
-from shoal.averaging.swarm import Swarm
-from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import Downloaded, NothingShared, download_state
 from shoal.compression import Compression, CompressionInfo, NoCompression
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
+from shoal.swarm.directory import DHTDirectory, Directory
+from shoal.swarm.gathered import encode_gathered
+from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.member import Member, Role
+from shoal.swarm.protocol.messages import Terms
+from shoal.swarm.protocol.plan import largest_chunk
+from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.swarm import Swarm
+from shoal.transfer.donor import EncodedState, Snapshot, StateDonor, encoded
+from shoal.transfer.transfer import Downloaded, NothingShared, download_state
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from enum import Enum
 from typing import Any
 
-from shoal.averaging.tip import Tip
 from shoal.dht.records import get_dht_time
 from shoal.p2p.identity import PeerID
+from shoal.swarm.protocol.tip import Tip
 
 log = logging.getLogger(__name__)
 

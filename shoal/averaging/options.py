@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from shoal.averaging.control import check_weight
-from shoal.averaging.tensors import Tensors
 from shoal.compression import CompressionInfo
+from shoal.swarm.protocol.tensors import Tensors
 
 
 def check_group(target: int | None, least: int) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.averaging.contribution import Outcome
 from shoal.p2p.identity import PeerID
+from shoal.swarm.contribution import Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.averaging.donor import Snapshot
-from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import Downloaded
 from shoal.averaging.vector import plan_of
 from shoal.compression import Compression, CompressionInfo, NoCompression
 from shoal.flat import FlatBuffer, Layout
+from shoal.swarm.protocol.tip import Tip
+from shoal.transfer.donor import Snapshot
+from shoal.transfer.transfer import Downloaded
 
 
 def snapshot_of(

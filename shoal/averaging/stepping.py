@@ -14,24 +14,24 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-from shoal.averaging.contribution import Contribution, Outcome
 from shoal.averaging.control import AveragingStage, Gathered, StepControl
-from shoal.averaging.directory import DHTDirectory, Directory
-from shoal.averaging.errors import AveragingError, Behind, Rejected
-from shoal.averaging.gathered import told
 from shoal.averaging.hold import Hold
 from shoal.averaging.options import check_bits
 from shoal.averaging.report import RoundReport
-from shoal.averaging.rules import Rules
-from shoal.averaging.runs import Runs, next_bits
-from shoal.averaging.swarm import Swarm
-from shoal.averaging.tip import Tip
 from shoal.averaging.vector import Vector
 from shoal.compression import Compression, CompressionInfo
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.flat import FlatBuffer
 from shoal.p2p.identity import PeerID
+from shoal.swarm.contribution import Contribution, Outcome
+from shoal.swarm.directory import DHTDirectory, Directory
+from shoal.swarm.gathered import told
+from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
+from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.runs import Runs, next_bits
+from shoal.swarm.swarm import Swarm
 
 log = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.averaging.contribution import Fault, SendTo
 from shoal.averaging.exchange import Exchange
-from shoal.averaging.messages import Begin
 from shoal.compression import CodecPlan, Compression, CompressionInfo
 from shoal.flat import FlatBuffer, Layout
+from shoal.swarm.contribution import Fault, SendTo
+from shoal.swarm.protocol.messages import Begin
 
 
 class Vector:

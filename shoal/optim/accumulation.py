@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from shoal.averaging.errors import Behind
 from shoal.flat import grad_of
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradients import Gradients, HeldGradients, lost_gradient
 from shoal.optim.own_gradients import AveragerGradients
 from shoal.optim.replica import Replica
 from shoal.optim.run import Run
+from shoal.swarm.protocol.errors import Behind
 
 log = logging.getLogger(__name__)
 

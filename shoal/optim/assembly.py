@@ -9,11 +9,7 @@ import torch
 from blake3 import blake3
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.averaging.messages import Terms
 from shoal.averaging.options import described, term_of
-from shoal.averaging.plan import largest_chunk
-from shoal.averaging.rules import Rules
-from shoal.averaging.tensors import Tensors
 from shoal.dht.dht import DHT
 from shoal.flat import Layout
 from shoal.optim.grad_averager import GradientAveragerFactory
@@ -23,6 +19,10 @@ from shoal.optim.own_gradients import AveragerGradients
 from shoal.optim.replica import Replica
 from shoal.optim.run import Run
 from shoal.optim.settings import Settings
+from shoal.swarm.protocol.messages import Terms
+from shoal.swarm.protocol.plan import largest_chunk
+from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.tensors import Tensors
 
 
 def make_gradients(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from shoal.averaging.contribution import Contribution
-from shoal.averaging.errors import AveragingError, Rejected
-from shoal.averaging.tip import Tip
 from shoal.optim.epochs import Epochs
 from shoal.optim.machine import Machine
 from shoal.optim.progress import RunProgress
@@ -16,6 +13,9 @@ from shoal.optim.reports import Event, report_of
 from shoal.optim.run import Run
 from shoal.optim.settings import Settings
 from shoal.optim.vector import EpochVector
+from shoal.swarm.contribution import Contribution
+from shoal.swarm.protocol.errors import AveragingError, Rejected
+from shoal.swarm.protocol.tip import Tip
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shoal.averaging.errors import AveragingError, Behind, Rejected
-from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import DownloadFailed
 from shoal.optim.accumulation import Accumulation
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.handover import Handover
@@ -20,6 +17,9 @@ from shoal.optim.run import Run
 from shoal.optim.settings import Settings
 from shoal.optim.update import Averaged, Background, EpochEnd
 from shoal.p2p.identity import PeerID
+from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
+from shoal.swarm.protocol.tip import Tip
+from shoal.transfer.transfer import DownloadFailed
 
 log = logging.getLogger(__name__)
 

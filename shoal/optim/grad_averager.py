@@ -11,11 +11,11 @@ import torch
 
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import Gathered, StepControl
-from shoal.averaging.errors import AveragingError
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
 from shoal.flat import FlatBuffer, Layout, is_finite
 from shoal.optim.gradients import HeldGradients, lost_gradient
+from shoal.swarm.protocol.errors import AveragingError
 
 log = logging.getLogger(__name__)
 

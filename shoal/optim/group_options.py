@@ -26,9 +26,9 @@ import torch
 from blake3 import blake3
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.averaging.messages import MAX_OPTIONS_BYTES
 from shoal.optim.offload import HostCopy
 from shoal.optim.plain import plain
+from shoal.swarm.protocol.messages import MAX_OPTIONS_BYTES
 
 log = logging.getLogger(__name__)
 

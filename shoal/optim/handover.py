@@ -7,10 +7,6 @@ import contextlib
 import logging
 from collections.abc import Collection, Sequence
 
-from shoal.averaging.donor import EncodedState, encoded
-from shoal.averaging.errors import Rejected
-from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import NothingWanted
 from shoal.optim.machine import Machine
 from shoal.optim.replica import Replica
 from shoal.optim.reports import DownloadReport
@@ -19,6 +15,10 @@ from shoal.optim.settings import Settings
 from shoal.optim.update import Background
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
+from shoal.swarm.protocol.errors import Rejected
+from shoal.swarm.protocol.tip import Tip
+from shoal.transfer.donor import EncodedState, encoded
+from shoal.transfer.transfer import NothingWanted
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,6 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.averaging.errors import AveragingError
-from shoal.averaging.tip import Tip
 from shoal.compression import Compression
 from shoal.dht.dht import DHT
 from shoal.optim import epoch_scheduler, options
@@ -32,6 +30,8 @@ from shoal.optim.reports import Event, ReachabilityReport, reachability_report_o
 from shoal.optim.settings import Settings, check_samples, check_times
 from shoal.optim.update import Background, EpochEnd
 from shoal.optim.vector import EpochVector
+from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.tip import Tip
 
 log = logging.getLogger(__name__)
 

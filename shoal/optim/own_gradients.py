@@ -13,8 +13,8 @@ import torch
 from blake3 import blake3
 
 from shoal.averaging.control import StepControl
-from shoal.averaging.errors import AveragingError, Behind, Rejected
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
+from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 
 log = logging.getLogger(__name__)
 

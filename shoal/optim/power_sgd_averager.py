@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from shoal.averaging.contribution import Outcome
 from shoal.averaging.control import StepControl
-from shoal.averaging.directory import Unlisted
-from shoal.averaging.errors import AveragingError, Behind
 from shoal.averaging.hold import Hold
-from shoal.averaging.messages import Begin
-from shoal.averaging.swarm import Swarm
 from shoal.averaging.vector import Vector
 from shoal.dht.dht import DHT
 from shoal.flat import Layout, bytes_of
 from shoal.optim.grad_averager import GradientAverager
+from shoal.swarm.contribution import Outcome
+from shoal.swarm.directory import Unlisted
+from shoal.swarm.protocol.errors import AveragingError, Behind
+from shoal.swarm.protocol.messages import Begin
+from shoal.swarm.swarm import Swarm
 
 Tensors = list[torch.Tensor]
 

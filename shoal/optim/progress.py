@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shoal.averaging.errors import AveragingError
-from shoal.averaging.member import Role
-from shoal.averaging.messages import Count, Progress
-from shoal.averaging.swarm import Swarm
-from shoal.averaging.tip import Tip
 from shoal.dht.records import get_dht_time
 from shoal.optim.performance import PerformanceEMA, StepTime
 from shoal.optim.refresh import Refresh
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.reactor import Reactor
+from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.member import Role
+from shoal.swarm.protocol.messages import Count, Progress
+from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.swarm import Swarm
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ class RunProgress:
     Reporting costs the trainer nothing until the answer can matter: only when the target may be reached in this peer's
     next step, by what the coordinator last said and the rate at which the others go, is its answer waited for. If then
     the others need no more of this peer's samples, it waits for the end of the epoch rather than beginning a step
-    whose samples would come too late (`shoal.averaging.pace`). The epoch itself ends on samples that were reported,
-    never on an estimate.
+    whose samples would come too late (`shoal.swarm.protocol.pace`). The epoch itself ends on samples that were
+    reported, never on an estimate.
 
     Args:
         swarm: the run.

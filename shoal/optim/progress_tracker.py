@@ -11,17 +11,17 @@ from contextlib import contextmanager
 
 from blake3 import blake3
 
-from shoal.averaging.directory import DHTDirectory
-from shoal.averaging.errors import Behind
-from shoal.averaging.member import MAX_ADDRESSES, Member, Role
-from shoal.averaging.messages import Terms
-from shoal.averaging.rules import Rules
-from shoal.averaging.swarm import Swarm
-from shoal.averaging.tip import Tip
 from shoal.dht.dht import DHT
 from shoal.optim.performance import PerformanceEMA
 from shoal.optim.progress import GlobalProgress, LocalProgress, RunProgress
 from shoal.optim.refresh import Refresh
+from shoal.swarm.directory import DHTDirectory
+from shoal.swarm.protocol.errors import Behind
+from shoal.swarm.protocol.member import MAX_ADDRESSES, Member, Role
+from shoal.swarm.protocol.messages import Terms
+from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.swarm import Swarm
 
 log = logging.getLogger(__name__)
 

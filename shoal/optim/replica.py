@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.averaging.donor import Snapshot
-from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import Downloaded
 from shoal.compression import Compression, NoCompression, TensorRole
 from shoal.flat import Layout, pick_kernels
 from shoal.optim.gradients import Gradients
@@ -21,6 +18,9 @@ from shoal.optim.offload import HostCopy
 from shoal.optim.placement import Placement
 from shoal.optim.shared import SharedTensors
 from shoal.optim.state import TrainingState
+from shoal.swarm.protocol.tip import Tip
+from shoal.transfer.donor import Snapshot
+from shoal.transfer.transfer import Downloaded
 
 MANIFEST_BYTES = 1 << 26
 """For the options, counters and padding of a downloaded state."""

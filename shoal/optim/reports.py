@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.averaging.contribution import Outcome
-from shoal.averaging.reach import Reachability
+from shoal.swarm.contribution import Outcome
+from shoal.swarm.protocol.reach import Reachability
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,21 +10,21 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
-from shoal.averaging.contribution import Contribution, Outcome
-from shoal.averaging.directory import DHTDirectory
-from shoal.averaging.donor import EncodedState, StateDonor
-from shoal.averaging.errors import AveragingError
 from shoal.averaging.exchange import compute_serially
-from shoal.averaging.member import MAX_ADDRESSES, Member, Role
-from shoal.averaging.messages import Terms
-from shoal.averaging.reach import Reachability
-from shoal.averaging.rules import Rules
-from shoal.averaging.swarm import JOIN_TIMEOUT, Swarm
-from shoal.averaging.tensors import Tensors
-from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import Downloaded, download_state
 from shoal.dht.dht import DHT
 from shoal.p2p.identity import PeerID
+from shoal.swarm.contribution import Contribution, Outcome
+from shoal.swarm.directory import DHTDirectory
+from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.member import MAX_ADDRESSES, Member, Role
+from shoal.swarm.protocol.messages import Terms
+from shoal.swarm.protocol.reach import Reachability
+from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.tensors import Tensors
+from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.swarm import JOIN_TIMEOUT, Swarm
+from shoal.transfer.donor import EncodedState, StateDonor
+from shoal.transfer.transfer import Downloaded, download_state
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

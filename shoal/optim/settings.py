@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from shoal.averaging.member import Role
 from shoal.averaging.options import term_of
-from shoal.averaging.rules import Rules
 from shoal.compression import Compression, NoCompression
+from shoal.swarm.protocol.member import Role
+from shoal.swarm.protocol.rules import Rules
 
 MAX_SECONDS = 86400
 

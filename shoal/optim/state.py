@@ -10,13 +10,13 @@ import torch
 from blake3 import blake3
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.averaging.donor import Snapshot
-from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import Downloaded
 from shoal.compression import Compression, TensorRole
 from shoal.flat import FlatBuffer, Layout, bytes_of
 from shoal.optim.group_options import KERNELS
 from shoal.optim.plain import plain, restored
+from shoal.swarm.protocol.tip import Tip
+from shoal.transfer.donor import Snapshot
+from shoal.transfer.transfer import Downloaded
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 

@@ -13,9 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import Gathered, StepControl
-from shoal.averaging.donor import EncodedState, Snapshot, encoded
-from shoal.averaging.errors import AveragingError
-from shoal.averaging.tip import Tip
 from shoal.dht.dht import DHT
 from shoal.optim import options
 from shoal.optim.guarded_state import GuardedState
@@ -23,6 +20,9 @@ from shoal.optim.local_state import LocalState
 from shoal.optim.settings import check_names
 from shoal.optim.state_update import StateUpdate
 from shoal.p2p.errors import Refused
+from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.tip import Tip
+from shoal.transfer.donor import EncodedState, Snapshot, encoded
 
 log = logging.getLogger(__name__)
 

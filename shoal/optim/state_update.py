@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shoal.averaging.control import Gathered, StepControl
-from shoal.averaging.errors import AveragingError
+from shoal.swarm.protocol.errors import AveragingError
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,6 @@ from dataclasses import dataclass
 import torch
 from blake3 import blake3
 
-from shoal.averaging.contribution import Contribution, Outcome
-from shoal.averaging.errors import AveragingError, Behind, Rejected
-from shoal.averaging.rules import Rules
-from shoal.averaging.tip import Tip
 from shoal.optim.gradients import Gradients
 from shoal.optim.machine import Machine
 from shoal.optim.replica import Replica
@@ -22,6 +18,10 @@ from shoal.optim.run import Run
 from shoal.optim.settings import Settings
 from shoal.optim.vector import EpochVector
 from shoal.p2p.identity import PeerID
+from shoal.swarm.contribution import Contribution, Outcome
+from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
+from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.tip import Tip
 
 log = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from shoal.averaging.book import RuleBroken
-from shoal.averaging.contribution import Fault, SendTo
 from shoal.averaging.exchange import Exchange
-from shoal.averaging.messages import Begin
-from shoal.averaging.rules import Rules
 from shoal.compression import CodecPlan
 from shoal.optim.gradients import GradientBuffers, Gradients
 from shoal.optim.replica import Replica
+from shoal.swarm.contribution import Fault, SendTo
+from shoal.swarm.protocol.book import RuleBroken
+from shoal.swarm.protocol.messages import Begin
+from shoal.swarm.protocol.rules import Rules
 
 
 class EpochVector:

@@ -9,9 +9,9 @@ from typing import Any
 
 from blake3 import blake3
 
-from shoal.averaging.book import Book, RuleBroken
-from shoal.averaging.coordinator import Coordinator, Phase, Send
-from shoal.averaging.messages import (
+from shoal.swarm.protocol.book import Book, RuleBroken
+from shoal.swarm.protocol.coordinator import Coordinator, Phase, Send
+from shoal.swarm.protocol.messages import (
     Abort,
     Begin,
     Commit,
@@ -25,8 +25,8 @@ from shoal.averaging.messages import (
     Survey,
     Terms,
 )
-from shoal.averaging.participant import Participant
-from shoal.averaging.tip import Tip
+from shoal.swarm.protocol.participant import Participant
+from shoal.swarm.protocol.tip import Tip
 from tests.averaging.rounds import RULES, chunks_of, member
 
 

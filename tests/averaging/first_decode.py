@@ -10,10 +10,10 @@ from typing import Annotated
 
 import msgspec
 
-from shoal.averaging.manifest import FORMAT, Manifest
 from shoal.dht import SchemaValidator
 from shoal.dht.records import NO_SUBKEY, DHTRecord, encode_key, encode_value
 from shoal.p2p.node import Service
+from shoal.transfer.manifest import FORMAT, Manifest
 
 THREADS = 6
 Short = Annotated[str, msgspec.Meta(max_length=9)]

@@ -12,10 +12,10 @@ import torch
 import shoal
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.exchange import Exchange
-from shoal.averaging.member import Role
-from shoal.averaging.messages import Begin, Part, Result
-from shoal.averaging.swarm import Swarm
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, RoleAdaptiveCompression, TensorRole
+from shoal.swarm.protocol.member import Role
+from shoal.swarm.protocol.messages import Begin, Part, Result
+from shoal.swarm.swarm import Swarm
 from tests.averaging.test_averager import averagers
 
 pytestmark = pytest.mark.usefixtures("all_are_here")

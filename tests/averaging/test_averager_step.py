@@ -13,10 +13,10 @@ import torch
 
 import shoal
 from shoal.averaging.averager import DecentralizedAverager
-from shoal.averaging.contribution import Outcome
 from shoal.averaging.control import StepControl
-from shoal.averaging.gathered import decode_gathered, encode_gathered, told
-from shoal.averaging.messages import Commit
+from shoal.swarm.contribution import Outcome
+from shoal.swarm.gathered import decode_gathered, encode_gathered, told
+from shoal.swarm.protocol.messages import Commit
 from tests.averaging.rounds import TIP, begin_of, digest, keys, member, members
 from tests.averaging.test_averager import averagers
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.averaging.book import WINDOW, Book, RuleBroken, root_of
-from shoal.averaging.member import Member, Role
-from shoal.averaging.messages import Begin, Repair, Source
-from shoal.averaging.tip import Ballot
+from shoal.swarm.protocol.book import WINDOW, Book, RuleBroken, root_of
+from shoal.swarm.protocol.member import Member, Role
+from shoal.swarm.protocol.messages import Begin, Repair, Source
+from shoal.swarm.protocol.tip import Ballot
 from tests.averaging.rounds import begin_of, chunks_of, digest, key, keys, member, members
 
 PLAN = Ballot(1, key(1))

@@ -7,7 +7,7 @@ import torch
 
 import shoal
 from shoal.averaging.exchange import Exchange
-from shoal.averaging.messages import Repair, Source
+from shoal.swarm.protocol.messages import Repair, Source
 from tests.averaging.compressions import BY_SIZE, COMPRESSIONS, LOSSY
 from tests.averaging.test_averager import averagers, weighted_mean
 

@@ -10,10 +10,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace as replace_struct
 
-from shoal.averaging.book import RuleBroken, root_of
-from shoal.averaging.coordinator import REMINDER_SECONDS, Coordinator, Phase, Send
-from shoal.averaging.member import MAX_MEMBERS, Member, Role
-from shoal.averaging.messages import (
+from shoal.p2p.transport import MAX_BUFFER_BYTES
+from shoal.swarm.protocol.book import RuleBroken, root_of
+from shoal.swarm.protocol.coordinator import REMINDER_SECONDS, Coordinator, Phase, Send
+from shoal.swarm.protocol.member import MAX_MEMBERS, Member, Role
+from shoal.swarm.protocol.messages import (
     MAX_GATHER_BYTES,
     Abort,
     Begin,
@@ -26,9 +27,8 @@ from shoal.averaging.messages import (
     Source,
     Survey,
 )
-from shoal.averaging.rules import Rules
-from shoal.averaging.tip import Ballot
-from shoal.p2p.transport import MAX_BUFFER_BYTES
+from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.tip import Ballot
 from tests.averaging.rounds import (
     RULES,
     TIP,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.averaging import early
-from shoal.averaging.early import EarlyChunks
-from shoal.averaging.messages import Part
-from shoal.averaging.tip import Ballot
 from shoal.p2p.errors import Refused
+from shoal.swarm import early
+from shoal.swarm.early import EarlyChunks
+from shoal.swarm.protocol.messages import Part
+from shoal.swarm.protocol.tip import Ballot
 from tests.averaging.rounds import key, member
 
 THIS, OTHER = b"r" * 16, b"s" * 16

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from shoal.averaging.membership import Membership
-from shoal.averaging.messages import Commit
-from shoal.averaging.neighbourhood import Neighbourhood
-from shoal.averaging.participant import Participant
+from shoal.swarm.neighbourhood import Neighbourhood
+from shoal.swarm.protocol.membership import Membership
+from shoal.swarm.protocol.messages import Commit
+from shoal.swarm.protocol.participant import Participant
 from tests.averaging.rounds import TERMS, TIP, key, keys, member, members
 
 

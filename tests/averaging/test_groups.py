@@ -9,7 +9,7 @@ import torch
 
 import shoal
 from shoal.averaging.averager import DecentralizedAverager
-from shoal.averaging.runs import next_bits
+from shoal.swarm.runs import next_bits
 from tests.averaging.rounds import begin_of, key, members
 from tests.averaging.test_averager import averagers
 

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.averaging.book import root_of
 from shoal.averaging.exchange import Exchange
-from shoal.averaging.fetching import serve
-from shoal.averaging.messages import Begin, Carries, Fetch, Part, Repair, Result, Source, name_of
-from shoal.averaging.plan import SMALLEST_CHUNK
-from shoal.averaging.tip import Ballot
 from shoal.compression import Codec, Float16Compression
 from shoal.flat import bytes_of
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Leases
 from shoal.p2p.node import Reply
+from shoal.swarm.fetching import serve
+from shoal.swarm.protocol.book import root_of
+from shoal.swarm.protocol.messages import Begin, Carries, Fetch, Part, Repair, Result, Source, name_of
+from shoal.swarm.protocol.plan import SMALLEST_CHUNK
+from shoal.swarm.protocol.tip import Ballot
 from tests.averaging.rounds import begin_of, key, members
 from tests.codecs import codecs_of
 

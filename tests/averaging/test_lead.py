@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import pytest
 
-from shoal.averaging import lead as lead_module
-from shoal.averaging.coordinator import Coordinator, Phase
-from shoal.averaging.lead import Lead
-from shoal.averaging.member import Member
-from shoal.averaging.messages import Abort, Broken, Have, Survey
-from shoal.averaging.neighbourhood import Neighbourhood
 from shoal.p2p.errors import Refused
 from shoal.p2p.node import Reply
+from shoal.swarm import lead as lead_module
+from shoal.swarm.lead import Lead
+from shoal.swarm.neighbourhood import Neighbourhood
+from shoal.swarm.protocol.coordinator import Coordinator, Phase
+from shoal.swarm.protocol.member import Member
+from shoal.swarm.protocol.messages import Abort, Broken, Have, Survey
 from tests.averaging.rounds import RULES, TIP, have_of, join_of, key, keys, member, members
 
 

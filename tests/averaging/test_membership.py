@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.averaging.member import MAX_MEMBERS, Member, Role
-from shoal.averaging.membership import Membership
+from shoal.swarm.protocol.member import MAX_MEMBERS, Member, Role
+from shoal.swarm.protocol.membership import Membership
 from tests.averaging.rounds import key, member, members
 
 ME = member(0)

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.averaging.donor import transfer_service
-from shoal.averaging.member import MAX_ADDRESSES, MAX_MEMBERS, Member, Role
-from shoal.averaging.messages import (
+from shoal.p2p.multiaddr import MAX_LENGTH
+from shoal.p2p.node import Envelope
+from shoal.swarm.protocol.member import MAX_ADDRESSES, MAX_MEMBERS, Member, Role
+from shoal.swarm.protocol.messages import (
     MAX_CHUNK_ELEMENTS,
     MAX_CHUNKS,
     MAX_OPTIONS,
@@ -48,9 +49,8 @@ from shoal.averaging.messages import (
     Unjoin,
     Waiting,
 )
-from shoal.averaging.tip import Ballot, Tip
-from shoal.p2p.multiaddr import MAX_LENGTH
-from shoal.p2p.node import Envelope
+from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.transfer.donor import transfer_service
 from tests.averaging.rounds import TIP, begin_of, digest, have_of, join_of, key, keys, member, members
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # all that `Node` takes for a refusal

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal.averaging.coordinator import Coordinator, Phase
+from shoal.swarm.protocol.coordinator import Coordinator, Phase
 from tests.averaging.brains import Brain, Wire
 from tests.averaging.rounds import RULES, TIP, join_of, key, member
 

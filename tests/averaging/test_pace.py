@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.averaging.pace import LATE, Pace
+from shoal.swarm.protocol.pace import LATE, Pace
 
 A, B, C = b"a", b"b", b"c"
 

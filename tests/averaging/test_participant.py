@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.averaging.book import RuleBroken
-from shoal.averaging.member import Role
-from shoal.averaging.messages import Begin, Commit, Repair, Survey
-from shoal.averaging.participant import Participant
-from shoal.averaging.tip import Ballot, Tip
+from shoal.swarm.protocol.book import RuleBroken
+from shoal.swarm.protocol.member import Role
+from shoal.swarm.protocol.messages import Begin, Commit, Repair, Survey
+from shoal.swarm.protocol.participant import Participant
+from shoal.swarm.protocol.tip import Ballot, Tip
 from tests.averaging.rounds import TIP, begin_of, digest, key, member, members
 
 ME = key(2)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.averaging.coordinator import Phase
-from shoal.averaging.messages import Begin
+from shoal.swarm.protocol.coordinator import Phase
+from shoal.swarm.protocol.messages import Begin
 from tests.averaging.rounds import RULES, key
 from tests.averaging.test_coordinator import gathering, join
 

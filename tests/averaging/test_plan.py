@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.averaging.load_balancing import best_shares
-from shoal.averaging.member import Member, Role
-from shoal.averaging.messages import MAX_CHUNK_ELEMENTS, MAX_CHUNKS
-from shoal.averaging.plan import (
+from shoal.p2p.transport import MAX_BUFFER_BYTES
+from shoal.swarm.protocol.load_balancing import best_shares
+from shoal.swarm.protocol.member import Member, Role
+from shoal.swarm.protocol.messages import MAX_CHUNK_ELEMENTS, MAX_CHUNKS
+from shoal.swarm.protocol.plan import (
     CHUNK_ELEMENTS,
     SMALLEST_CHUNK,
     ChunkSpan,
@@ -21,7 +22,6 @@ from shoal.averaging.plan import (
     divide,
     largest_chunk,
 )
-from shoal.p2p.transport import MAX_BUFFER_BYTES
 from tests.averaging.rounds import member
 
 groups = st.lists(

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from shoal.averaging.member import MAX_MEMBERS, Member, Role
-from shoal.averaging.reach import Reach, Reachability
+from shoal.swarm.protocol.member import MAX_MEMBERS, Member, Role
+from shoal.swarm.protocol.reach import Reach, Reachability
 from tests.averaging.rounds import key, member, members
 
 ME = member(0)

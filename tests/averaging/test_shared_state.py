@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import torch
 
-from shoal.averaging.donor import Snapshot
-from shoal.averaging.manifest import BufferShape, Manifest
 from shoal.averaging.shared_state import snapshot_of, state_of
-from shoal.averaging.transfer import Downloaded
+from shoal.transfer.donor import Snapshot
+from shoal.transfer.manifest import BufferShape, Manifest
+from shoal.transfer.transfer import Downloaded
 from tests.averaging.rounds import TIP
 
 

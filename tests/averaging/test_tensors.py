@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.averaging.tensors import Tensors, difference, encode_tensors
+from shoal.swarm.protocol.tensors import Tensors, difference, encode_tensors
 
 MINE = [
     Tensors("parameters", ["float32[2, 3]", "float32[3]"], ["weight", "bias"]),

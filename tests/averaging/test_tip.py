@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.averaging.tip import Ballot, Tip
+from shoal.swarm.protocol.tip import Ballot, Tip
 from tests.averaging.rounds import TIP, digest, key
 
 digests = st.binary(min_size=32, max_size=32)

@@ -11,18 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shoal.averaging.donor import KEEP_SECONDS, Chunk, GetChunk, GetManifest, Offer, chunk_name, transfer_service
-from shoal.averaging.manifest import CHUNK_ELEMENTS, LARGE_BYTES, BufferShape, Manifest
-from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import (
-    Downloaded,
-    DownloadFailed,
-    EncodedState,
-    Snapshot,
-    StateDonor,
-    download_state,
-    encoded,
-)
 from shoal.compression import Codec, Float16Compression
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import Identity, PeerID
@@ -31,6 +19,18 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Answer, Node, Reply
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from shoal.swarm.protocol.tip import Tip
+from shoal.transfer.donor import KEEP_SECONDS, Chunk, GetChunk, GetManifest, Offer, chunk_name, transfer_service
+from shoal.transfer.manifest import CHUNK_ELEMENTS, LARGE_BYTES, BufferShape, Manifest
+from shoal.transfer.transfer import (
+    Downloaded,
+    DownloadFailed,
+    EncodedState,
+    Snapshot,
+    StateDonor,
+    download_state,
+    encoded,
+)
 from tests.codecs import codecs_of
 
 NAME = "state/test"

@@ -11,8 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.averaging.download import DownloadPlan
-from shoal.averaging.manifest import (
+from shoal.p2p.identity import PeerID
+from shoal.p2p.transport import MAX_BUFFER_BYTES
+from shoal.swarm.protocol.tip import Tip
+from shoal.transfer.download import DownloadPlan
+from shoal.transfer.manifest import (
     CHUNK_ELEMENTS,
     ITEM_BYTES,
     LARGE_BYTES,
@@ -26,9 +29,6 @@ from shoal.averaging.manifest import (
     choose,
     chunk_elements,
 )
-from shoal.averaging.tip import Tip
-from shoal.p2p.identity import PeerID
-from shoal.p2p.transport import MAX_BUFFER_BYTES
 
 DIGESTS = [bytes([number]) * 32 for number in range(10)]
 ANN, BOB, CYD, DAN = (PeerID(bytes([number]) * 32) for number in range(1, 5))
@@ -313,5 +313,5 @@ def test_whatever_happens_a_plan_ends_and_keeps_its_rules(seed: int, chunks: int
 
 
 def test_neither_imports_torch():
-    script = "import sys, shoal.averaging.manifest, shoal.averaging.download; assert 'torch' not in sys.modules"
+    script = "import sys, shoal.transfer.manifest, shoal.transfer.download; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.averaging import coordination
 from shoal.averaging.exchange import Exchange
-from shoal.averaging.lead import Lead
-from shoal.averaging.messages import Begin, Commit, Part, Result
 from shoal.compression import compression_by_spec
+from shoal.swarm import coordination
+from shoal.swarm.lead import Lead
+from shoal.swarm.protocol.messages import Begin, Commit, Part, Result
 
 
 def say(**message: Any) -> None:

@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 import shoal
-from shoal.averaging import coordination
 from shoal.optim import progress
+from shoal.swarm import coordination
 from tests.optim.processes import Pool
 
 

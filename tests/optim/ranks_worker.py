@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from shoal.averaging import coordination
+from shoal.swarm import coordination
 
 
 def refusal(dht: shoal.DHT, run_id: str, params: Any, module: nn.Module | None = None) -> str:

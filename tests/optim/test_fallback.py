@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.averaging.tip import Tip
+from shoal.swarm.protocol.tip import Tip
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
 from tests.optim.processes import Pool, events, training, wait_until
 

@@ -14,8 +14,8 @@ from torch import nn
 import shoal
 from shoal.averaging.control import AveragingStage
 from shoal.averaging.exchange import Exchange
-from shoal.averaging.messages import Result
 from shoal.optim.grad_averager import GradientAverager
+from shoal.swarm.protocol.messages import Result
 from tests.optim.swarm_of_averagers import started, wait_until
 
 pytestmark = pytest.mark.usefixtures("all_are_here")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.averaging.errors import Behind
 from shoal.optim.own_gradients import AveragerGradients
+from shoal.swarm.protocol.errors import Behind
 
 
 def waiting(dht: shoal.DHT) -> AveragerGradients:

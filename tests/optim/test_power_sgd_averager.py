@@ -12,9 +12,9 @@ from torch import nn
 
 import shoal
 from shoal.averaging.control import StepControl
-from shoal.averaging.round import RoundDriver
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager, matrix_shape
+from shoal.swarm.round import RoundDriver
 from tests.optim.swarm_of_averagers import started
 
 pytestmark = pytest.mark.usefixtures("all_are_here")

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.averaging.errors import Behind
-from shoal.averaging.member import Member, Role
-from shoal.averaging.messages import Count, Progress
-from shoal.averaging.rules import Rules
-from shoal.averaging.tip import Tip
 from shoal.optim.progress import RunProgress
 from shoal.optim.refresh import Refresh, refresh_of
 from shoal.p2p.errors import PeerLost
 from shoal.p2p.reactor import Reactor
+from shoal.swarm.protocol.errors import Behind
+from shoal.swarm.protocol.member import Member, Role
+from shoal.swarm.protocol.messages import Count, Progress
+from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.tip import Tip
 from tests.optim.conftest import Clock
 
 GENESIS = Tip.genesis("run")

@@ -11,8 +11,8 @@ from itertools import pairwise
 import pytest
 
 import shoal
-from shoal.averaging.errors import Rejected
 from shoal.optim.progress_tracker import PATIENCE, ProgressTracker
+from shoal.swarm.protocol.errors import Rejected
 
 pytestmark = pytest.mark.alone
 

@@ -36,7 +36,7 @@ def step(optimizer: shoal.Optimizer) -> None:
 
 @pytest.fixture
 def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
-    monkeypatch.setattr("shoal.averaging.reach.PATIENCE", 1.0)
+    monkeypatch.setattr("shoal.swarm.protocol.reach.PATIENCE", 1.0)
     with ExitStack() as stack:
         yield stack
 

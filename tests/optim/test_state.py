@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.averaging.donor import Snapshot, encoded
-from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import Downloaded
 from shoal.compression import NoCompression
 from shoal.flat import Layout
 from shoal.optim.state import TrainingState
+from shoal.swarm.protocol.tip import Tip
+from shoal.transfer.donor import Snapshot, encoded
+from shoal.transfer.transfer import Downloaded
 from tests.optim.models import backward, fixed_batch, flat, make_model
 
 TIP = Tip.genesis("run").after(bytes(32), 5.0)

@@ -7,9 +7,9 @@ from concurrent.futures import Future
 import pytest
 
 from shoal.averaging.control import StepControl
-from shoal.averaging.errors import AveragingError
 from shoal.dht.records import get_dht_time
 from shoal.optim.state_update import StateUpdate
+from shoal.swarm.protocol.errors import AveragingError
 
 
 def make_round() -> StepControl:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.averaging.errors import AveragingError
+from shoal.swarm.protocol.errors import AveragingError
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
 from tests.optim.processes import Pool, by_epoch, events, training, wait_until
 

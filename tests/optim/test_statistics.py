@@ -8,7 +8,6 @@ import msgspec
 import pytest
 import torch
 
-from shoal.averaging.tip import Tip
 from shoal.compression import (
     BlockwiseQuantization,
     Compression,
@@ -23,6 +22,7 @@ from shoal.compression import (
 from shoal.flat import Layout
 from shoal.optim.shared import SharedTensors
 from shoal.optim.state import TrainingState
+from shoal.swarm.protocol.tip import Tip
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
 from tests.optim.processes import Pool, by_epoch, events, training
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.averaging.swarm import Swarm
+from shoal.swarm.swarm import Swarm
 from tests.optim.models import backward, fixed_batch, flat, fused, make_model
 
 Alone = Callable[..., shoal.Optimizer]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
-from shoal.averaging import coordination
+from shoal.swarm import coordination
 
 torch.manual_seed(0)
 BATCH, VECTOR, WEIGHT = torch.randn(16, 32), torch.randn(5000), torch.randn(8, 32)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from shoal.averaging.member import Role
-from shoal.averaging.tip import Tip
 from shoal.p2p.identity import PeerID
 from shoal.simulation.world import World
+from shoal.swarm.protocol.member import Role
+from shoal.swarm.protocol.tip import Tip
 from tests.simulation.swarms import Board, spawn_peer
 from tests.simulation.trainers import ELEMENTS, RULES, Trainer
 

@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shoal.averaging.contribution import Contribution, Fault, Outcome, SendTo
-from shoal.averaging.directory import RECORD_SECONDS, DHTDirectory, Directory
-from shoal.averaging.errors import AveragingError
 from shoal.averaging.exchange import Exchange
-from shoal.averaging.member import Member, Role
-from shoal.averaging.messages import Begin, Commit, Terms
-from shoal.averaging.rules import Rules
-from shoal.averaging.swarm import Swarm
-from shoal.averaging.tip import Tip
 from shoal.compression import CodecPlan
 from shoal.dht.node import DHTNode
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Node
 from shoal.simulation.world import World
+from shoal.swarm.contribution import Contribution, Fault, Outcome, SendTo
+from shoal.swarm.directory import RECORD_SECONDS, DHTDirectory, Directory
+from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.member import Member, Role
+from shoal.swarm.protocol.messages import Begin, Commit, Terms
+from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.swarm import Swarm
 from tests.codecs import codecs_of
 
 SCHEMA = bytes(32)

@@ -6,9 +6,9 @@ import asyncio
 
 import torch
 
-from shoal.averaging.member import Role
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from shoal.swarm.protocol.member import Role
 from tests.simulation.swarms import Board, spawn_peer
 from tests.simulation.trainers import ELEMENTS, RULES, Trainer
 

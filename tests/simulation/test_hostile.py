@@ -12,10 +12,14 @@ import msgspec
 import pytest
 import torch
 
-from shoal.averaging.contribution import Contribution, Fault, Outcome, SendTo
-from shoal.averaging.errors import AveragingError, Rejected
 from shoal.averaging.exchange import Exchange
-from shoal.averaging.messages import (
+from shoal.p2p.errors import Refused
+from shoal.p2p.node import Node
+from shoal.simulation.clock import run
+from shoal.simulation.world import World
+from shoal.swarm.contribution import Contribution, Fault, Outcome, SendTo
+from shoal.swarm.protocol.errors import AveragingError, Rejected
+from shoal.swarm.protocol.messages import (
     Begin,
     Broken,
     Commit,
@@ -30,12 +34,8 @@ from shoal.averaging.messages import (
     Survey,
     Terms,
 )
-from shoal.averaging.rules import Rules
-from shoal.averaging.tip import Ballot
-from shoal.p2p.errors import Refused
-from shoal.p2p.node import Node
-from shoal.simulation.clock import run
-from shoal.simulation.world import World
+from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.tip import Ballot
 from tests.codecs import codecs_of
 from tests.simulation.swarms import TERMS, Board, Peer, mean, results_by_tip, spawn_peer, spawn_swarm
 

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 import torch
 
-from shoal.averaging.contribution import Attempt, Contribution
-from shoal.averaging.errors import ResultLost
-from shoal.averaging.messages import Commit, Done, Progress
-from shoal.averaging.rules import Rules
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from shoal.swarm.contribution import Attempt, Contribution
+from shoal.swarm.protocol.errors import ResultLost
+from shoal.swarm.protocol.messages import Commit, Done, Progress
+from shoal.swarm.protocol.rules import Rules
 from tests.simulation.swarms import Board, Peer, results_by_tip, seeds, spawn_swarm
 from tests.simulation.trainers import ELEMENTS, RULES, Trainer
 

@@ -9,9 +9,9 @@ from statistics import median
 import pytest
 import torch
 
-from shoal.averaging.transfer import DownloadFailed
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from shoal.transfer.transfer import DownloadFailed
 from tests.simulation.swarms import Board, results_by_tip, spawn_peer, spawn_swarm
 from tests.simulation.trainers import ELEMENTS, RULES, Trainer
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shoal.averaging.errors import AveragingError
-from shoal.averaging.messages import Commit, Progress
-from shoal.averaging.rules import Rules
-from shoal.averaging.tip import Tip
 from shoal.p2p.errors import P2PError
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.messages import Commit, Progress
+from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.tip import Tip
 from tests.simulation.swarms import Board, Peer, seeds, spawn_peer
 
 TARGET = 320.0

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from shoal.averaging.contribution import Outcome
-from shoal.averaging.errors import AveragingError
-from shoal.averaging.rules import Rules
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from shoal.swarm.contribution import Outcome
+from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.rules import Rules
 from tests.simulation.swarms import Board, spawn_peer
 
 ELEMENTS = 40_000

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.averaging.contribution import Outcome
-from shoal.averaging.member import Role
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from shoal.swarm.contribution import Outcome
+from shoal.swarm.protocol.member import Role
 from tests.simulation.swarms import Board, Peer, mean, results_by_tip, seeds, spawn_peer, spawn_swarm
 
 ROOT = Path(__file__).parents[2]

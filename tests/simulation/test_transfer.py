@@ -8,12 +8,12 @@ import random
 import pytest
 import torch
 
-from shoal.averaging.manifest import CHUNK_ELEMENTS
-from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import Downloaded, EncodedState, Snapshot, StateDonor, download_state, encoded
 from shoal.p2p.node import Node
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from shoal.swarm.protocol.tip import Tip
+from shoal.transfer.manifest import CHUNK_ELEMENTS
+from shoal.transfer.transfer import Downloaded, EncodedState, Snapshot, StateDonor, download_state, encoded
 from tests.codecs import codecs_of
 
 NAME = "state/swarm"

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.averaging.errors import Rejected
-from shoal.averaging.messages import Committed, Digests, Hello, Join, Part, Terms
-from shoal.averaging.tip import Tip
 from shoal.p2p.errors import Refused
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from shoal.swarm.protocol.errors import Rejected
+from shoal.swarm.protocol.messages import Committed, Digests, Hello, Join, Part, Terms
+from shoal.swarm.protocol.tip import Tip
 from tests.simulation.swarms import TERMS, Board, spawn_peer, spawn_swarm
 from tests.simulation.test_missed_commits import assert_alike, trainers_of
 from tests.simulation.trainers import ELEMENTS, RULES, Trainer

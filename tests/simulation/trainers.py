@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 import torch
 from blake3 import blake3
 
-from shoal.averaging.contribution import Contribution, Fault, Outcome, SendTo
-from shoal.averaging.errors import AveragingError, Behind
 from shoal.averaging.exchange import Exchange
-from shoal.averaging.manifest import CHUNK_ELEMENTS
-from shoal.averaging.messages import Begin, Progress
-from shoal.averaging.rules import Rules
-from shoal.averaging.tip import Tip
-from shoal.averaging.transfer import EncodedState, Snapshot, StateDonor, download_state, encoded
 from shoal.p2p.errors import P2PError
+from shoal.swarm.contribution import Contribution, Fault, Outcome, SendTo
+from shoal.swarm.protocol.errors import AveragingError, Behind
+from shoal.swarm.protocol.messages import Begin, Progress
+from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.tip import Tip
+from shoal.transfer.manifest import CHUNK_ELEMENTS
+from shoal.transfer.transfer import EncodedState, Snapshot, StateDonor, download_state, encoded
 from tests.codecs import codecs_of
 from tests.simulation.swarms import Peer
 

@@ -17,9 +17,9 @@ from torch.optim import lr_scheduler
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shoal
-from shoal.averaging import coordinator
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.swarm.protocol import coordinator
 from tests.optim.models import OPTIMIZERS, make_model
 from tests.repository.error_tables import Scene, provokes, raised
 

@@ -14,10 +14,11 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import shoal
-from shoal.averaging import coordination, reach
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sockets import SocketTransport
+from shoal.swarm import coordination
+from shoal.swarm.protocol import reach
 from tests.optim.models import make_model
 from tests.optim.test_fallback import together as epoch_of
 from tests.optim.test_timeouts import deafen, together

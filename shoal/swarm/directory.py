@@ -1,0 +1,141 @@
+"""Where the peers of a run find each other: signed records under the run's key in the DHT."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import msgspec
+
+from shoal.dht.node import DHTNode
+from shoal.dht.records import get_dht_time
+from shoal.dht.validation import owner_marker
+from shoal.swarm.protocol.member import MAX_MEMBERS, Member
+
+log = logging.getLogger(__name__)
+
+RECORD_SECONDS = 60.0  # how long a record lives in the DHT; a dead peer is listed no longer than this
+REFRESH_SECONDS = 15.0
+MAX_CLOCK_DIFFERENCE = 15.0  # seconds, until it is warned of; from RECORD_SECONDS on a peer is not found
+
+
+class Directory(ABC):
+    """Lists the peers of one run."""
+
+    @abstractmethod
+    async def publish(self, member: Member) -> None:
+        """List this peer for the next RECORD_SECONDS."""
+
+    @abstractmethod
+    async def read(self) -> list[Member]:
+        """The peers that are listed now."""
+
+    def gone(self, key: bytes) -> None:  # noqa: B027  # where there is nothing to forget, nothing is to be done
+        """That peer has left or was lost: it counts as listed again when its record is newer than that."""
+
+    def others(self) -> int:
+        """How many other peers could be listed here, in this run or in others, as far as is known."""
+        return 0
+
+
+class Unlisted(Directory):
+    """The directory of a run whose members know each other."""
+
+    async def publish(self, member: Member) -> None:
+        """Nothing to do."""
+
+    async def read(self) -> list[Member]:
+        return []
+
+
+class DHTDirectory(Directory):
+    """A directory in the DHT. Each peer writes its own subkey, which only it can sign.
+
+    Warns when this peer can't be listed, and once when its clock is behind another's: then its record expires early, or
+    has expired already, for those who read it; and once when another process writes this peer's record.
+
+    Args:
+        dht: this peer's DHT node.
+        run_id: names the run.
+        clock: seconds, as the DHT's.
+    """
+
+    def __init__(self, dht: DHTNode, run_id: str, clock: Callable[[], float] = get_dht_time) -> None:
+        self._dht, self._clock = dht, clock
+        self._key = f"{run_id}/members"
+        self._unlisted = self._behind = False  # whether that was said
+        self._gone: dict[bytes, float] = {}  # of each: what its record must outlive to be listed
+        self._written = 0.0  # the latest expiration time of this peer's records
+        self._foreign = 0.0  # that of the last one under its name that it did not write
+
+    async def publish(self, member: Member) -> None:
+        expiration = self._clock() + RECORD_SECONDS
+        record = msgspec.msgpack.encode(member)
+        self._written = max(self._written, expiration)
+        listed = await self._dht.store(self._key, record, expiration, subkey=owner_marker(member.peer))
+        if not (listed or self._unlisted or self._dht.peer_id in self._dht.node.twins):
+            log.warning(
+                "no node of the DHT keeps the record by which others find this peer (%r, until %s): either none can be "
+                "reached, or this machine's clock is behind, or another process uses this identity",
+                self._key,
+                datetime.fromtimestamp(expiration, UTC).isoformat(timespec="seconds"),
+            )
+        self._unlisted = not listed
+
+    async def withdraw(self, member: Member) -> None:
+        """List this peer no longer."""
+        expiration = self._clock() + RECORD_SECONDS
+        await self._dht.store(self._key, b"", expiration, subkey=owner_marker(member.peer))
+
+    async def read(self) -> list[Member]:
+        found = await self._dht.get(self._key, latest=True)
+        records = found.value if found is not None and isinstance(found.value, dict) else {}
+        members, latest = [], 0.0
+        for subkey, record in records.items():
+            try:
+                member = _decoder.decode(record.value)
+            except (msgspec.MsgspecError, TypeError, UnicodeDecodeError):
+                continue  # a record of its own making hurts nobody but its owner
+            if subkey != owner_marker(member.peer):
+                continue  # anybody may have written it, so it says nothing and takes no place
+            latest = max(latest, record.expiration_time)
+            if member.peer == self._dht.peer_id:
+                self._look_for_twin(record.expiration_time)
+            if record.expiration_time > self._gone.get(member.key, 0.0):
+                members.append(member)
+        self._compare_clocks(latest)
+        return members[:MAX_MEMBERS]
+
+    def gone(self, key: bytes) -> None:
+        self._gone.pop(key, None)
+        self._gone[key] = self._clock() + RECORD_SECONDS
+        if len(self._gone) > MAX_MEMBERS:
+            del self._gone[next(iter(self._gone))]
+
+    def others(self) -> int:
+        return len(self._dht.table.alive())
+
+    def _look_for_twin(self, expiration: float) -> None:
+        """What outlives all that this peer has written was written by another process with its identity. One such
+        record may be of an earlier start, if the clock was set back since; a second one is of somebody who lives."""
+        if expiration > self._written and expiration != self._foreign:
+            if self._foreign:
+                self._dht.node.twins.found(self._dht.peer_id)
+            self._foreign = expiration
+
+    def _compare_clocks(self, latest: float) -> None:
+        """All write RECORD_SECONDS ahead by their own clocks, so what expires later was written by a clock ahead."""
+        behind = latest - self._clock() - RECORD_SECONDS
+        if behind > MAX_CLOCK_DIFFERENCE and not self._behind:
+            log.warning(
+                "this machine's clock is at least %.0f s behind that of another peer of the run. With a difference of "
+                "%.0f s they do not find each other: set the clock that is wrong",
+                behind,
+                RECORD_SECONDS,
+            )
+            self._behind = True
+
+
+_decoder = msgspec.msgpack.Decoder(Member)

@@ -1,0 +1,93 @@
+"""What a coordinator makes of its members' answers to a survey: whose can't be true, and where chunks come from now.
+Pure functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from shoal.swarm.protocol.book import root_of
+from shoal.swarm.protocol.member import Member
+from shoal.swarm.protocol.messages import Begin, Have, Source
+from shoal.swarm.protocol.tip import Ballot
+
+
+def flaw(begin: Begin, ballot: Ballot, member: Member, have: Have, said: bytes | None) -> str | None:
+    """What can't be true of a member's answer to the survey of `ballot`; None if it may be.
+
+    Args:
+        said: the digest that it was DONE with, if it has been given no other chunks since.
+    """
+    chunks = begin.starts[-1] if member.contributes else 0
+    repair = have.repair
+    if have.commit is not None:
+        return "it has a commit of another round"
+    if len(have.digests) != chunks:
+        return f"it listed {len(have.digests)} chunks of {chunks}"
+    for earlier in (have.done, repair.ballot if repair is not None else None):
+        # Whoever answers has promised to follow nothing below `ballot`, and `ballot` is new.
+        if earlier is not None and not begin.ballot <= earlier < ballot:
+            return f"it followed attempt {earlier.number}, which nobody made before attempt {ballot.number}"
+    if repair is not None and repair.round != begin.round:
+        return "it follows a repair of another round"
+    if repair is not None and any(source.chunk >= begin.starts[-1] for source in repair.sources):
+        return "it follows a repair of chunks that do not exist"
+    if said is not None and said != held(member, have):
+        return "it does not hold what it said it was done with"
+    return None
+
+
+def held(member: Member, have: Have) -> bytes:
+    """What a member would say DONE with."""
+    return root_of(have.digests) if member.contributes else b""
+
+
+def repaired(begin: Begin, live: Sequence[bytes], haves: Mapping[bytes, Have]) -> tuple[tuple[Source, ...], bytes]:
+    """Where the chunks come from that BEGIN's reducers do not bring any more; and the digest of the result, if it is
+    settled (every member has every chunk in some version), else b"".
+
+    Args:
+        live: the members that are not out, in member order; `haves` has an answer of each without a flaw.
+    """
+    reducers = (
+        [member.key for member in begin.members if member.key in live and member.reduces]
+        or [member.key for member in begin.members if member.key in live and member.addresses]
+        or live
+    )
+    owners = [m.key for i, m in enumerate(begin.members) for _ in range(begin.starts[i], begin.starts[i + 1])]
+    original = list(owners)
+    followed = max((h.repair for h in haves.values() if h.repair), key=lambda r: r.ballot, default=None)
+    for source in followed.sources if followed is not None else ():
+        owners[source.chunk] = source.owner
+    fetched = {source.chunk for source in followed.sources if source.digest} if followed is not None else set()
+    voters = _voters(live, haves)
+    sources, result = [], []
+    for chunk, owner in enumerate(owners):
+        holders: dict[bytes, list[bytes]] = {}
+        for key in live:
+            if digest := _digest(haves[key], chunk):
+                holders.setdefault(digest, []).append(key)
+        votes = Counter(digest for key in voters if (digest := _digest(haves[key], chunk)))
+        # Of two versions of a chunk (its reducer lied) the one that more members hold is the result.
+        digest = max(votes, key=lambda digest: (votes[digest], digest), default=b"")
+        result.append(digest)
+        if digest and (owner not in live or len(holders) > 1 or chunk in fetched):
+            sources.append(Source(chunk, holders[digest][chunk % len(holders[digest])], digest))
+        elif owner not in live:
+            sources.append(Source(chunk, reducers[chunk % len(reducers)], b""))
+        elif owner != original[chunk]:
+            sources.append(Source(chunk, owner, b""))
+    settled = all(all(have.digests) for have in haves.values()) and all(result)
+    return tuple(sources), root_of(result) if settled else b""
+
+
+def _voters(live: Sequence[bytes], haves: Mapping[bytes, Have]) -> Sequence[bytes]:
+    """Whose chunks are the result: those who were complete under the highest ballot; everybody if nobody was."""
+    ballots = {key: have.done for key, have in haves.items() if have.done is not None and have.digests}
+    highest = max(ballots.values(), default=None)
+    return [key for key, ballot in ballots.items() if ballot == highest] or live
+
+
+def _digest(have: Have, chunk: int) -> bytes:
+    """The digest of `chunk` in a member's answer; b"" if it lacks it (an auxiliary lists none)."""
+    return have.digests[chunk] if chunk < len(have.digests) else b""

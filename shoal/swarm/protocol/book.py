@@ -1,0 +1,221 @@
+"""One member's bookkeeping of a round: which chunk is owed to whom, what has come, what is missing. No I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from blake3 import blake3
+
+from shoal.swarm.protocol.messages import Begin, Repair, Source
+from shoal.swarm.protocol.plan import ChunkSpan
+from shoal.swarm.protocol.tip import Ballot
+
+# Parts that a member has under way to one reducer. A chunk's result is also the credit for the next part, so neither
+# side ever has more than this many chunks queued to the other.
+WINDOW = 4
+
+
+class RuleBroken(Exception):
+    """What a member sent does not belong there; the text says why."""
+
+
+@dataclass
+class Book:
+    """What one member knows of the chunks of a round.
+
+    Args:
+        me: the member's key.
+        begin: the round.
+        chunks: its chunk table.
+    """
+
+    me: bytes
+    begin: Begin
+    chunks: list[ChunkSpan]
+    owners: list[bytes] = field(init=False)
+    digests: list[bytes] = field(init=False)  # of the averaged chunks; b"" while missing
+    out: dict[bytes, None] = field(default_factory=dict)
+    parts: dict[int, dict[bytes, None]] = field(default_factory=dict)  # of my chunks: whose part has come
+    missing: int = field(init=False)
+    plan: Ballot = field(init=False)  # under which `owners` stands
+    _reduced: dict[int, None] = field(default_factory=dict)
+    _weighed: dict[bytes, float] = field(default_factory=dict)  # what a member's parts weigh, once one has come
+
+    def __post_init__(self) -> None:
+        begin = self.begin
+        self.plan = begin.ballot
+        self.keys = [member.key for member in begin.members]
+        self.weights = dict(zip(self.keys, begin.weights, strict=True))
+        self.receives = {m.key: m.contributes for m in begin.members}
+        if self.me not in self.receives:  # it missed the round, and fetches the result
+            self.receives[self.me], self.weights[self.me] = True, 0.0
+        self.owners = [key for i, key in enumerate(self.keys) for _ in range(begin.starts[i], begin.starts[i + 1])]
+        self.digests = [b""] * len(self.chunks)
+        self.missing = len(self.chunks) if self.receives[self.me] else 0
+        self._queues: dict[bytes, deque[int]] = {}
+        self._under_way: dict[bytes, int] = {}
+        for chunk, owner in enumerate(self.owners):
+            if owner == self.me:
+                self.parts[chunk] = {}
+            elif self.receives[self.me]:
+                self._queues.setdefault(owner, deque()).append(chunk)
+
+    # -- as a sender
+
+    def next_parts(self) -> list[tuple[bytes, int]]:
+        """(reducer, chunk) of each part that may be sent now, in turn over the reducers."""
+        parts: list[tuple[bytes, int]] = []
+        # Starting behind ourselves, so that the members do not all send to the same reducer first.
+        mine = self.keys.index(self.me)
+        order = [key for key in self.keys[mine:] + self.keys[:mine] if self._queues.get(key)]
+        while order:
+            for owner in list(order):
+                if not self._queues[owner] or self._under_way.get(owner, 0) >= WINDOW:
+                    order.remove(owner)
+                    continue
+                chunk = self._queues[owner].popleft()
+                self._under_way[owner] = self._under_way.get(owner, 0) + 1
+                parts.append((owner, chunk))
+        return parts
+
+    def result_arrived(self, sender: bytes, chunk: int, plan: Ballot) -> bool:
+        """A reducer sends the average of a chunk, by `plan`; returns whether it is wanted. Raises RuleBroken if it is
+        not its to send."""
+        if chunk >= len(self.chunks):
+            raise RuleBroken(f"a result of chunk {chunk}; the round has {len(self.chunks)}")
+        self._under_way[sender] = max(0, self._under_way.get(sender, 0) - 1)
+        if self.owners[chunk] != sender:
+            if plan < self.plan:
+                return False  # on its way when the chunk was given to another
+            raise RuleBroken(f"a result of chunk {chunk}, which is not its to reduce")
+        return not self.digests[chunk]
+
+    def received(self, chunk: int, digest: bytes) -> None:
+        """The average of `chunk` is in place."""
+        if not self.digests[chunk]:
+            self.missing -= 1
+        self.digests[chunk] = digest
+
+    # -- as a reducer
+
+    def part_arrived(self, sender: bytes, chunk: int, plan: Ballot, weight: float) -> bool:
+        """A member's part of one of my chunks has come, by `plan`; returns whether it is wanted. Raises RuleBroken if
+        it does not belong here. What it weighs, its first part says."""
+        if sender not in self.weights:
+            raise RuleBroken("it is not a member of the round")
+        if chunk >= len(self.chunks):
+            raise RuleBroken(f"a part of chunk {chunk}; the round has {len(self.chunks)}")
+        if chunk not in self.parts:
+            if plan < self.plan:
+                return False  # on its way when the chunk was given to another
+            raise RuleBroken(f"chunk {chunk} is not mine to reduce")
+        if not self.receives[sender]:
+            raise RuleBroken("an auxiliary member contributes nothing")
+        if sender in self.parts[chunk]:
+            raise RuleBroken(f"chunk {chunk} came twice")
+        if weight != self._weighed.setdefault(sender, weight):
+            raise RuleBroken(f"chunk {chunk} weighs {weight:g}, and what it sent before {self._weighed[sender]:g}")
+        self.weights[sender] = weight
+        self.parts[chunk][sender] = None
+        return True
+
+    def is_ready(self, chunk: int) -> bool:
+        """Whether my chunk can be reduced: every live member's part has come."""
+        return (
+            chunk in self.parts
+            and chunk not in self._reduced
+            and all(key in self.parts[chunk] for key in self.keys if self._owes_part(key))
+        )
+
+    def _owes_part(self, key: bytes) -> bool:
+        return key != self.me and key not in self.out and self.receives[key]
+
+    def reduced(self, chunk: int) -> None:
+        """I have averaged one of my chunks."""
+        self._reduced[chunk] = None
+
+    def waiting_for(self) -> dict[bytes, None]:
+        """Those who hold something up: members whose parts of a chunk are missing that others have sent me, and
+        reducers that owe me results."""
+        late: dict[bytes, None] = {}
+        for chunk, came in self.parts.items():
+            if chunk not in self._reduced:
+                late.update((key, None) for key in self.keys if self._owes_part(key) and key not in came)
+        return late
+
+    @property
+    def awaited(self) -> dict[int, bytes]:
+        """The chunks whose averages are missing, and from which other member they come."""
+        if not self.receives[self.me]:
+            return {}
+        pairs = enumerate(zip(self.owners, self.digests, strict=True))
+        return {chunk: owner for chunk, (owner, digest) in pairs if not digest and owner != self.me}
+
+    def owed_results(self) -> dict[bytes, None]:
+        """The reducers whose results are missing."""
+        return dict.fromkeys(self.awaited.values())
+
+    # -- when somebody leaves
+
+    def put_out(self, keys: Iterable[bytes]) -> list[int]:
+        """Go on without these members; returns my chunks that can be reduced now."""
+        for key in keys:
+            self.out[key] = None
+            self._queues.pop(key, None)
+            self._under_way.pop(key, None)
+        return [chunk for chunk in self.parts if self.is_ready(chunk)]
+
+    def repair(self, repair: Repair) -> tuple[list[Source], list[int]]:
+        """Follow a repair; returns the sources to fetch from, and my new chunks that can be reduced now."""
+        fetches = []
+        for source in repair.sources:
+            if source.chunk >= len(self.chunks):
+                raise RuleBroken(f"a repair of chunk {source.chunk}; the round has {len(self.chunks)}")
+        self.plan = repair.ballot
+        for source in repair.sources:
+            chunk, owner = source.chunk, source.owner
+            if source.digest:
+                self.owners[chunk] = owner
+                if self.digests[chunk] != source.digest and self.receives[self.me]:
+                    if self.digests[chunk]:
+                        self.digests[chunk] = b""
+                        self.missing += 1
+                    fetches.append(source)
+            elif self.owners[chunk] != owner:
+                self.owners[chunk] = owner
+                if owner == self.me:
+                    self.parts[chunk] = {}
+                elif self.receives[self.me]:
+                    self._queues.setdefault(owner, deque()).append(chunk)
+        return fetches, [chunk for chunk in self.parts if self.is_ready(chunk)]
+
+    @property
+    def complete(self) -> bool:
+        """Whether this member has all that it should have: every average, and its own chunks reduced for the others."""
+        if not self.receives[self.me]:
+            return len(self._reduced) == len(self.parts)
+        return not self.missing
+
+    def root(self) -> bytes:
+        """The digest of all chunk digests, 32 bytes; b"" of a member that does not receive the result."""
+        return root_of(self.digests) if self.receives[self.me] else b""
+
+
+def check_begin(begin: Begin) -> None:
+    """Raises RuleBroken, with the reason, for a BEGIN that contradicts itself: nothing opens one unchecked."""
+    if not begin.members:
+        raise RuleBroken("BEGIN without members")
+    if not len(begin.members) == len(begin.weights) == len(begin.machines) == len(begin.states):
+        raise RuleBroken("BEGIN with lists of unequal length")
+    keys = [member.key for member in begin.members]
+    if keys != sorted(set(keys)):
+        raise RuleBroken("BEGIN with members out of order")
+    if len(begin.starts) != len(keys) + 1 or begin.starts[0] != 0 or list(begin.starts) != sorted(begin.starts):
+        raise RuleBroken("BEGIN with a plan that does not divide the chunks")
+
+
+def root_of(digests: Iterable[bytes]) -> bytes:
+    """The digest of a whole vector: the blake3 hash of its chunk digests, in order."""
+    return blake3(b"".join(digests)).digest()

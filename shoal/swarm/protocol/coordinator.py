@@ -1,0 +1,420 @@
+"""The coordinator's decisions for one tip: when a round is due, who is in it, whom to put out, what to commit.
+
+[Note: why two coordinators cannot commit two results]
+Who can reach whom is not shared knowledge, so two peers may believe that they coordinate. It is the rule of
+single-decree Paxos that keeps them from committing two results of one tip to members that can hear each other:
+
+1. A member follows one ballot at a time, and only ever a higher one; it answers DONE and HAVE only under the ballot
+   that it follows. A member that is in a round of a coordinator that it still reaches refuses every other BEGIN.
+2. A coordinator commits only when all members that it has not put out have said DONE under its ballot, with one digest.
+3. A successor asks all members for what they hold before it decides. If one has a COMMIT, that is the decision. If one
+   was complete (DONE) under some ballot, the chunks of the one with the highest such ballot are the decision.
+
+A coordinator that was replaced and does not know it lacks the DONE of every member that follows the successor, so it
+can commit only what all of them had already said DONE to, which by 3 is what the successor decides too. Only where no
+member of the one decision is asked for the other, in a partition, can there be two: then they have two lineages
+(`Tip`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import msgspec
+
+from shoal.p2p.transport import MAX_BUFFER_BYTES
+from shoal.swarm.protocol.answers import flaw, repaired
+from shoal.swarm.protocol.book import RuleBroken, root_of
+from shoal.swarm.protocol.member import MAX_MEMBERS, Member
+from shoal.swarm.protocol.messages import (
+    Abort,
+    Begin,
+    Call,
+    Commit,
+    Count,
+    Done,
+    Have,
+    Join,
+    Progress,
+    Repair,
+    Survey,
+)
+from shoal.swarm.protocol.pace import Pace
+from shoal.swarm.protocol.plan import can_divide, chunk_elements, chunk_table, divide
+from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.tip import Ballot, Tip
+
+REMINDER_SECONDS = 0.5  # that a member has to say why it does not join
+MAX_GATHERED_BYTES = MAX_BUFFER_BYTES - 64 * MAX_MEMBERS  # of all members: with their keys they fit one buffer
+
+
+class Phase(Enum):
+    COUNTING = "counting"  # → GATHERING at the first JOIN, or when the members have enough samples
+    GATHERING = "gathering"  # → RUNNING by BEGIN
+    RUNNING = "running"  # → COMMITTED when all are done, → SURVEYING when one is lost or digests differ
+    SURVEYING = "surveying"  # → RUNNING by REPAIR, → COMMITTED if a member has a COMMIT, → ABORTED if outbid
+    COMMITTED = "committed"
+    ABORTED = "aborted"  # nobody to go on with, out of time, or another coordinates
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """An action: send `message` to the peers with these keys."""
+
+    to: tuple[bytes, ...]
+    message: Begin | Call | Survey | Repair | Commit | Abort
+
+
+@dataclass
+class Coordinator:
+    """Coordinates the round of one tip. Events in, `Send`s out; time is an argument, in seconds of any clock.
+
+    Args:
+        me: the key of the peer that runs this.
+        tip: the state that the round starts from.
+        rules: see `Rules`.
+        veterans: the members of the last round. Where members count samples, BEGIN waits only for these and for those
+            who have reported since: not for a newcomer that is still downloading the state.
+        settled_at: before this time not everybody may have been found yet, so BEGIN waits even if all known joined.
+        all_until: before this time BEGIN waits for all who are connected. A peer that has downloaded the state of the
+            tip does not know who else is there, and if it is its turn to coordinate, they have to hear of it first.
+    """
+
+    me: bytes
+    tip: Tip
+    rules: Rules
+    settled_at: float = 0.0
+    all_until: float = 0.0
+    veterans: frozenset[bytes] = frozenset()
+    phase: Phase = Phase.COUNTING
+    expected: dict[bytes, Member] = field(default_factory=dict)  # connected members: BEGIN waits for them
+    joins: dict[bytes, Join] = field(default_factory=dict)
+    gathered: dict[bytes, bytes] = field(default_factory=dict)
+    late: dict[bytes, None] = field(default_factory=dict)  # who joined too late for BEGIN: they wait for the COMMIT
+    counts: dict[bytes, Progress] = field(default_factory=dict)
+    begin: Begin | None = None
+    ballot: Ballot | None = None
+    out: dict[bytes, str] = field(default_factory=dict)  # members put out of the round, and why
+    done: dict[bytes, bytes] = field(default_factory=dict)
+    have: dict[bytes, Have] = field(default_factory=dict)
+    disputed: dict[bytes, bytes] = field(default_factory=dict)  # what members were done with when that differed
+    settled: bytes = b""  # the digest of the result, once every member has every chunk in some version
+    commit: Commit | None = None
+    deadline: float | None = None  # of the phase
+    wait_until: dict[bytes, float] = field(default_factory=dict)  # how long those who joined want to wait
+    took_over: bool = False
+    reminded: bool = False  # those that have not joined were called once more before BEGIN without them
+    pace: Pace = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pace = Pace(math.inf if self.rules.target_samples is None else self.rules.target_samples)
+
+    @classmethod
+    def successor(cls, me: bytes, begin: Begin, attempt: int, lost: Iterable[bytes], rules: Rules) -> Coordinator:
+        """Takes over the round of a lost coordinator: `start_survey` is the first thing to do."""
+        coordinator = cls(me, begin.tip, rules, phase=Phase.SURVEYING, begin=begin, took_over=True)
+        coordinator.ballot = Ballot(attempt, me)
+        coordinator.out = dict.fromkeys(lost, "lost")
+        return coordinator
+
+    # -- before BEGIN
+
+    @property
+    def is_before_begin(self) -> bool:
+        """Whether it can still be changed who takes part."""
+        return self.phase in (Phase.COUNTING, Phase.GATHERING)
+
+    def expect(self, members: Iterable[Member], now: float) -> list[Send]:
+        """These members, and no others, are connected now."""
+        self.expected = {member.key: member for member in members}
+        gone = [key for key in (*self.joins, *self.counts) if key not in self.expected and key != self.me]
+        if self.is_before_begin:
+            for key in gone:
+                self._forget_join(key)
+                self.counts.pop(key, None)
+                self.pace.lost(key)
+        return self.tick(now)
+
+    def progress(self, key: bytes, report: Progress, now: float) -> tuple[Count, list[Send]]:
+        """A member reports its samples; returns what to answer and what else to send. Only samples that were reported
+        call the round, never those that are expected."""
+        before = self.counts.get(key)
+        if report.counted:
+            self.counts[key] = msgspec.structs.replace(report, asks=False)
+        samples = sum(count.samples for count in self.counts.values())
+        actions: list[Send] = []
+        target = self.rules.target_samples
+        if self.phase is Phase.COUNTING and target is not None and samples >= target:
+            actions = self._gather(now + self.rules.matchmaking_time)
+        rate = sum(count.rate for count in self.counts.values())
+        called = self.phase is not Phase.COUNTING
+        wait = 0.0
+        if report.counted and (report.asks or self.counts[key] != before):  # else it is said again
+            wait = self.pace.reported(key, report.samples, report.step, report.seconds, report.asks and not called, now)
+        others = self.pace.under_way(but=key)
+        return Count(self.tip, samples, rate, len(self.counts), called, others, wait), actions
+
+    def join(self, key: bytes, join: Join, gathered: bytes, now: float) -> list[Send]:
+        """A member's input is ready. It may join again (after a lost answer); the last one counts. Raises RuleBroken if
+        all together gather more than fits BEGIN."""
+        if not self.is_before_begin:
+            self.late[key] = None
+            return self._regroup() if self._is_too_small() else []
+        others = sum(len(data) for other, data in self.gathered.items() if other != key)
+        if others + len(gathered) > MAX_GATHERED_BYTES:
+            raise RuleBroken(
+                f"gather takes {len(gathered)} bytes, and that of the others {others}; at most {MAX_GATHERED_BYTES} "
+                f"are allowed in a round"
+            )
+        self.joins[key] = join
+        self.gathered[key] = gathered
+        actions: list[Send] = []
+        self.wait_until[key] = now + join.patience
+        if self.phase is Phase.COUNTING:
+            actions = self._gather(now + join.patience)
+        else:
+            self._follow_the_first()  # which may have changed its mind
+        return actions + self.tick(now)
+
+    def unjoin(self, key: bytes, now: float) -> list[Send]:
+        """A member that has joined waits no longer."""
+        self.late.pop(key, None)
+        if self.phase is not Phase.GATHERING:
+            return []
+        self._forget_join(key)
+        self._follow_the_first()
+        return self.tick(now)
+
+    def _forget_join(self, key: bytes) -> None:
+        self.joins.pop(key, None)
+        self.gathered.pop(key, None)
+        self.wait_until.pop(key, None)
+
+    def _follow_the_first(self) -> None:
+        """Where nobody calls, the first who joined says how long all wait."""
+        if self.rules.target_samples is not None:
+            return
+        if not self.wait_until:
+            self.phase, self.deadline, self.reminded = Phase.COUNTING, None, False
+            return
+        if not self.reminded:
+            self.deadline = next(iter(self.wait_until.values()))
+
+    def _gather(self, deadline: float) -> list[Send]:
+        self.phase, self.deadline = Phase.GATHERING, deadline
+        return [Send(tuple(self.expected), Call(self.tip))]
+
+    def tick(self, now: float) -> list[Send]:
+        """What is due at `now`; call it at `wake_at`, and after every event."""
+        if self.phase is Phase.GATHERING and self._may_begin(now):
+            missing = tuple(key for key in self.expected if key not in self.joins and self._waits_for(key))
+            if missing and not self._is_full() and not self.reminded:
+                # They may be in a round of another coordinator, or past one: then two results would be committed.
+                self.reminded, self.deadline = True, now + REMINDER_SECONDS
+                return [Send(missing, Call(self.tip))]
+            return self._begin(now)
+        if self.phase in (Phase.RUNNING, Phase.SURVEYING) and self.deadline is not None and now >= self.deadline:
+            return self.abort(f"the round has not got on for {self._round_timeout:g} s")
+        return []
+
+    def postpone(self, now: float) -> list[Send]:
+        """A member that was called is in a round of another coordinator: wait how that ends, then call again."""
+        if self.phase is Phase.GATHERING:
+            self.deadline, self.reminded = now + REMINDER_SECONDS, False
+        return []
+
+    def wait(self, now: float) -> list[Send]:
+        """A member's user lets the others wait: the time of the round counts from then on. (Not where samples are
+        counted: no user has a say there.)"""
+        return self.gets_on(now) if self.rules.target_samples is None else []
+
+    def gets_on(self, now: float) -> list[Send]:
+        """The round was seen to get on somewhere: its time counts from now."""
+        if self.phase in (Phase.RUNNING, Phase.SURVEYING):
+            self.deadline = now + self._round_timeout
+        return []
+
+    def wake_at(self) -> float | None:
+        """When `tick` has something to do if nothing happens before; None if never."""
+        if self.phase is Phase.GATHERING and self.deadline is not None:
+            if not self._are_enough():
+                return None  # the next JOIN decides
+            return min(self.deadline, self._settled()) if self._all_joined() else self.deadline
+        return self.deadline if self.phase in (Phase.RUNNING, Phase.SURVEYING) else None
+
+    def _all_joined(self) -> bool:
+        return all(key in self.joins for key in self.expected if self._waits_for(key))
+
+    def _waits_for(self, key: bytes) -> bool:
+        return self.rules.target_samples is None or key in self.counts or key in self.veterans
+
+    def _are_enough(self) -> bool:
+        """Whether those who joined can make a round: as many as it takes, and somebody to reduce."""
+        chosen = [self.joins[key].sender for key in self._chosen()]
+        counted = chosen if self.rules.target_samples is None else [sender for sender in chosen if sender.contributes]
+        return len(counted) >= max(1, self.rules.min_group) and can_divide(chosen)
+
+    def _chosen(self) -> list[bytes]:
+        """The first who joined, as many as a group may have, and among them one who can reduce if there is any."""
+        reducers = [key for key, join in self.joins.items() if join.sender.addresses]
+        return list(dict.fromkeys([*reducers[:1], *self.joins]))[: self.rules.target_group]
+
+    def _is_full(self) -> bool:
+        return self.rules.target_group is not None and len(self.joins) >= self.rules.target_group
+
+    def _may_begin(self, now: float) -> bool:
+        if not self._are_enough() or self.deadline is None:
+            return False
+        return self._is_full() or now >= self.deadline or (now >= self._settled() and self._all_joined())
+
+    def _settled(self) -> float:
+        """From when on BEGIN waits only for those for whom it has a reason to wait."""
+        here = all(key in self.joins for key in self.expected)
+        return self.settled_at if here else max(self.settled_at, self.all_until)
+
+    def _begin(self, now: float) -> list[Send]:
+        chosen = self._chosen()
+        self.late = dict.fromkeys(key for key in self.joins if key not in chosen)
+        members = tuple(self.joins[key].sender for key in sorted(chosen))
+        joins = [self.joins[member.key] for member in members]
+        reducers = sum(member.reduces for member in members)
+        with_state = self.rules.averages_state(self.tip.epoch, joins)
+        sizes = self.rules.vector(self.tip.epoch, with_state)
+        elements = chunk_elements(sum(sizes), reducers, self.rules.chunk_elements)
+        starts = divide(len(chunk_table(sizes, elements)), members, self.rules.smallest_span / elements)
+        self.ballot = Ballot(1 + max(join.attempt for join in joins), self.me)
+        self.begin = Begin(
+            tip=self.tip,
+            ballot=self.ballot,
+            members=members,
+            weights=tuple(join.weight for join in joins),
+            machines=tuple(join.machine for join in joins),
+            states=tuple(join.state for join in joins),
+            chunk_elements=elements,
+            starts=starts,
+            with_state=with_state,
+            timeout=self.rules.round_timeout,
+            options=self.rules.options(joins),
+        )
+        self.phase = Phase.RUNNING
+        self.deadline = now + self.rules.round_timeout
+        return [Send(tuple(member.key for member in members), self.begin)]
+
+    # -- after BEGIN
+
+    @property
+    def _round_timeout(self) -> float:
+        """That of the round's BEGIN, which another may have sent."""
+        assert self.begin is not None
+        return self.begin.timeout
+
+    def live(self) -> list[bytes]:
+        """The keys of the members of the round that are not out, in member order."""
+        return [] if self.begin is None else [m.key for m in self.begin.members if m.key not in self.out]
+
+    def put_out(self, key: bytes, reason: str, now: float) -> list[Send]:
+        """A member was lost or broke a rule: go on without it."""
+        if self.is_before_begin:
+            return self.expect([m for m in self.expected.values() if m.key != key], now)
+        if self.phase in (Phase.COMMITTED, Phase.ABORTED) or key not in self.live():
+            return []
+        assert self.begin is not None
+        self.out[key] = reason
+        told = [Send((key,), Abort(self.begin.round, reason[:256]))]
+        return told + (self._regroup() if self._is_too_small() else self.start_survey(now))
+
+    def _is_too_small(self) -> bool:
+        """Whether a group was left by so many (who cancelled their steps, say) that it is smaller than one may be, and
+        others wait who could make up for them."""
+        if self.phase not in (Phase.RUNNING, Phase.SURVEYING) or self.rules.target_samples is not None:
+            return False
+        return bool(self.late) and len(self.live()) < self.rules.min_group
+
+    def _regroup(self) -> list[Send]:
+        return self.abort(f"fewer than {self.rules.min_group} members are left, and others wait: join again")
+
+    def start_survey(self, now: float) -> list[Send]:
+        """Ask the live members what they hold, under a new ballot."""
+        assert self.begin is not None
+        assert self.ballot is not None
+        if not self.live():
+            return self.abort("no member is left")
+        self.phase = Phase.SURVEYING
+        self.deadline = self.deadline or now + self._round_timeout
+        self.ballot = Ballot(self.ballot.number + 1, self.me)
+        self.have, self.done = {}, {}
+        begin = self.begin if self.took_over else None
+        return [Send(tuple(self.live()), Survey(self.tip, self.begin.round, self.ballot, tuple(self.out), begin))]
+
+    def outbid(self, ballot: Ballot, reachable: bool, now: float) -> list[Send]:
+        """A member follows a higher ballot: give way to its holder if that is `reachable`; if it is lost, bid
+        higher."""
+        if self.phase is not Phase.SURVEYING or self.ballot is None or ballot <= self.ballot:
+            return []
+        if reachable:
+            self.phase = Phase.ABORTED
+            return []
+        self.ballot = Ballot(ballot.number, self.me)
+        return self.start_survey(now)
+
+    def surveyed(self, key: bytes, ballot: Ballot, have: Have, now: float) -> list[Send]:
+        """A member's answer to the survey of `ballot`."""
+        if self.phase is not Phase.SURVEYING or ballot != self.ballot or key not in self.live():
+            return []
+        assert self.begin is not None
+        if have.commit is not None and (have.commit.tip, have.commit.round) == (self.tip, self.begin.round):
+            return self._commit(have.commit)
+        member = next(member for member in self.begin.members if member.key == key)
+        wrong = flaw(self.begin, ballot, member, have, self.disputed.get(key))
+        if wrong is not None:
+            return self.put_out(key, wrong, now)
+        self.have[key] = have
+        if len(self.have) < len(self.live()):
+            return []
+        # An earlier coordinator may have put out a member whom we still reach; reducers stopped serving it then.
+        live = self.live()
+        unknown = [other for answer in self.have.values() for other in answer.out if other in live]
+        if unknown:
+            self.out.update((other, "put out by an earlier coordinator") for other in unknown)
+            return self.start_survey(now)
+        self.phase = Phase.RUNNING
+        self.disputed = {}
+        sources, self.settled = repaired(self.begin, live, self.have)
+        return [Send(tuple(live), Repair(self.begin.round, self.ballot, sources))]
+
+    def finished(self, key: bytes, done: Done, view: Collection[Member], now: float) -> list[Send]:
+        """A member has all chunks. `view` are the members that will be expected next."""
+        if self.phase is not Phase.RUNNING or done.ballot != self.ballot or key not in self.live():
+            return []
+        assert self.begin is not None
+        if done.root and self.settled and done.root != self.settled:
+            # Without this, one that never follows a repair would have the others repair for ever.
+            return self.put_out(key, "it is done with another result than the repair makes", now)
+        self.done[key] = done.root
+        if len(self.done) < len(self.live()):
+            return []
+        roots = {root for root in self.done.values() if root}
+        if len(roots) > 1:
+            self.disputed = self.done
+            return self.start_survey(now)
+        root = roots.pop() if roots else root_of(())  # only auxiliary members have nothing to average
+        samples = sum(self.begin.weights)
+        keys = tuple(member.key for member in self.begin.members)
+        kept = tuple(member for member in view if member.key not in self.out)
+        return self._commit(Commit(self.tip, self.begin.round, root, samples, keys, kept))
+
+    def _commit(self, commit: Commit) -> list[Send]:
+        self.phase = Phase.COMMITTED
+        self.commit = commit
+        in_round = self.begin.members if self.begin is not None else ()
+        to = dict.fromkeys(member.key for member in (*in_round, *commit.view))
+        return [Send(tuple(to), commit)]
+
+    def abort(self, reason: str) -> list[Send]:
+        """End the round without a result."""
+        self.phase = Phase.ABORTED
+        to = tuple(dict.fromkeys([*self.live(), *self.late]))
+        return [Send(to, Abort(self.begin.round, reason[:256]))] if self.begin is not None else []

@@ -1,0 +1,279 @@
+"""Which members of its run a peer reaches, whom it dials when, and what it says about those that it can't reach. No
+I/O; time is given."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shoal.p2p.identity import PeerID
+from shoal.p2p.redial import Redial
+from shoal.swarm.protocol.member import MAX_MEMBERS, Member, Role
+
+PATIENCE = 10.0  # seconds until it is said that somebody is not reached, or that nobody is there
+QUIET = 60.0  # seconds between two such warnings
+MAX_NAMED = 8  # members in one warning; of the others it says how many they are
+
+
+@dataclass(frozen=True, slots=True)
+class Reachability:
+    """What has changed in whom this peer reaches.
+
+    Attributes:
+        num_peers: members of the run that it is connected to, itself included.
+        unreached: those that it knows and does not reach; none when all that it told of are reached or have left.
+        advice: what is wrong, and what to do about it; "" when all is well again.
+    """
+
+    num_peers: int
+    unreached: tuple[PeerID, ...]
+    advice: str
+
+
+@dataclass(slots=True)
+class _Missing:
+    """A member that is known and not reached.
+
+    Attributes:
+        member: as it was last heard of.
+        since: when it began.
+        was_reached: whether it was lost; otherwise it was never reached.
+        seen: when somebody else first showed that it lives, since it is missing; None if nobody did.
+        reason: why it could not be reached, when that was last tried.
+        told: whether that was said.
+    """
+
+    member: Member
+    since: float
+    was_reached: bool
+    seen: float | None = None
+    reason: str = ""
+    told: bool = False
+
+
+class Reach:
+    """Keeps account of the members of a run, as one peer knows them.
+
+    Nodes and auxiliaries that are missing are dialled (`Redial`), whether or not they are still listed anywhere;
+    clients never, since they listen nowhere; nor a member that has left, until it is listed anew. After 10 s without
+    success there is one warning, which names all members that are missing. A member that was reached and then lost is
+    named only if it is known to live, 10 s after the first sign of that, or if this peer has lost everybody, 10 s after
+    that. A client does not miss other clients as long as it reaches a node.
+
+    Args:
+        run_id: names the run, in warnings.
+        me: this peer.
+        rng: draws the jitter between dials.
+
+    All times are in seconds of the caller's clock.
+    """
+
+    def __init__(self, run_id: str, me: Member, rng: random.Random) -> None:
+        self._run_id, self._me = run_id, me
+        self._redial = Redial(rng)
+        self._began = math.inf
+        self._reached: dict[bytes, Member] = {}
+        self._missing: dict[bytes, _Missing] = {}  # in the order in which they went missing
+        self._left: dict[bytes, None] = {}
+        self._hurry_until = self._quiet_until = -math.inf
+        self._quiet_alone_until = -math.inf  # the same for warnings of the loss of everybody
+        self._alone_since = -math.inf  # when the last member was lost that it reached
+        self._knew_somebody = self._told_alone = False
+        self._worried = False  # whether something was said that is not made good yet
+
+    # -- what happens
+
+    def begin(self, now: float) -> None:
+        """This peer is in the run."""
+        self._began = now
+
+    def known(self, members: Iterable[Member], now: float, *, listed: bool) -> None:
+        """These are in the run, as the directory has it (`listed`) or as another member says."""
+        for member in members:
+            if member.key == self._me.key or member.key in self._reached:
+                continue
+            self._knew_somebody = True
+            missing = self._missing.get(member.key)
+            if missing is None:
+                if listed or member.key not in self._left:
+                    self._left.pop(member.key, None)
+                    self._miss(member, now, was_reached=False)
+            elif listed or now - missing.since >= PATIENCE:  # others may notice a loss that much later
+                if missing.seen is None or (listed and missing.member != member):
+                    self._redial.hurry(member.peer, now)
+                if missing.seen is None:
+                    missing.seen = now
+                if listed:
+                    missing.member = member
+
+    def reached(self, member: Member) -> None:
+        """The member has spoken."""
+        if member.key == self._me.key:
+            return  # it coordinates, and has joined itself
+        self._knew_somebody = True
+        self._missing.pop(member.key, None)
+        self._left.pop(member.key, None)
+        self._redial.found(member.peer)
+        self._reached[member.key] = member
+
+    def failed(self, key: bytes, reason: str) -> None:
+        """It was tried to reach that member, in vain."""
+        if key in self._missing:
+            self._missing[key].reason = reason
+
+    def lost(self, key: bytes, now: float) -> bool:
+        """That member can't be reached any more; returns whether it was reached until now."""
+        member = self._reached.pop(key, None)
+        if member is None:
+            return False
+        if not self._reached:
+            self._lost_everybody(now)
+        self._miss(member, now, was_reached=True)
+        return True
+
+    def left(self, key: bytes, now: float) -> None:
+        """That member says that it leaves the run."""
+        if self._reached.pop(key, None) is not None and not self._reached:
+            self._lost_everybody(now)
+        self._missing.pop(key, None)
+        self._redial.found(PeerID(key))
+        self._left[key] = None
+        if len(self._left) > MAX_MEMBERS:
+            del self._left[next(iter(self._left))]
+
+    def hurry(self, now: float) -> None:
+        """This peer was away: whoever is missing, or is found to be lost in the next seconds, may well be there."""
+        self._hurry_until = now + PATIENCE
+        for missing in self._missing.values():
+            self._redial.hurry(missing.member.peer, now)
+
+    def _lost_everybody(self, now: float) -> None:
+        """A warning of somebody else, a short time ago, does not delay the warning of this; one of the same does."""
+        self._alone_since = now
+        if now >= self._quiet_alone_until:
+            self._quiet_until = now + PATIENCE  # then all that are missing are named at once
+
+    def _miss(self, member: Member, now: float, *, was_reached: bool) -> None:
+        if len(self._missing) >= MAX_MEMBERS:
+            longest = self._missing.pop(next(iter(self._missing)))
+            self._redial.found(longest.member.peer)
+        self._missing[member.key] = _Missing(member, now, was_reached)
+        if member.role is not Role.CLIENT:
+            self._redial.missing(member.peer, now, at_once=not was_reached or now < self._hurry_until)
+
+    # -- what to do
+
+    def due(self, now: float) -> list[Member]:
+        """Whom to dial now."""
+        return [self._missing[peer.key].member for peer in self._redial.due(now)]
+
+    def notice(self, now: float, others: int) -> Reachability | None:
+        """What is to be said now, if anything; `others` is how many other nodes the DHT has."""
+        counting = [missing for missing in self._missing.values() if self._counts_from(missing) <= now]
+        new = [missing for missing in counting if not missing.told]
+        if new and now >= self._quiet_until:
+            self._quiet_until, self._worried = now + QUIET, True
+            if not self._reached and self._alone_since > -math.inf:
+                self._quiet_alone_until = self._quiet_until
+            for missing in new:
+                missing.told = True
+            return self._reachability(counting, self._advice(new))
+        if others and not (self._knew_somebody or self._told_alone) and now - self._began >= PATIENCE:
+            self._told_alone = self._worried = True
+            return self._reachability([], self._advice_alone(others))
+        still = any(missing.told for missing in counting) or (self._told_alone and not self._reached)
+        if self._worried and not still:
+            self._worried = False
+            for missing in self._missing.values():
+                missing.told = False
+            return self._reachability(counting, "")
+        return None
+
+    def next_time(self, now: float) -> float | None:
+        """When to look again if nothing happens until then; None if there is nothing to look after."""
+        times = [self._redial.next_time()]
+        for missing in self._missing.values():
+            if not missing.told:
+                times.append(max(self._counts_from(missing), self._quiet_until))
+        if not self._knew_somebody and now < self._began + PATIENCE:
+            times.append(self._began + PATIENCE)
+        return min((time for time in times if time is not None and time < math.inf), default=None)
+
+    def _counts_from(self, missing: _Missing) -> float:
+        """From when on that member should be reached; never as long as it may be dead, and while nobody needs it."""
+        if missing.member.role is Role.CLIENT and self._me.role is Role.CLIENT:
+            return math.inf if self._reaches_a_node() else max(missing.since, self._alone_since) + PATIENCE
+        if not missing.was_reached:
+            return missing.since + PATIENCE
+        if missing.told and missing.seen is not None:
+            return missing.since + PATIENCE  # what was said of it holds until it is reached
+        since_alone = math.inf if self._reached else max(missing.since, self._alone_since)
+        since_seen = math.inf if missing.seen is None else missing.seen
+        return min(since_alone, since_seen) + PATIENCE
+
+    def _reaches_a_node(self) -> bool:
+        """Where clients meet each other."""
+        return any(member.role is not Role.CLIENT for member in self._reached.values())
+
+    # -- in words
+
+    def _reachability(self, counting: list[_Missing], advice: str) -> Reachability:
+        return Reachability(1 + len(self._reached), tuple(missing.member.peer for missing in counting), advice)
+
+    def _advice(self, new: list[_Missing]) -> str:
+        new = sorted(new, key=lambda missing: missing.member.role is Role.CLIENT)  # nodes first: they can be mended
+        named = "; ".join(map(_named, new[:MAX_NAMED]))
+        more = f"; and {len(new) - MAX_NAMED} more" if len(new) > MAX_NAMED else ""
+        ways_out = dict.fromkeys(map(self._way_out, new))
+        others = len(self._reached)
+        with_whom = f"trains with {others} {'other' if others == 1 else 'others'} only" if others else "trains alone"
+        members = "member" if len(new) == 1 else "members"
+        return (
+            f"{len(new)} known {members} of the run {self._run_id!r} can't be reached, and this peer {with_whom}: "
+            f"{named}{more}. {' '.join(ways_out)}"
+        )
+
+    def _way_out(self, missing: _Missing) -> str:
+        member = missing.member
+        if member.role is Role.CLIENT and self._me.role is Role.CLIENT:
+            return (
+                "Clients are dialled by nobody, so they can't reach each other: the run needs a node, that is a peer "
+                "with client_mode=False and an open port."
+            )
+        if member.role is Role.CLIENT:
+            return (
+                "A client dials, and has not reached this peer: open the port of this peer's addresses "
+                f"({_where(self._me)}), or name in announce_maddrs the address at which it can be reached."
+            )
+        again = "It is dialled again every 5 to 60 s."
+        addresses = member.multiaddrs()
+        if addresses and all(address.is_loopback for address in addresses):
+            return (
+                "What listens on loopback only is reached from its own machine only: start it with "
+                f"DHT(host_maddrs=['/ip4/0.0.0.0/tcp/<port>']), or with client_mode=True. {again}"
+            )
+        return (
+            "Where a peer does not answer, open its port in its firewall and router; where its addresses are wrong, "
+            "name the right one in its announce_maddrs; where neither can be done, start it with client_mode=True. "
+            f"{again}"
+        )
+
+    def _advice_alone(self, others: int) -> str:
+        return (
+            f"this peer is alone in the run {self._run_id!r}, while the DHT has {others} other "
+            f"{'node' if others == 1 else 'nodes'}: if others should train with it, give all of them the same run_id"
+        )
+
+
+def _where(member: Member) -> str:
+    return ", ".join(address.partition("/p2p/")[0] for address in member.addresses) or "none"
+
+
+def _named(missing: _Missing) -> str:
+    member = missing.member
+    if member.role is Role.CLIENT:
+        return f"{member.peer}, a client"
+    reason = missing.reason or ("its connection was lost" if missing.was_reached else "it has not answered yet")
+    return f"{member.peer} at {_where(member)} ({reason})"

@@ -1,0 +1,94 @@
+"""When a round of a run begins, and what it averages: the same at all members but for the times. Pure functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from shoal.swarm.protocol.messages import Join
+from shoal.swarm.protocol.plan import CHUNK_ELEMENTS
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """When a round begins, and what it averages.
+
+    Attributes:
+        sizes: elements of each flat buffer of what every round averages.
+        matchmaking_time: the longest wait, in seconds, from the CALL to BEGIN; where nobody calls, the first who joins
+            says how long it waits.
+        round_timeout: seconds without progress after which a round ends that this peer began.
+        min_group: fewer members than this begin nothing; where samples are counted, members that contribute.
+        target_group: as many members begin at once, whoever else is expected; None for no such number.
+        target_samples: a round is called when the members have so many samples; None if whoever joins calls it.
+        chunk_elements: no chunk is larger, unless there would be too many.
+        smallest_span: members that would reduce fewer elements reduce none.
+        due_sizes: elements of each flat buffer of what is averaged beside that in rounds where state is due.
+        state_sizes: the same of the state itself, which is averaged where it is due and members hold unlike ones.
+        state_every: state is due in the rounds that end the epochs of this many, twice this many, and so on.
+        state_always: average the state whenever it is due, whatever the members say of theirs.
+        options_fit: whether the options of a JOIN can be those of the members' steps; others have no vote.
+    """
+
+    sizes: tuple[int, ...]
+    matchmaking_time: float
+    round_timeout: float
+    min_group: int = 1
+    target_group: int | None = None
+    target_samples: float | None = None
+    chunk_elements: int = CHUNK_ELEMENTS
+    smallest_span: int = 0
+    due_sizes: tuple[int, ...] = ()
+    state_sizes: tuple[int, ...] = ()
+    state_every: int = 1
+    state_always: bool = False
+    options_fit: Callable[[bytes], bool] = bool
+
+    def is_due(self, epoch: int) -> bool:
+        """Whether state is due in the round that ends this epoch."""
+        return (epoch + 1) % self.state_every == 0
+
+    def may_average_state(self, epoch: int) -> bool:
+        """Whether the state itself may be averaged in the round that ends this epoch."""
+        return bool(self.state_sizes) and self.is_due(epoch) and (self.state_always or epoch > 0)
+
+    def averages_state(self, epoch: int, joins: Iterable[Join]) -> bool:
+        """Whether the round that ends this epoch, with these JOINs, averages the state itself.
+
+        Members that compute alike can only differ by a fault, or at the start of a run; they are made equal by a
+        download. So what most members of each kind of machine hold is compared.
+        """
+        if not self.may_average_state(epoch):
+            return False
+        return self.state_always or len(set(usual_states(joins).values())) > 1
+
+    def options(self, joins: Iterable[Join]) -> bytes:
+        """With which options all members make the step that follows on a round with these JOINs."""
+        return usual_options(join for join in joins if self.options_fit(join.options))
+
+    def vector(self, epoch: int, with_state: bool) -> tuple[int, ...]:
+        """Elements of each flat buffer that such a round averages."""
+        due = self.due_sizes if self.is_due(epoch) else ()
+        return (*self.sizes, *due, *(self.state_sizes if with_state else ()))
+
+
+def usual_states(joins: Iterable[Join]) -> dict[str, bytes]:
+    """The state's digest that most members of each kind of machine hold; of those that tell one."""
+    votes: dict[str, Counter[bytes]] = {}
+    for join in joins:
+        if join.state:
+            votes.setdefault(join.machine, Counter())[join.state] += 1
+    return {machine: max(count, key=lambda state: (count[state], state)) for machine, count in votes.items()}
+
+
+def usual_options(joins: Iterable[Join]) -> bytes:
+    """The options that most JOINs hold, of those that hold any; of equally many, those behind which there are more
+    samples. b"" if there are none."""
+    votes: Counter[bytes] = Counter()
+    samples: dict[bytes, float] = {}
+    for join in joins:
+        if join.options:
+            votes[join.options] += 1
+            samples[join.options] = samples.get(join.options, 0.0) + join.weight
+    return max(votes, key=lambda options: (votes[options], samples[options], options), default=b"")

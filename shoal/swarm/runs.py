@@ -1,0 +1,69 @@
+"""Runs that a peer is in for one round: those of group bits (Moshpit), and a second round of the same group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from shoal.dht.records import get_dht_time
+from shoal.swarm.directory import Directory
+from shoal.swarm.protocol.member import Member
+from shoal.swarm.protocol.messages import Begin
+from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.swarm.swarm import Swarm
+
+
+class Runs:
+    """The runs that one peer has been in for a round. Of the last ones it still tells the result to members that missed
+    it, until it joins another.
+
+    Args:
+        make: makes this peer's part in the run of that name.
+    """
+
+    def __init__(self, make: Callable[[str, Directory, Rules], Swarm]) -> None:
+        self._make = make
+        self._past: list[Swarm] = []
+
+    @contextlib.asynccontextmanager
+    async def joined(
+        self, run_id: str, directory: Directory, rules: Rules, tip: Tip | None = None, members: Iterable[Member] = ()
+    ) -> AsyncIterator[Swarm]:
+        """Within, this peer is in that run: at `tip`, where it left it the last time, or at its beginning. `members`
+        are in it, too."""
+        swarm = self._make(run_id, directory, rules)
+        swarm.membership.learn(members)
+        if tip is not None:
+            swarm.participant.move(tip)
+        # Members of such a run forget what they followed when they leave it. So that no round ever has the name of an
+        # earlier one, whose messages may still come, ballots go on from the clock.
+        swarm.participant.heard_of(Ballot(int(get_dht_time() * 1000), bytes(32)))
+        await swarm.start()
+        try:
+            yield swarm
+        finally:
+            swarm.retire()
+            self._past.append(swarm)
+
+    def forget(self) -> None:
+        """Serve the runs of the last rounds no longer: their memory is about to be written."""
+        for swarm in self._past:
+            swarm.stop()
+        self._past.clear()
+
+
+def next_bits(bits: str, begin: Begin, me: bytes, target_group_size: int | None) -> str:
+    """The group bits of a member after a round: those before, moved on by its place in the group, so that members of
+    one group come into different ones. With groups of M out of M**d peers all have the global average after d rounds.
+
+    Source: Ryabinin et al. 2021, Moshpit SGD (arXiv 2103.03239), algorithm 1; places as in hivemind's key manager, but
+    rotated by the round's name instead of drawn.
+    """
+    keys = [member.key for member in begin.members]
+    places = max(len(keys), target_group_size or 0)
+    width = (places - 1).bit_length()
+    if me not in keys or not width:
+        return bits
+    place = (keys.index(me) + begin.round[0]) % places
+    return (bits + f"{place:0{width}b}")[-len(bits) :] if bits else ""
