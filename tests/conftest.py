@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("shoal")
 def all_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round of a run does not wait for peers that nobody has found yet: for tests that start all their peers,
     each of which knows the others by then, before one of them steps; and in which no peer alone reaches the target."""
-    monkeypatch.setattr("shoal.swarm.coordination.SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr("shoal.swarm.protocol.peer.SETTLE_SECONDS", 0.0)
 
 
 def pytest_collection_finish() -> None:

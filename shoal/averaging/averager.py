@@ -30,8 +30,8 @@ from shoal.compression import Compression, CompressionInfo, NoCompression
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.swarm.directory import DHTDirectory, Directory
-from shoal.swarm.gathered import encode_gathered
 from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.gathered import encode_gathered
 from shoal.swarm.protocol.member import Member, Role
 from shoal.swarm.protocol.messages import Terms
 from shoal.swarm.protocol.plan import largest_chunk
@@ -444,7 +444,7 @@ class DecentralizedAverager(Stepping):
         swarm = self._swarm
         if swarm is None:
             raise AveragingError(NOT_STARTED)
-        members = swarm.neighbourhood.connected()
+        members = swarm.peer.view.connected()
         donors = [m.peer for m in members if m.role is not Role.AUXILIARY and m.peer != self.peer_id]
         rng = random.Random(self.peer_id.key)
         return await download_state(self.dht.node, f"state/{self.prefix}", donors, timeout=timeout, rng=rng)

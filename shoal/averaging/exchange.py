@@ -17,8 +17,8 @@ from shoal.compression import CodecPlan, NoCompression
 from shoal.flat import bytes_of, is_finite
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Leases, Target
-from shoal.swarm.contribution import Fault, SendTo
 from shoal.swarm.protocol.book import Book, RuleBroken
+from shoal.swarm.protocol.contribution import Fault, SendTo
 from shoal.swarm.protocol.messages import Begin, Carries, Part, Repair, Result, Source, name_of
 from shoal.swarm.protocol.plan import chunk_table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.p2p.identity import PeerID
-from shoal.swarm.contribution import Outcome
+from shoal.swarm.protocol.contribution import Outcome
 
 
 @dataclass(frozen=True, slots=True)

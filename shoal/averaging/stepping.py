@@ -18,19 +18,19 @@ from shoal.averaging.control import AveragingStage, Gathered, StepControl
 from shoal.averaging.hold import Hold
 from shoal.averaging.options import check_bits
 from shoal.averaging.report import RoundReport
+from shoal.averaging.runs import Runs, next_bits
 from shoal.averaging.vector import Vector
 from shoal.compression import Compression, CompressionInfo
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.flat import FlatBuffer
 from shoal.p2p.identity import PeerID
-from shoal.swarm.contribution import Contribution, Outcome
 from shoal.swarm.directory import DHTDirectory, Directory
-from shoal.swarm.gathered import told
+from shoal.swarm.protocol.contribution import Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
+from shoal.swarm.protocol.gathered import told
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.runs import Runs, next_bits
 from shoal.swarm.swarm import Swarm
 
 log = logging.getLogger(__name__)

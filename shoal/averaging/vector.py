@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shoal.averaging.exchange import Exchange
 from shoal.compression import CodecPlan, Compression, CompressionInfo
 from shoal.flat import FlatBuffer, Layout
-from shoal.swarm.contribution import Fault, SendTo
+from shoal.swarm.protocol.contribution import Fault, SendTo
 from shoal.swarm.protocol.messages import Begin
 
 

@@ -13,7 +13,7 @@ from shoal.optim.reports import Event, report_of
 from shoal.optim.run import Run
 from shoal.optim.settings import Settings
 from shoal.optim.vector import EpochVector
-from shoal.swarm.contribution import Contribution
+from shoal.swarm.protocol.contribution import Contribution
 from shoal.swarm.protocol.errors import AveragingError, Rejected
 from shoal.swarm.protocol.tip import Tip
 

@@ -132,7 +132,7 @@ class RunProgress:
     def global_progress(self) -> GlobalProgress:
         """What all peers have, as the coordinator last told it."""
         samples, _, peers = self._estimate(0.0)  # counted ones only
-        clients = self._swarm.neighbourhood.num_clients()
+        clients = self._swarm.peer.view.num_clients()
         eta = self.estimated_next_update_time
         return GlobalProgress(self.global_epoch, samples, self.target_batch_size, peers, clients, eta)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.swarm.contribution import Outcome
+from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.reach import Reachability
 
 

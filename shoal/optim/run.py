@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from shoal.averaging.exchange import compute_serially
 from shoal.dht.dht import DHT
 from shoal.p2p.identity import PeerID
-from shoal.swarm.contribution import Contribution, Outcome
 from shoal.swarm.directory import DHTDirectory
+from shoal.swarm.protocol.contribution import Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.member import MAX_ADDRESSES, Member, Role
 from shoal.swarm.protocol.messages import Terms
@@ -144,18 +144,18 @@ class Run:
         how many there are."""
 
         async def waited() -> int:
-            neighbourhood, found = self.swarm.neighbourhood, 0
+            swarm, found = self.swarm, 0
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
-                    while (found := sum(member.contributes for member in neighbourhood.connected())) < count:
-                        await neighbourhood.seen()
+                    while (found := sum(member.contributes for member in swarm.peer.view.connected())) < count:
+                        await swarm.contacts.seen()
             return found
 
         return self._wait(waited())
 
     def reachability(self) -> Iterator[Reachability]:
         """What has changed in whom this peer reaches, since that was last asked."""
-        reports = self.swarm.neighbourhood.reports
+        reports = self.swarm.contacts.reports
         while reports:
             yield reports.popleft()
 
@@ -163,7 +163,7 @@ class Run:
         """Who could be asked for the state now."""
 
         async def connected() -> list[PeerID]:
-            members = self.swarm.neighbourhood.connected()
+            members = self.swarm.peer.view.connected()
             return [m.peer for m in members if m.key != self.me and m.role is not Role.AUXILIARY]
 
         return self._wait(connected())
@@ -199,7 +199,7 @@ class Run:
         not gone on from there: returns whether it did so."""
 
         async def follow() -> bool:
-            if after is not None and (self.swarm.tip != after or self.swarm.participant.missed is not None):
+            if after is not None and (self.swarm.tip != after or self.swarm.missed):
                 return False
             if self.swarm.tip != tip:
                 self.swarm.move(tip, made=after is not None)
@@ -211,7 +211,7 @@ class Run:
         """Hear at which states these are now."""
 
         async def ask() -> None:
-            await asyncio.gather(*map(self.swarm.neighbourhood.meet_peer, peers))
+            await asyncio.gather(*map(self.swarm.contacts.meet_peer, peers))
 
         self._wait(ask())
 

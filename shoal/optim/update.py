@@ -18,7 +18,7 @@ from shoal.optim.run import Run
 from shoal.optim.settings import Settings
 from shoal.optim.vector import EpochVector
 from shoal.p2p.identity import PeerID
-from shoal.swarm.contribution import Contribution, Outcome
+from shoal.swarm.protocol.contribution import Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip

@@ -10,8 +10,8 @@ from shoal.averaging.exchange import Exchange
 from shoal.compression import CodecPlan
 from shoal.optim.gradients import GradientBuffers, Gradients
 from shoal.optim.replica import Replica
-from shoal.swarm.contribution import Fault, SendTo
 from shoal.swarm.protocol.book import RuleBroken
+from shoal.swarm.protocol.contribution import Fault, SendTo
 from shoal.swarm.protocol.messages import Begin
 from shoal.swarm.protocol.rules import Rules
 

@@ -1,4 +1,4 @@
-"""Chunks of a round's result that are asked of those who hold them: for a repair, or by a peer that missed the
+"""Fetches chunks of a round's result from members that hold them: for a repair, or because this peer missed the
 round."""
 
 from __future__ import annotations
@@ -6,14 +6,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from shoal.p2p.errors import P2PError, Refused
+from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
-from shoal.p2p.node import Answer, Reply
-from shoal.swarm.bytes_exchange import BytesExchange
 from shoal.swarm.channel import Channel
 from shoal.swarm.protocol.book import RuleBroken, check_begin, root_of
+from shoal.swarm.protocol.contribution import BytesExchange
 from shoal.swarm.protocol.errors import ResultLost
-from shoal.swarm.protocol.messages import Begin, Carries, Commit, Committed, Digests, Fetch, Result, name_of
+from shoal.swarm.protocol.messages import Begin, Commit, Committed, Digests, Fetch
 
 FETCHES = 8  # chunks fetched at a time
 
@@ -24,34 +23,33 @@ class Fetching:
     """Fetches chunks.
 
     Args:
-        channel: over which the run's messages go.
+        channel: sends the requests.
         timeout: seconds that an answer may take.
-        got_on: called with every chunk that has come: on a slow line all of them may take long.
+        progressed: called for each chunk that has arrived: on a slow line all of them may take long.
     """
 
-    def __init__(self, channel: Channel, timeout: float, got_on: Callable[[], None]) -> None:
-        self._channel, self._timeout, self._got_on = channel, timeout, got_on
-        self._tasks: set[asyncio.Task[None]] = set()
+    def __init__(self, channel: Channel, timeout: float, progressed: Callable[[], None]) -> None:
+        self._channel, self._timeout, self._progressed = channel, timeout, progressed
+        self._tasks: dict[asyncio.Task[None], bytes] = {}  # the round that each is for
 
     def begin(self, exchange: BytesExchange, wanted: list[Wanted], done: Callable[[dict[bytes, str]], None]) -> None:
-        """Begin to `fetch`; `done` is called with what that returns, unless it was stopped."""
+        """Begin to `fetch`. Unless it is stopped, `done` is called with the result."""
 
         async def fetch() -> None:
             done(await self.fetch(exchange, wanted))
 
         task = self._channel.spawn(fetch())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = exchange.book.begin.round
+        task.add_done_callback(lambda task: self._tasks.pop(task, None))
 
-    def stop(self) -> None:
-        """The memory into which chunks are fetched is about to be used for something else."""
-        for task in self._tasks:
+    def stop(self, round_id: bytes) -> None:
+        """The memory into which that round's chunks are fetched is about to be used for something else."""
+        for task in [task for task, fetched in self._tasks.items() if fetched == round_id]:
             task.cancel()
-        self._tasks.clear()
 
     async def fetch(self, exchange: BytesExchange, wanted: list[Wanted]) -> dict[bytes, str]:
-        """Fetch chunks, a few at a time, and put them in place; returns the holders that did not bring what they hold,
-        and why."""
+        """Fetch chunks, a few at a time, and write them where they belong. Returns the holders that did not send what
+        they hold, each with the reason."""
         slots = asyncio.Semaphore(FETCHES)
         failed: dict[bytes, str] = {}
 
@@ -66,7 +64,7 @@ class Fetching:
                     if len(reply.buffers) != 1:
                         raise RuleBroken("it came without its bytes")
                     exchange.fetched(chunk, digest, memoryview(reply.buffers[0]))
-                    self._got_on()
+                    self._progressed()
                 except (P2PError, RuleBroken, TimeoutError) as error:
                     failed[holder] = f"chunk {chunk} could not be fetched: {str(error) or 'no answer in time'}"
 
@@ -74,7 +72,7 @@ class Fetching:
         return failed
 
     async def fetch_committed(self, commit: Commit, open_exchange: Callable[[Begin], BytesExchange]) -> BytesExchange:
-        """Fetch the whole result of a round from one of its members. Raises `ResultLost` if none of them brings it."""
+        """Fetch the whole result of a round from one of its members. Raises `ResultLost` if none of them sends it."""
         failed: dict[bytes, str] = {}
         others = [key for key in commit.members if key != self._channel.node.peer_id.key]
         connected = [key for key in others if self._channel.is_connected(key)]
@@ -90,8 +88,7 @@ class Fetching:
         return exchange
 
     async def _reach(self, keys: list[bytes], failed: dict[bytes, str]) -> list[bytes]:
-        """Connect to these members, all at once, since each dial may take as long as it is given; returns those who
-        are reached."""
+        """Connect to these members, all at once, since each dial may take long. Returns those that are reached."""
 
         async def connect(key: bytes) -> None:
             try:
@@ -109,7 +106,7 @@ class Fetching:
         open_exchange: Callable[[Begin], BytesExchange],
         failed: dict[bytes, str],
     ) -> BytesExchange | None:
-        """Fetch the result from the first of these members that brings it; None if nobody does."""
+        """Fetch the result from the first of these members that sends it. Returns None if none does."""
         for key in holders:
             try:
                 answer = await self._channel.call(key, Digests(commit.round), Committed, self._timeout)
@@ -125,20 +122,3 @@ class Fetching:
             else:
                 return exchange
         return None
-
-
-def serve(exchange: BytesExchange | None, message: Fetch | Digests) -> Answer:
-    """Answer what is asked of the round whose `exchange` this peer holds, if it holds any. Raises Refused for what it
-    does not."""
-    if exchange is None or exchange.book.begin.round != message.round:
-        raise Refused("this peer does not have that round's result any more")
-    book = exchange.book
-    if isinstance(message, Digests):
-        if not all(book.digests):  # else they can be had, even if this peer has not heard of the COMMIT yet
-            raise Refused("that round's result is not complete here")
-        return Committed(book.begin, tuple(book.digests))
-    if message.chunk >= len(book.chunks) or not book.digests[message.chunk]:
-        raise Refused(f"chunk {message.chunk} is not here")
-    name = name_of(message.round, Carries.FETCHED, message.chunk)
-    # A copy: the next round may write there before it has left, and who asked would wait for it in vain.
-    return Reply(Result(message.round, message.chunk, book.plan), [bytes(exchange.chunk_bytes(message.chunk))], name)

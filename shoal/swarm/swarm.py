@@ -1,7 +1,7 @@
-"""One peer's part in a run: what it can be asked to do there, and what becomes of each message and each loss.
+"""One peer's part in a run: the driver of its `Peer`, on the event loop of its node.
 
-It and what it is made of are drivers: what is decided, is decided in `Membership`, `Coordinator`, `Participant` and
-`Book`. They live on the node's loop, and import no torch: the bytes are the `Exchange`'s.
+The machine decides; this file gives it messages, losses and the time, and performs its actions. It imports no torch:
+the bytes of a round are behind `BytesExchange`.
 """
 
 from __future__ import annotations
@@ -16,52 +16,44 @@ from shoal.p2p.errors import P2PError, Refused, Unavailable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Answer, Node, Service
 from shoal.swarm.channel import Channel
-from shoal.swarm.contribution import Contribution, Outcome
-from shoal.swarm.coordination import Coordination
+from shoal.swarm.contacts import Contacts
 from shoal.swarm.directory import Directory
-from shoal.swarm.following import Following
+from shoal.swarm.fetching import Fetching
 from shoal.swarm.liveness import Liveness
-from shoal.swarm.matchmaking import Matchmaking
-from shoal.swarm.neighbourhood import Neighbourhood
+from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Meet, Send
+from shoal.swarm.protocol.contribution import Contribution, Outcome
+from shoal.swarm.protocol.errors import AveragingError, Behind, ResultLost
 from shoal.swarm.protocol.member import Member, Role
-from shoal.swarm.protocol.membership import Membership
 from shoal.swarm.protocol.messages import (
-    Abort,
     Begin,
     Broken,
     Call,
+    Carries,
     Commit,
     Count,
     Describe,
-    Digests,
-    Done,
     Elsewhere,
-    Fetch,
     Hello,
     Join,
+    Joined,
     Leave,
     Message,
-    Orphaned,
-    Part,
-    Ping,
-    Pong,
     Progress,
-    Repair,
-    Result,
-    Survey,
     Terms,
-    Unjoin,
-    Waiting,
 )
-from shoal.swarm.protocol.participant import Participant
+from shoal.swarm.protocol.participant import Finished
+from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tensors import Tensors
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.reporting import Reporting
-from shoal.swarm.round import RoundDriver
 
 DEFAULT_CHUNK_TIMEOUT = 15.0  # `next_chunk_timeout` when none is given, in seconds
 JOIN_TIMEOUT = 10.0
+AGAIN_SECONDS = 1.5  # that a round waits for a member that this peer could not reach before
+DECLINED_SECONDS = 0.05  # after a JOIN that was declined: tips or views differ, and are about to be exchanged
+WAIT_FOR_TIP = 2.0  # how long a message about the next tip is kept: COMMIT reaches members at different times
+LOOK_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -72,17 +64,20 @@ class Swarm:
     Args:
         node: this peer.
         directory: where the members of the run are listed.
-        run_id: names the run.
+        run_id: the name of the run.
         me: this peer as a member.
         terms: what must be equal in the run.
         rules: when a round begins; the same for all members but for the times.
         chunk_timeout: seconds of silence after which a member that holds up a round is left out.
-        sender_timeout, reducer_timeout: the same of those that owe parts (`chunk_timeout` when None), and of those that
-            owe results (twice `sender_timeout`).
+        sender_timeout, reducer_timeout: the same for members that owe parts (`chunk_timeout` when None), and for those
+            that owe results (twice `sender_timeout`).
         request_timeout: seconds that the coordinator may take to answer.
         keeps_state: whether a tip names a state that this peer keeps, and so only has with the result of its round.
-        on_commit: called with every commit that this peer follows.
-        tensors: those behind the schema hash in `terms`: a peer with other ones is told which differ.
+        tensors: the tensors behind the schema hash in `terms`: a peer with other ones is told which differ.
+
+    Attributes:
+        peer: the machine.
+        contacts: who is there, and connected.
     """
 
     def __init__(
@@ -99,79 +94,86 @@ class Swarm:
         reducer_timeout: float | None = None,
         request_timeout: float = JOIN_TIMEOUT,
         keeps_state: bool = False,
-        on_commit: Callable[[Commit], None] = lambda commit: None,
         tensors: Sequence[Tensors] = (),
     ) -> None:
         chunk_timeout = DEFAULT_CHUNK_TIMEOUT if chunk_timeout is None else chunk_timeout
         sender_timeout = chunk_timeout if sender_timeout is None else sender_timeout
         # A reducer that waits for a part looks like one that stalls, so it may complain first.
         reducer_timeout = 2 * sender_timeout if reducer_timeout is None else reducer_timeout
-        self.node, self.me, self.rules, self._request_timeout = node, me, rules, request_timeout
-        participant = self.participant = Participant(me.key, Tip.genesis(run_id))
-        membership = self.membership = Membership(run_id, me)
+        self.node, self.rules = node, rules
+        self._chunk_timeout, self._request_timeout = chunk_timeout, request_timeout
         self.service = Service(f"averaging/{run_id}", Message, self._undecodable)
         channel = self._channel = Channel(node, self.service)
-        neighbourhood = self.neighbourhood = Neighbourhood(
-            channel,
-            participant,
-            membership,
-            directory,
-            terms,
-            changed=self._review,
-            heard=lambda peer, tip: self._following.heard(peer, tip),
-            tensors=tensors,
-        )
-        driver = self._round = RoundDriver(neighbourhood, chunk_timeout, sender_timeout, reducer_timeout)
-        coordination = self._coordination = Coordination(neighbourhood, driver, rules, chunk_timeout)
-        following = self._following = Following(neighbourhood, driver, coordination, keeps_state, on_commit)
-        self._reporting = Reporting(neighbourhood, following, request_timeout)
-        self._matchmaking = Matchmaking(neighbourhood, driver, coordination, following, request_timeout)
-        self._liveness = Liveness(
-            channel, chunk_timeout, self._waited_for, self._ping, self._answered, self._stood_still
-        )
+        silence = Silence(sender_timeout, reducer_timeout)
+        self.peer = Peer(run_id, me, terms, rules, channel.is_connected, silence)
+        self.peer.keeps_state = keeps_state
+        self.contacts = Contacts(channel, self.peer, directory, tensors, self._act)
+        self._liveness = Liveness(channel, self.peer, chunk_timeout, self._act)
+        self._fetching = Fetching(channel, chunk_timeout, self._progressed)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._performing = False
+        self._changed = asyncio.Event()  # set when the call of `average` may go on
+        self._news = asyncio.Event()
+        self._news_told = self._changes_seen = 0
+        self._patience: asyncio.Timeout | None = None  # ends the call of `average`
+        self._timeout = 0.0  # that patience, in seconds
+        self._round: Begin | None = None  # the one that the call of `average` knows of
+        self._reported: Progress | None = None
+        self._reported_to: tuple[bytes, Tip] | None = None  # the coordinator that has the last report, and its tip
+        self._asked: list[bytes] = []  # coordinators that have not answered a report yet
         self._watching: list[bytes] = []
         self._retired = False
         self._tasks: list[asyncio.Task[Any]] = []
         self._stop_listening: Callable[[], None] = lambda: None
 
+    # -- what this peer knows
+
+    @property
+    def me(self) -> Member:
+        """This peer as a member."""
+        return self.peer.view.me
+
     @property
     def tip(self) -> Tip:
         """The state that this peer is at."""
-        return self.participant.tip
+        return self.peer.tip
 
     @property
     def called(self) -> bool:
         """Whether the coordinator has called the round of this tip."""
-        return self._following.called
+        return self.peer.participant.called
 
     @property
     def behind(self) -> Tip | None:
-        """The best state that a connected member holds, if it outranks ours."""
-        return self._following.behind
-
-    def forget_behind(self) -> None:
-        """Nobody could bring a state that outranks ours: those who hold it are not asked for a while."""
-        self._following.forget_behind()
+        """The best state that a connected member holds, if it outranks this peer's."""
+        return self.peer.behind(self._now())
 
     @property
     def made(self) -> bool:
-        """Whether this peer has ended an epoch since its start: then it is no newcomer any more."""
-        return self._following.made
+        """Whether this peer has completed an epoch since it started: then it is no newcomer any more."""
+        return self.peer.participant.made
+
+    @property
+    def missed(self) -> bool:
+        """Whether the round of this tip was committed, and its result is not here."""
+        return self.peer.participant.missed is not None
 
     @property
     def got_on_at(self) -> float:
-        """When a round was last seen to get on, on the loop's clock."""
-        return self._round.got_on_at
+        """When a round was last seen to make progress, on the loop's clock."""
+        return self.peer.participant.progressed_at
 
     # -- life
 
     async def start(self) -> None:
         """Serve, be listed, and meet the members that are there."""
-        self._coordination.settle()
-        self._stop_listening = self.node.on_lost(lambda peer, reason: self._lost(peer))
+        self._loop = asyncio.get_running_loop()
+        self.peer.settle(self._now())
+        self._stop_listening = self.node.on_lost(lambda peer, reason: self._lost(peer.key))
         self.node.serve(self.service, self._handle)
-        await self.neighbourhood.start()
-        self._tasks = [self.node.spawn(self._liveness.run())]
+        await self.contacts.start()
+        self._tasks = [self.node.spawn(self._keep_looking())]
 
     def stop(self) -> None:
         """Leave the run."""
@@ -181,57 +183,107 @@ class Swarm:
         self._stop_listening()
         for task in self._tasks:
             task.cancel()
-        self._coordination.stop()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def retire(self) -> None:
-        """Leave the run, but until `stop` still tell those who missed the last round what it was."""
-        self._channel.notify(self.membership.others(), Leave())
-        self.neighbourhood.stop()
+        """Leave the run, but until `stop` still tell members that missed the last round what it was."""
+        self._channel.notify(self.peer.view.others(), Leave())
+        self.contacts.stop()
         self._retired = True
 
     def move(self, tip: Tip, *, made: bool = False) -> None:
-        """Be at another state: it was downloaded, or this peer has `made` it alone. All are told: a JOIN for the old
-        tip is void."""
-        self._following.move(tip, made=made)
+        """Be at another state, which was downloaded, or which this peer has `made` alone. All members are told: a JOIN
+        for the old tip is void."""
+        self.peer.move(tip, self._now(), made=made)
+        self._act()
 
     def catch_up(self) -> Tip:
-        """For a peer that holds no state: be at the best one that was heard of; returns it. An auxiliary peer counts
-        for nothing there: it goes back as well, to the best one that a connected member holds."""
-        best, lends = self._following.best, self.me.role is Role.AUXILIARY
+        """For a peer that holds no state: move to the best state that was heard of. Returns it. An auxiliary peer also
+        goes back to the best state that a connected member holds, since its own counts for nothing."""
+        best, lends = self.peer.view.best(self._now()), self.me.role is Role.AUXILIARY
         if best is not None and best != self.tip and (lends or best.outranks(self.tip)):
             self.move(best)
         return self.tip
 
-    # -- samples and rounds
+    def forget_behind(self) -> None:
+        """No member could send a state that outranks this peer's: do not ask for it for a while."""
+        for time in self.peer.ignore_behind(self._now()):
+            asyncio.get_running_loop().call_at(time, self._tell_news)
+
+    def _now(self) -> float:
+        """The loop's time; in any thread once this peer has started."""
+        return (self._loop or asyncio.get_running_loop()).time()
+
+    # -- samples
 
     async def report(self, report: Progress) -> Count:
-        """Tell the coordinator this peer's samples since the tip; returns what all members have. Raises `Behind` if
-        the coordinator is at a state that outranks ours, P2PError if it can't be asked, `Rejected` if the run goes by
-        other terms."""
-        return await self._reporting.report(report)
+        """Tell the coordinator this peer's samples since the tip. Returns what all members have.
+
+        Raises: `Behind` if the coordinator is at a state that outranks this peer's, P2PError if it cannot be asked,
+            `Rejected` if the run goes by other terms.
+        """
+        if not self.made:
+            self.contacts.check_terms()
+        self._reported = report
+        return await self._report(report)
+
+    async def _report(self, report: Progress) -> Count:
+        coordinator = self.peer.participant.coordinator()
+        self._reported_to = (coordinator.key, report.tip)
+        self._asked.append(coordinator.key)
+        try:
+            answer = (await self._channel.ask(coordinator.key, report, self._request_timeout)).body
+        finally:
+            self._asked.remove(coordinator.key)
+        match answer:
+            case Count():
+                if answer.called and answer.tip == self.tip and not self.called:
+                    self.peer.is_called()
+                    self._act()
+                return answer
+            case Elsewhere():
+                await self.contacts.meet(answer.coordinator)
+            case Hello():
+                if answer.tip == report.tip:
+                    await self.contacts.meet_peer(coordinator.peer)  # it has lost this peer
+                else:
+                    self.peer.told(coordinator.key, answer.tip, self._now())
+                    self._act()
+                if answer.tip.outranks(self.tip) and not self.missed:  # a missed result comes first
+                    raise Behind(f"the swarm is at epoch {answer.tip.epoch}, this peer at {self.tip.epoch}")
+        return Count(report.tip, report.samples, report.rate, 1, False)
+
+    async def _report_again(self) -> None:
+        """Another member counts now."""
+        report = self._reported
+        if report is None or report.tip != self.tip:
+            return  # the epoch has ended meanwhile
+        try:
+            await self._report(report)
+        except (P2PError, AveragingError, TimeoutError) as error:
+            log.debug("%r could not report: %s", self.node.peer_id, error)
 
     async def be_awaited(self, tip: Tip, holders: Sequence[PeerID]) -> bool:
-        """Tell whoever coordinates at the state `tip`, as these holders of it know, that this peer is downloading it;
-        whether the next round waits for that."""
+        """Tell the coordinator at the state `tip`, as these holders of it know it, that this peer is downloading the
+        state. Returns whether the next round waits for that."""
+        loading = Progress(tip, 0.0, 0.0, loading=True)
         for holder in holders:
             try:
-                if await self._is_awaited(holder, Progress(tip, 0.0, 0.0, loading=True)):
-                    return True
+                answer = (await self._channel.ask(holder.key, loading, self._request_timeout)).body
+                if isinstance(answer, Elsewhere):
+                    await self.contacts.meet(answer.coordinator)
+                    answer = (await self._channel.ask(answer.coordinator.key, loading, self._request_timeout)).body
             except (P2PError, TimeoutError) as error:
                 log.debug("could not ask %r to be waited for: %s", holder, error)
+                continue
+            if isinstance(answer, Count):
+                return True
         return False
-
-    async def _is_awaited(self, holder: PeerID, loading: Progress) -> bool:
-        answer = (await self._channel.ask(holder.key, loading, self._request_timeout)).body
-        if isinstance(answer, Elsewhere):
-            coordinator = answer.coordinator
-            await self.neighbourhood.meet(coordinator)
-            answer = (await self._channel.ask(coordinator.key, loading, self._request_timeout)).body
-        return isinstance(answer, Count)
 
     @contextlib.contextmanager
     def watching(self, keys: Iterable[bytes]) -> Iterator[None]:
-        """Within, this peer waits for these: one that gives no sign of life is lost."""
+        """Within, this peer waits for these peers: one that gives no sign of life is lost."""
         self._watching = list(keys)
         try:
             yield
@@ -239,21 +291,114 @@ class Swarm:
             self._watching = []
 
     async def news(self) -> None:
-        """Return when the round of this tip is called, the tip changes, or a state that outranks it is heard of."""
-        await self._following.news()
+        """Return when the round of this tip is called, when the tip changes, or when a state that outranks it is heard
+        of."""
+        await self._news.wait()
+
+    # -- rounds
 
     async def average(self, contribution: Contribution, timeout: float) -> Outcome:
         """Take part in the next round and return when it is committed; the exchange's outputs then hold the average.
 
-        Raises AveragingError with the reason if there is no result within `timeout` seconds (for an input that was made
-        from a state, without progress for so long), `Behind` if the swarm is not at `contribution.tip`, `Rejected` if
-        the run goes by other terms.
+        Raises: AveragingError with the reason if there is no result within `timeout` seconds (for an input that was
+            computed from a state, without progress for so long), `Behind` if the swarm is not at `contribution.tip`,
+            `Rejected` if the run goes by other terms.
         """
-        return await self._matchmaking.average(contribution, timeout)
+        participant, started = self.peer.participant, self._now()
+        participant.offer(contribution)
+        sent, received = self.node.bytes_sent, self.node.bytes_received
+        try:
+            async with asyncio.timeout(timeout) as self._patience:
+                self._timeout = timeout
+                while (finished := participant.finished) is None:
+                    await self._between_events()
+            return self._outcome(finished, started, sent, received)
+        except TimeoutError:
+            where = "in a round" if participant.begin is not None else "waiting for one"
+            peers, seconds = len(self.peer.view.connected()), self._now() - started
+            raise AveragingError(f"no result within {seconds:.3g} s ({where}; {peers} members are connected)") from None
+        finally:
+            self._patience = None
+            participant.withdraw()
+            self._act()
+
+    async def _between_events(self) -> None:
+        """Do what the input that waits needs now, and wait until something has happened."""
+        participant = self.peer.participant
+        begin = participant.begin
+        if begin is not None and self._timeout < begin.timeout + self._request_timeout:
+            # In a round, its coordinator's time counts, and it may take a while to hear that the round has ended.
+            self._timeout = begin.timeout + self._request_timeout
+            self._progressed()
+        if not self.made:
+            self.contacts.check_terms()
+        if participant.error is not None:
+            raise participant.error
+        self._changed.clear()
+        commit = participant.next_step(self._now())
+        self._perform()
+        if commit is not None:
+            await self._fetch_result(commit)
+        elif participant.finished is None and participant.error is None:
+            await self._changed.wait()
+
+    def _outcome(self, finished: Finished, started: float, sent: int, received: int) -> Outcome:
+        return Outcome(
+            begin=finished.exchange.book.begin,
+            commit=finished.commit,
+            gathered=finished.gathered,
+            missed=finished.missed,
+            matchmaking_seconds=finished.began - started,
+            allreduce_seconds=self._now() - finished.began,
+            join_to_begin_seconds=self.peer.participant.join_to_begin,
+            bytes_sent=self.node.bytes_sent - sent,
+            bytes_received=self.node.bytes_received - received,
+        )
 
     def rejoin(self) -> None:
-        """What the JOIN said has changed: say it anew. Nothing to do once the round has begun."""
-        self._matchmaking.rejoin()
+        """The content of the JOIN has changed: send it again. Does nothing once the round has begun."""
+        self.peer.participant.rejoin()
+        self._act()
+
+    def _progressed(self) -> None:
+        """A round was seen to make progress, so the patience of the call that waits for its end counts from now. (Not
+        where the input depends on no state: there a user has said how long the call may take.)"""
+        participant = self.peer.participant
+        participant.progressed_at = self._now()
+        self._be_patient()
+
+    def _be_patient(self) -> None:
+        given, patience = self.peer.participant.input, self._patience
+        if patience is not None and not patience.expired() and given is not None and given.tip is not None:
+            until = self.peer.participant.progressed_at + self._timeout
+            if until > (patience.when() or 0.0):
+                patience.reschedule(until)
+
+    async def _fetch_result(self, commit: Commit) -> None:
+        """Get the result of a round that this peer has missed, or did not use. If no member sends it, the round is made
+        again. Raises `Behind` if a member holds a better state instead."""
+        peer, given = self.peer, self.peer.participant.input
+        assert given is not None
+        is_missed = commit is peer.participant.missed
+        if not peer.recall(commit, self._now()):
+            try:
+                exchange = await self._fetching.fetch_committed(
+                    commit, lambda begin: given.open(begin, self._channel.notify, lambda key, reason: None)
+                )
+            except ResultLost as error:
+                if is_missed:  # those that were in the round may hold a better state meanwhile
+                    others = [PeerID(k) for k in commit.members if k != self.me.key and self._channel.is_connected(k)]
+                    await asyncio.gather(*map(self.contacts.meet_peer, others))
+                    peer.give_up_missed()
+                else:
+                    peer.move(commit.tip, self._now())  # this peer's state is still there
+                self._act()
+                if self.behind is not None:
+                    raise Behind(f"{error}. Others hold a later state") from error
+                log.warning("%s: the epoch is made again", error)
+                return
+            peer.has_fetched(exchange, commit, self._now())
+        self._act()
 
     # -- messages
 
@@ -261,131 +406,241 @@ class Swarm:
         if self._retired and isinstance(message, Hello | Progress | Join | Call | Begin):
             raise Unavailable("this peer has left the run")
         match message:
-            case Progress():
-                return self._coordination.on_progress(peer, message)
-            case Join():
-                return self._coordination.on_join(peer, message, bytes(buffers[0]) if buffers else b"")
-            case Survey() if message.tip != self.tip and self.participant.commit_of(message.round) is None:
-                return self.neighbourhood.hello()
-            case Survey():
-                return self._round.on_survey(peer, message, buffers)
-            case Repair():
-                return self._round.on_repair(peer, message)
-            case Fetch() | Digests():
-                return self._round.on_fetch(message)
             case Hello():
-                return self.neighbourhood.on_hello(peer, message)
+                return self.contacts.on_hello(peer, message)
             case Describe():
-                return self.neighbourhood.on_describe(peer, buffers[0] if buffers else b"")
-            case Ping():
-                return self._pong(peer, message)
-        self._on_notice(peer, message, buffers)
-        return None
+                return self.contacts.on_describe(peer, buffers[0] if buffers else b"")
+            case Leave():
+                self.contacts.left(peer.key)
+                self._lost(peer.key)
+                return None
+            case Join():
+                return self._on_join(peer, message, buffers)
+            case Progress() if not message.loading:
+                return self._at_tip(peer, message, buffers)
+        return self._receive(peer, message, buffers)
+
+    def _receive(self, peer: PeerID, message: Any, buffers: Sequence[memoryview]) -> Answer:
+        try:
+            return self.peer.receive(peer.key, message, buffers, self._now())
+        finally:
+            self._act()
+
+    def _on_join(self, peer: PeerID, join: Join, buffers: Sequence[memoryview]) -> Answer | Awaitable[Answer]:
+        if join.sender.key != peer.key:
+            raise Refused("JOIN in the name of another peer")
+        if join.terms.difference(self.peer.terms) is not None:
+            return self.peer.hello()  # HELLO tells which of the two gives way
+        self._channel.learn(join.sender)
+        self.contacts.spoke(join.sender)
+        self.peer.expect_join(peer.key, join)
+        return self._at_tip(peer, join, buffers)
+
+    async def _at_tip(self, peer: PeerID, message: Join | Progress, buffers: Sequence[memoryview]) -> Answer:
+        """Receive a message about a tip, and wait for that tip first if it is the next one."""
+        held = [bytes(buffer) for buffer in buffers]
+        if message.tip.epoch == self.tip.epoch + 1:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WAIT_FOR_TIP):
+                    while self.tip != message.tip:
+                        await self.news()
+        return self._receive(peer, message, [memoryview(data) for data in held])
 
     def _undecodable(self, peer: PeerID, reason: str) -> None:
-        """What a member of this peer's round sends can't be read: nobody is to wait for it."""
-        if self.participant.is_with(peer.key):
-            self._round.complain(peer.key, reason)
+        self.peer.undecodable(peer.key, reason)
+        self._act()
 
-    def _on_begin(self, peer: PeerID, begin: Begin, buffers: Sequence[memoryview]) -> None:
-        if peer.key not in self.membership.members:
-            # Should it be one that is wrongly believed to be lost, it must hear that it waits in vain.
-            reason = "BEGIN from a peer that is no member"
-            self._channel.notify([peer.key], Broken(begin.round, self.me.key, False, reason))
-            raise Refused(reason)
-        lead = self._coordination.lead
-        if self._round.attempt is not None and lead is not None and peer == self.node.peer_id:
-            self._round.attempt.join_to_begin = lead.join_to_begin
-        self._round.on_begin(peer, begin, buffers)
+    def _lost(self, key: bytes) -> None:
+        known = self.contacts.lose(key)
+        self.peer.lost(key, known, self._now())
+        self._act()
 
-    def _on_notice(self, peer: PeerID, message: Any, buffers: Sequence[memoryview]) -> None:
-        match message:
-            case Part() | Result():
-                self._round.on_chunk(peer, message, buffers)
-            case Begin():
-                self._on_begin(peer, message, buffers)
-            case Orphaned():
-                self._coordination.on_orphaned(peer, message, buffers)
-            case Done() | Broken() | Unjoin():
-                self._coordination.on_notice(peer, message)
-            case Waiting():
-                self._round.on_waiting(peer, message)
-                self._coordination.on_notice(peer, message)
-            case Call():
-                self._following.on_call(peer, message)
-            case Commit():
-                self._following.on_commit(peer, message)
-            case Abort():
-                self._round.on_abort(peer, message)
-                self._matchmaking.waits_in_vain(peer)
-            case Elsewhere():
-                self._coordination.on_notice(peer, message)
-                self.node.spawn(self._matchmaking.go_elsewhere(peer, message.coordinator))
-            case Leave():
-                self.neighbourhood.left(peer.key)
-                self._lost(peer)
-            case _:
-                raise Refused(f"{type(message).__name__} is an answer, and nothing was asked")
+    # -- actions
 
-    # -- who is there
+    def _act(self) -> None:
+        """Something has happened: perform what the machine has decided, and wake those that wait for it."""
+        self._perform()
+        peer, participant = self.peer, self.peer.participant
+        if peer.news != self._news_told:
+            self._tell_news()
+        if peer.changes != self._changes_seen:
+            self._changes_seen = peer.changes
+            report = self._reported
+            told = (participant.coordinator().key, self.tip)
+            if report is not None and report.tip == self.tip and self._reported_to != told:
+                self.node.spawn(self._report_again())
+        if participant.input is not None:
+            self._be_patient()
+            if participant.begin is None or participant.begin is not self._round or participant.error is not None:
+                self._round = participant.begin  # within a round, chunks do not wake those that wait for its end
+                self._changed.set()
 
-    def _lost(self, peer: PeerID) -> None:
-        self._following.lost(peer.key)
-        self._coordination.lost(peer.key)
+    def _tell_news(self) -> None:
+        self._news_told = self.peer.news
+        waited_for, self._news = self._news, asyncio.Event()
+        waited_for.set()
+        self._changed.set()
 
-    def _review(self) -> None:
-        """Members came or went: does somebody else coordinate now?"""
-        self._coordination.members_changed()
-        self._reporting.members_changed()
-        self._round.changed.set()
+    def _perform(self) -> None:
+        """Perform the machine's actions in order, also those that follow from messages to this peer itself."""
+        if self._performing:
+            return
+        self._performing = True
+        try:
+            while out := self.peer.out:
+                actions = out[:]
+                out.clear()
+                for action in actions:
+                    self._do(action)
+        finally:
+            self._performing = False
+        self._set_timer()
 
-    def _stood_still(self) -> None:
-        """The others may have gone on without this peer: find them before a round is begun without them."""
-        self._coordination.settle()
-        self.neighbourhood.look(dial=True)
+    def _do(self, action: Action) -> None:
+        match action:
+            case Send():
+                if isinstance(action.message, Broken):
+                    broken = action.message
+                    log.info("%r cannot go on with %r: %s", self.node.peer_id, PeerID(broken.peer), broken.reason)
+                self._channel.notify(action.to, action.message, action.buffers, action.name)
+            case Ask(message=Join() as join):
+                self.node.spawn(self._join(action.to, join, action.buffers))
+            case Ask():
+                self.node.spawn(self._ask(action))
+            case Enter():
+                self.node.spawn(self._enter(action.begin))
+            case FetchChunks(exchange=exchange):
+                wanted = [(source.owner, source.chunk, source.digest) for source in action.sources]
+                self._fetching.begin(exchange, wanted, lambda failed: self._fetched(action, failed))
+            case Cancel():
+                self._fetching.stop(action.round)
+                for carries in (Carries.PART, Carries.RESULT):
+                    self._channel.cancel(action.round + carries.value)
+            case Meet():
+                self.node.spawn(self._meet(action))
 
-    def _waited_for(self) -> list[bytes]:
-        """On whom this peer waits now."""
-        return [*self._waited_for_in_round(), *self._watching]
+    def _fetched(self, action: FetchChunks, failed: dict[bytes, str]) -> None:
+        self.peer.participant.fetched(action.exchange, failed)
+        self._act()
 
-    def _waited_for_in_round(self) -> list[bytes]:
-        """The same, of those in a round or on the way to one. Also the moment to see whether a round gets on, and has a
-        coordinator."""
-        if self._is_short_of_members():
-            self.neighbourhood.look()
-        self._round.look()
-        self._coordination.saw(self.me.key, self._round.signs)
-        self._coordination.succeed()
-        watched = self._coordination.watched
-        if watched is not None:
-            return watched
-        attempt, ballot = self._round.attempt, self.participant.ballot
-        if self.participant.begin is not None and ballot is not None:
-            return [ballot.coordinator, *self._round.quiet]
-        if attempt is not None and attempt.joined is not None:
-            return [attempt.joined[0]]
-        return self._reporting.waited_for
+    async def _meet(self, action: Meet) -> None:
+        if action.instead_of:
+            await self.contacts.meet(action.member)
+            self.peer.participant.rejoin(action.instead_of)  # the other one may be out of reach
+            self._act()
+        else:
+            await self.contacts.meet_peer(action.member.peer)
 
-    def _ping(self) -> Ping:
-        begin = self.participant.begin
-        return Ping(begin.round if begin is not None else b"")
+    async def _ask(self, action: Ask) -> None:
+        """A question of the coordinator."""
+        key, request = action.to, action.message
+        assert not isinstance(request, Join)
+        try:
+            reply = await self._channel.ask(key, request, self._chunk_timeout, action.buffers)
+        except (P2PError, TimeoutError) as error:
+            self.peer.not_answered(key, request, str(error), self._now())
+        else:
+            self.peer.answered(key, request, reply.body, self._now())
+        self._act()
 
-    def _pong(self, peer: PeerID, ping: Ping) -> Pong:
-        """How the round gets on in which a member is; one that was committed is told once more."""
-        begin, lead = self.participant.begin, self._coordination.lead
-        commit = self.participant.commit_of(ping.round)
-        if commit is not None:
-            self._channel.notify([peer.key], commit)
-            return Pong()
-        leads = lead is not None and not lead.over and lead.is_of(ping.round)
-        knows = not ping.round or leads or (begin is not None and begin.round == ping.round)
-        return Pong(knows, self._round.signs, lead.signs if lead is not None and leads else 0)
+    async def _join(self, key: bytes, join: Join, buffers: Sequence[Any]) -> None:
+        """Give the coordinator with that key this peer's JOIN."""
+        participant, coordinator = self.peer.participant, PeerID(key)
+        try:
+            answer = (await self._channel.ask(key, join, self._request_timeout, buffers)).body
+        except TimeoutError:
+            participant.rejoin(key)  # if it is gone, `Liveness` says so
+        except Unavailable:
+            self._lost(key)
+        except Refused as error:
+            if participant.refused(key, str(error)):
+                me = self.me.peer
+                log.warning("%r refuses %r as a member: %s. It trains with those who take it", coordinator, me, error)
+            self.peer.members_changed(self._now())
+        except P2PError as error:
+            log.debug("%r could not join %r: %s", self.me.peer, coordinator, error)
+            self._lost(key)
+        else:
+            if isinstance(answer, Joined):
+                return
+            if isinstance(answer, Hello) and answer.tip == join.tip:
+                # It knows other members than this peer: tell each other, before it begins a round without one of them.
+                await self.contacts.meet_peer(coordinator)
+                participant.introduced(key)
+            else:
+                if isinstance(answer, Elsewhere):
+                    await self.contacts.meet(answer.coordinator)
+                elif isinstance(answer, Hello):
+                    self.peer.told(key, answer.tip, self._now())
+                    self._act()
+                await asyncio.sleep(DECLINED_SECONDS)
+            participant.rejoin(key)
+        self._act()
 
-    def _answered(self, key: bytes, ping: Ping, pong: Pong) -> None:
-        self._round.answered(key, ping, pong)
-        self._coordination.saw(key, pong.signs)
+    async def _enter(self, begin: Begin) -> None:
+        """Connect to the reducers of a round, and wait until the input can be read."""
+        given, node = self.peer.participant.input, self.node
+        missing = [m for m in begin.members if m.addresses and not node.is_connected(m.peer)]
+        for member in missing:
+            self._channel.learn(member)
+        # A member that this peer has tried to reach in vain may be there now, but all wait for this.
+        lost = self.peer.view.lost
+        patience = [AGAIN_SECONDS if member.key in lost else self._chunk_timeout for member in missing]
+        results = await asyncio.gather(
+            *(node.connect(member.peer, seconds) for member, seconds in zip(missing, patience, strict=True)),
+            return_exceptions=True,
+        )
+        for member, result in zip(missing, results, strict=True):
+            if isinstance(result, P2PError):
+                self.peer.participant.complain(member.key, str(result), fault=False)
+            elif isinstance(result, BaseException):
+                raise result
+        if given is not None and given.prepare is not None:
+            self.peer.participant.ask_to_wait()
+            self._act()
+            await given.prepare()
+        self.peer.participant.started(begin, self._channel.leases)
+        self._act()
+
+    # -- time
+
+    def _set_timer(self) -> None:
+        wake_at = None if self._retired else self.peer.wake_at()
+        if self._timer is not None and (wake_at is None or self._timer.when() != wake_at):
+            self._timer.cancel()
+            self._timer = None
+        if wake_at is not None and self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(wake_at, loop.time()), self._tick, wake_at)
+
+    def _tick(self, due: float) -> None:
+        self._timer = None
+        self.peer.tick(max(due, self._now()))  # a loop may be early by the resolution of its clock
+        self._act()
+
+    async def _keep_looking(self) -> None:
+        """Every second: does the round make progress, and do those that this peer waits for live?"""
+        while True:
+            asleep = self._now()
+            await asyncio.sleep(LOOK_SECONDS)
+            now = self._now()
+            if now - asleep > 2 * LOOK_SECONDS:
+                self._liveness.forget()
+            if now - asleep > LOOK_SECONDS + self._chunk_timeout:
+                # The process was stopped, or the machine asleep. The others may have gone on without this peer: find
+                # them before a round is begun without them.
+                log.info("%r stood still for %.1f s", self.node.peer_id, now - asleep)
+                self.peer.settle(now)
+                self.contacts.look(dial=True)
+            if self._is_short_of_members():
+                self.contacts.look()
+            self.peer.look(lambda key: self.node.transport.moved(PeerID(key)), now)
+            self._act()
+            awaited = self.peer.awaited(now) or list(self._asked)
+            self._liveness.look_after([*awaited, *self._watching], now)
 
     def _is_short_of_members(self) -> bool:
-        connected = len(self.neighbourhood.connected())
-        alone_again = connected == 1 and bool(self.membership.lost)
-        return alone_again or (self._round.attempt is not None and connected < max(2, self.rules.min_group))
+        connected = len(self.peer.view.connected())
+        alone_again = connected == 1 and bool(self.peer.view.lost)
+        waits = self.peer.participant.input is not None
+        return alone_again or (waits and connected < max(2, self.rules.min_group))

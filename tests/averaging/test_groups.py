@@ -9,9 +9,9 @@ import torch
 
 import shoal
 from shoal.averaging.averager import DecentralizedAverager
-from shoal.swarm.runs import next_bits
-from tests.averaging.rounds import begin_of, key, members
+from shoal.averaging.runs import next_bits
 from tests.averaging.test_averager import averagers
+from tests.swarm.rounds import begin_of, key, members
 
 pytestmark = pytest.mark.usefixtures("all_are_here")
 

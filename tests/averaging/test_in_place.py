@@ -14,13 +14,16 @@ from shoal.flat import bytes_of
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Leases
 from shoal.p2p.node import Reply
-from shoal.swarm.fetching import serve
 from shoal.swarm.protocol.book import root_of
+from shoal.swarm.protocol.contribution import Contribution
 from shoal.swarm.protocol.messages import Begin, Carries, Fetch, Part, Repair, Result, Source, name_of
+from shoal.swarm.protocol.participant import Participant
 from shoal.swarm.protocol.plan import SMALLEST_CHUNK
+from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tip import Ballot
-from tests.averaging.rounds import begin_of, key, members
+from shoal.swarm.protocol.view import View
 from tests.codecs import codecs_of
+from tests.swarm.rounds import TERMS, begin_of, key, member, members
 
 CHUNKS = 4
 
@@ -141,7 +144,10 @@ def test_a_chunk_that_is_asked_for_is_a_copy() -> None:
     chunk, _ = others(exchange)
     data = bytes_of(torch.full((begin.chunk_elements,), 3.0))
     exchange.result(key(2), Result(begin.round, chunk, begin.ballot), [data])
-    answer: Any = serve(exchange, Fetch(begin.round, chunk))
+    participant = Participant(View("run", member(1), lambda key: True), begin.tip, TERMS, [], Silence(15.0, 30.0))
+    participant.offer(Contribution(1.0, lambda begin, send, fault: exchange))
+    participant.enter(begin.ballot.coordinator, begin, [], 0.0, relayed=False)
+    answer: Any = participant.on_fetch(Fetch(begin.round, chunk))
     assert isinstance(answer, Reply)
     output.zero_()  # the next round
     assert bytes(answer.buffers[0]) == bytes(data)

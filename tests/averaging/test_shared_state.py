@@ -12,7 +12,7 @@ from shoal.averaging.shared_state import snapshot_of, state_of
 from shoal.transfer.donor import Snapshot
 from shoal.transfer.manifest import BufferShape, Manifest
 from shoal.transfer.transfer import Downloaded
-from tests.averaging.rounds import TIP
+from tests.swarm.rounds import TIP
 
 
 def downloaded(snapshot: Snapshot, buffers: Sequence[torch.Tensor], layout: bytes) -> Downloaded:

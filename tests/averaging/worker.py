@@ -5,6 +5,7 @@ It can be told to kill itself with SIGKILL at a given point of a round, so that 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -16,11 +17,11 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.averaging.exchange import Exchange
 from shoal.compression import compression_by_spec
-from shoal.swarm import coordination
-from shoal.swarm.lead import Lead
+from shoal.swarm.protocol import peer as protocol_peer
+from shoal.swarm.protocol.actions import Send
 from shoal.swarm.protocol.messages import Begin, Commit, Part, Result
+from shoal.swarm.swarm import Swarm
 
 
 def say(**message: Any) -> None:
@@ -34,37 +35,25 @@ def die() -> None:
 def die_when(where: str, number: int) -> None:
     """Arrange for this process to be killed: "part" or "result" when it is about to send the `number`-th one, "begin"
     or "commit" when as coordinator it has told that to `number` members."""
-    sent = 0
-    if where in ("part", "result"):
-        kind = Part if where == "part" else Result
-        original_init = Exchange.__init__
+    kinds = {"part": Part, "result": Result, "begin": Begin, "commit": Commit}
+    sent, perform = 0, Swarm._do
 
-        def init(self: Exchange, book: Any, inputs: Any, outputs: Any, codecs: Any, send: Any, fault: Any) -> None:
-            def counting(keys: Any, message: Any, buffers: Any, name: bytes) -> None:
-                nonlocal sent
-                sent += isinstance(message, kind)
-                if sent == number:
-                    time.sleep(0.05)  # what was sent before is on its way: the kernel has it
-                    die()
-                send(keys, message, buffers, name)
+    def counting(self: Swarm, action: Any) -> None:
+        nonlocal sent
+        if isinstance(action, Send) and isinstance(action.message, kinds[where]):
+            if where in ("begin", "commit"):
+                if self.peer.lead is None and where == "begin":
+                    return perform(self, action)
+                perform(self, dataclasses.replace(action, to=action.to[:number]))
+                time.sleep(0.1)
+                die()
+            sent += 1
+            if sent == number:
+                time.sleep(0.05)  # what was sent before is on its way: the kernel has it
+                die()
+        return perform(self, action)
 
-            original_init(self, book, inputs, outputs, codecs, counting, fault)
-
-        Exchange.__init__ = init  # type: ignore[method-assign]
-    else:
-        kind_of_message = Begin if where == "begin" else Commit
-        original_act = Lead._act
-
-        def act(self: Lead, actions: Any) -> None:
-            for action in actions:
-                if isinstance(action.message, kind_of_message):
-                    first = type(action)(action.to[:number], action.message)
-                    original_act(self, [first])
-                    time.sleep(0.1)
-                    die()
-                original_act(self, [action])
-
-        Lead._act = act  # type: ignore[method-assign]
+    Swarm._do = counting  # type: ignore[method-assign]
 
 
 def memory(which: str) -> int:
@@ -76,7 +65,7 @@ def memory(which: str) -> int:
 def main() -> None:
     torch.set_num_threads(1)
     options = json.loads(sys.argv[1])
-    coordination.SETTLE_SECONDS = options.get("settle_seconds", coordination.SETTLE_SECONDS)
+    protocol_peer.SETTLE_SECONDS = options.get("settle_seconds", protocol_peer.SETTLE_SECONDS)
     dht = shoal.DHT(options.get("initial_peers", []), start=True, **options.get("dht", {}))
     tensor = torch.zeros(options["elements"])
     given = options["averager"]
@@ -86,7 +75,13 @@ def main() -> None:
     swarm = averager._swarm
     assert swarm is not None
     commits: list[list[str]] = []  # of each: the tip that it was made from, and the digest
-    swarm._following._on_commit = lambda c: commits.append([f"{c.tip.epoch} {c.tip.lineage.hex()}", c.root.hex()])
+    advance = swarm.peer.participant.advance
+
+    def advancing(commit: Commit) -> None:
+        commits.append([f"{commit.tip.epoch} {commit.tip.lineage.hex()}", commit.root.hex()])
+        advance(commit)
+
+    swarm.peer.participant.advance = advancing  # type: ignore[method-assign]
     say(addresses=[str(address) for address in dht.get_visible_maddrs()], peer=str(dht.peer_id))
     for line in sys.stdin:
         command = json.loads(line)
@@ -97,13 +92,13 @@ def main() -> None:
             case "coordinator":
                 swarm = averager._swarm
                 assert swarm is not None
-                say(coordinator=str(swarm.neighbourhood.coordinator().peer))
+                say(coordinator=str(swarm.peer.participant.coordinator().peer))
             case "members":  # until it is connected to so many, itself included
                 swarm = averager._swarm
                 assert swarm is not None
                 deadline = time.monotonic() + command["seconds"]
                 started = time.monotonic()
-                while len(found := swarm.neighbourhood.connected()) != command["members"]:
+                while len(found := swarm.peer.view.connected()) != command["members"]:
                     if time.monotonic() > deadline:
                         break
                     time.sleep(0.02)
@@ -114,7 +109,7 @@ def main() -> None:
 
                 async def forget(swarm: Any = swarm, keys: Any = command["peers"]) -> None:
                     for key in keys:
-                        swarm.membership.members.pop(shoal.PeerID.parse(key).key, None)
+                        swarm.peer.view.members.pop(shoal.PeerID.parse(key).key, None)
 
                 dht.reactor.run(forget())
                 say(ok=True)

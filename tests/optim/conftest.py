@@ -10,7 +10,7 @@ from torch import nn
 
 import shoal
 from shoal.optim import progress
-from shoal.swarm import coordination
+from shoal.swarm.protocol import peer as protocol_peer
 from tests.optim.processes import Pool
 
 
@@ -42,7 +42,7 @@ def dht() -> Iterator[shoal.DHT]:
 @pytest.fixture
 def alone(dht: shoal.DHT, monkeypatch: pytest.MonkeyPatch) -> Iterator[Alone]:
     """Makes optimizers of runs with one peer, in this process: alone(model, **arguments)."""
-    monkeypatch.setattr(coordination, "SETTLE_SECONDS", 0.0)  # nobody else is to be found
+    monkeypatch.setattr(protocol_peer, "SETTLE_SECONDS", 0.0)  # nobody else is to be found
     made: list[shoal.Optimizer] = []
 
     def make(model: nn.Module, **arguments: Any) -> shoal.Optimizer:

@@ -147,5 +147,5 @@ def test_the_others_are_told_as_well(running: list[shoal.DHT], caplog: pytest.Lo
 @pytest.mark.parametrize("given", [{name: value} for name, value in FREE.items()] + SPELLINGS, ids=str)
 def test_who_may_differ_is_let_in(running: list[shoal.DHT], given: dict[str, Any]) -> None:
     optimizer = make(running[0], **given)
-    assert len(optimizer._run.swarm.neighbourhood.connected()) == 3
+    assert len(optimizer._run.swarm.peer.view.connected()) == 3
     optimizer.shutdown()

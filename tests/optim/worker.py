@@ -217,7 +217,7 @@ class Training:
 
     def coordinates(self) -> bool:
         swarm = self.optimizer._run.swarm
-        return swarm.neighbourhood.coordinator() == swarm.me
+        return swarm.peer.participant.coordinator() == swarm.me
 
     def begin_to_train(self, batch: int, pause: float) -> None:
         self.stop_at = float("inf")
@@ -315,7 +315,7 @@ def main() -> None:
                 training.poisoned = command["steps"]
                 say(ok=True)
             case "coordinator":
-                say(peer=str(training.optimizer._run.swarm.neighbourhood.coordinator().peer))
+                say(peer=str(training.optimizer._run.swarm.peer.participant.coordinator().peer))
             case "hold":
                 training.hold_seconds = command["seconds"]
                 say(ok=True)

@@ -17,8 +17,8 @@ from shoal.dht.node import DHTNode
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Node
 from shoal.simulation.world import World
-from shoal.swarm.contribution import Contribution, Fault, Outcome, SendTo
 from shoal.swarm.directory import RECORD_SECONDS, DHTDirectory, Directory
+from shoal.swarm.protocol.contribution import Contribution, Fault, Outcome, SendTo
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.member import Member, Role
 from shoal.swarm.protocol.messages import Begin, Commit, Terms
@@ -167,8 +167,15 @@ async def spawn_peer(
         rules,
         chunk_timeout=chunk_timeout,
         keeps_state=keeps_state,
-        on_commit=commits.append,
     )
+    participant = swarm.peer.participant
+    advance = participant.advance
+
+    def recorded(commit: Commit) -> None:
+        commits.append(commit)
+        advance(commit)
+
+    participant.advance = recorded  # type: ignore[method-assign]
     if start:
         await swarm.start()
     return Peer(world, node, swarm, vector, torch.zeros(elements), dht, commits=commits)

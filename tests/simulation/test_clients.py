@@ -24,7 +24,7 @@ def test_a_round_that_nobody_can_take_over_is_left() -> None:
         await asyncio.gather(*(trainer.train(2) for trainer in trainers))
         assert all(torch.equal(trainer.state, node.state) for trainer in trainers)
         tasks = [asyncio.create_task(trainer.train_on(trainers, 4)) for trainer in trainers]
-        while not all(client.peer.swarm.participant.begin is not None for client in clients):  # noqa: ASYNC110
+        while not all(client.peer.swarm.peer.participant.begin is not None for client in clients):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         world.kill(node.peer.node.peer_id)
         began = asyncio.get_running_loop().time()

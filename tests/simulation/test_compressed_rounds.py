@@ -11,7 +11,7 @@ from shoal.compression import PerTensorCompression, TensorRole
 from shoal.flat import Layout
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
-from shoal.swarm.contribution import Outcome
+from shoal.swarm.protocol.contribution import Outcome
 from tests.averaging.compressions import COMPRESSIONS
 from tests.simulation.swarms import results_by_tip, seeds, spawn_swarm
 

@@ -17,7 +17,7 @@ from shoal.p2p.errors import Refused
 from shoal.p2p.node import Node
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
-from shoal.swarm.contribution import Contribution, Fault, Outcome, SendTo
+from shoal.swarm.protocol.contribution import Contribution, Fault, Outcome, SendTo
 from shoal.swarm.protocol.errors import AveragingError, Rejected
 from shoal.swarm.protocol.messages import (
     Begin,
@@ -95,7 +95,7 @@ def test_a_stranger_has_no_say() -> None:
         tasks = [peer.spawn_round() for peer in peers]
         victim = peers[0]
         await asyncio.sleep(0.1)  # a round takes a quarter of a second at this bandwidth
-        begin = victim.swarm.participant.begin
+        begin = victim.swarm.peer.participant.begin
         assert begin is not None
         mine = Ballot(50, stranger.peer_id.key)
         root = bytes(32)
@@ -119,7 +119,7 @@ def test_a_stranger_has_no_say() -> None:
         for refusal, (message, reason) in zip(refusals, forged, strict=True):
             assert isinstance(refusal, Refused), message
             assert re.search(reason, str(refusal)), (message, refusal)
-        assert victim.swarm.participant.begin is not None, "the round was over before it heard all this"
+        assert victim.swarm.peer.participant.begin is not None, "the round was over before it heard all this"
         leader = next(peer for peer in peers if peer.key == begin.ballot.coordinator)
         complaint = Broken(begin.round, victim.key, True, "I do not like it")
         with pytest.raises(Refused, match="only a member of the round can complain"):
@@ -344,7 +344,7 @@ def test_a_coordinator_that_has_just_left_the_run_is_no_refusal() -> None:
         world = World(8)
         peers = await spawn_swarm(world, 3)
         await asyncio.gather(*(peer.round() for peer in peers))
-        first = peers[0].swarm.neighbourhood.coordinator()
+        first = peers[0].swarm.peer.participant.coordinator()
         leaver = next(peer for peer in peers if peer.key == first.key)
         others = [peer for peer in peers if peer is not leaver]
         leaver.node.stop_serving(leaver.swarm.service)  # before the others hear of it

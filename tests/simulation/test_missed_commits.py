@@ -11,7 +11,6 @@ import torch
 
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
-from shoal.swarm.contribution import Attempt, Contribution
 from shoal.swarm.protocol.errors import ResultLost
 from shoal.swarm.protocol.messages import Commit, Done, Progress
 from shoal.swarm.protocol.rules import Rules
@@ -47,7 +46,7 @@ def test_a_committed_state_that_only_a_lost_peer_had(seed: int) -> None:
         while holder.peer.tip == before:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)  # the COMMIT arrives
-        assert all(other.peer.swarm.participant.missed is not None for other in others)
+        assert all(other.peer.swarm.peer.participant.missed is not None for other in others)
         assert all(other.peer.tip == before for other in others), "they do not hold that state"
         assert all(other.peer.swarm.called for other in others), "their trainers have to come for the result"
         committed.cancel()
@@ -92,7 +91,7 @@ def test_a_report_of_a_round_that_was_missed_asks_for_no_download(seed: int) -> 
         await asyncio.gather(*(trainer.train(2) for trainer in trainers))
         await asyncio.gather(*(other.train(3) for other in others))
         swarm = late.peer.swarm
-        assert swarm.participant.missed is not None
+        assert swarm.peer.participant.missed is not None
         count = await swarm.report(Progress(late.tip, 0.0, 1.0))
         assert count.tip == late.tip
         assert swarm.behind is None, "nor does the next step ask for one"
@@ -113,7 +112,7 @@ def test_a_coordinator_that_commits_and_loses_its_connections_in_the_same_moment
         world = World(seed, lost_after=0.3)
         trainers = await trainers_of(world, 4)
         await asyncio.gather(*(trainer.train(2) for trainer in trainers))
-        key = trainers[0].peer.swarm.neighbourhood.coordinator().key
+        key = trainers[0].peer.swarm.peer.participant.coordinator().key
         coordinator = next(trainer for trainer in trainers if trainer.peer.key == key)
         node, notify = coordinator.peer.node, coordinator.peer.node.notify
         cut_at: list[float] = []
@@ -144,7 +143,7 @@ def test_a_commit_that_went_with_a_connection_is_told_again() -> None:
         world = World(2)
         trainers = await trainers_of(world, 4)
         await asyncio.gather(*(trainer.train(2) for trainer in trainers))
-        key = trainers[0].peer.swarm.neighbourhood.coordinator().key
+        key = trainers[0].peer.swarm.peer.participant.coordinator().key
         node = next(trainer.peer.node for trainer in trainers if trainer.peer.key == key)
         notify = node.notify
         dropped: list[float] = []
@@ -170,9 +169,14 @@ def test_whoever_speaks_of_a_committed_round_hears_its_commit() -> None:
         await asyncio.gather(*(trainer.train(1) for trainer in trainers))
         one, other = trainers[0].peer, trainers[1].peer
         heard: list[object] = []
-        handle = other.swarm._following.on_commit
-        other.swarm._following.on_commit = lambda peer, commit: (heard.append(commit), handle(peer, commit))  # type: ignore[assignment,func-returns-value]
-        commit = one.swarm.participant.commit
+        receive = other.swarm.peer.receive
+
+        def hears(sender: bytes, message: Any, buffers: Any, now: float) -> Any:
+            heard.extend([message] if isinstance(message, Commit) else [])
+            return receive(sender, message, buffers, now)
+
+        other.swarm.peer.receive = hears  # type: ignore[method-assign]
+        commit = one.swarm.peer.participant.commit
         assert commit is not None
         ballot = trainers[1].outcomes[-1].begin.ballot
         other.swarm._channel.notify([one.key], Done(commit.round, ballot, bytes(32)))
@@ -188,7 +192,7 @@ async def one_who_misses(world: World, count: int) -> tuple[Peer, list[Peer]]:
     late, *others = await spawn_swarm(world, count, Board(), rules=rules, keeps_state=True)
     await asyncio.gather(*(other.round(bound=True, patience=1.0) for other in others))
     await asyncio.sleep(0.1)
-    assert late.swarm.participant.missed is not None
+    assert late.swarm.peer.participant.missed is not None
     return late, others
 
 
@@ -239,10 +243,11 @@ def test_the_other_result_of_a_round_is_not_taken_for_the_one_that_a_peer_holds(
         trainers = await trainers_of(world, 3)
         await asyncio.gather(*(trainer.train(1) for trainer in trainers))
         swarm = trainers[0].peer.swarm
-        commit = swarm.participant.commit
+        commit = swarm.peer.participant.commit
         assert commit is not None
-        attempt = Attempt(Contribution(1.0, lambda begin, send, fault: pytest.fail("it was not asked for")), 0.0, 0, 0)
+        other = msgspec.structs.replace(commit, root=bytes(32))
+        assert not swarm.peer.recall(other, 0.0)
         with pytest.raises(ResultLost, match="not those that were committed"):
-            await swarm._round.fetch_committed(attempt, msgspec.structs.replace(commit, root=bytes(32)))
+            await swarm._fetching.fetch_committed(other, lambda begin: pytest.fail("it was not asked for"))
 
     run(scenario(), until=100.0)

@@ -18,7 +18,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def reached(peer: Peer) -> set[bytes]:
-    return {member.key for member in peer.swarm.neighbourhood.connected()}
+    return {member.key for member in peer.swarm.peer.view.connected()}
 
 
 async def until_together(peers: list[Peer], seconds: float) -> float:
@@ -37,14 +37,14 @@ def test_a_wrong_announced_address_is_told_of_by_both_sides(caplog: pytest.LogCa
         first = await spawn_peer(world)
         wrong = await spawn_peer(world, first, start=False)
         nowhere = msgspec.structs.replace(wrong.swarm.me, addresses=("/ip4/10.200.0.1/tcp/7",))
-        wrong.swarm.me = wrong.swarm.membership.me = nowhere
-        wrong.swarm.membership.members[wrong.key] = nowhere
+        wrong.swarm.peer.view.me = nowhere
+        wrong.swarm.peer.view.members[wrong.key] = nowhere
         await wrong.swarm.start()
         third = await spawn_peer(world, first)
         world.cut(wrong.node.peer_id, third.node.peer_id)  # so it is what it says of itself by which they know it
         await asyncio.sleep(30)
         for peer, other in ((third, wrong), (wrong, third)):
-            [report] = peer.swarm.neighbourhood.reports
+            [report] = peer.swarm.contacts.reports
             assert report.unreached == (other.node.peer_id,)
             assert report.num_peers == 2
         assert len(warnings(caplog)) == 2
@@ -65,15 +65,15 @@ def test_two_clients_without_a_node_of_the_run_are_told_what_they_lack(caplog: p
         assert len(said) == 2
         assert all("the run needs a node" in text for text in said)
         for client, other in zip(clients, reversed(clients), strict=True):
-            [report] = client.swarm.neighbourhood.reports
+            [report] = client.swarm.contacts.reports
             assert (report.num_peers, report.unreached) == (1, (other.node.peer_id,))
-            assert client.swarm.neighbourhood.num_clients() == 1, "itself"
+            assert client.swarm.peer.view.num_clients() == 1, "itself"
         node = await spawn_peer(world, elsewhere)
         await asyncio.sleep(30)
         assert reached(node) == {peer.key for peer in (node, *clients)}
         for client in clients:
-            assert client.swarm.neighbourhood.num_clients() == 2
-            assert client.swarm.neighbourhood.reports[-1].advice == "", "now all is well"
+            assert client.swarm.peer.view.num_clients() == 2
+            assert client.swarm.contacts.reports[-1].advice == "", "now all is well"
 
     run(scenario())
 
@@ -87,7 +87,7 @@ def test_a_wrong_run_id_is_told_of_by_whoever_is_alone(caplog: pytest.LogCapture
         await asyncio.sleep(60)
         [said] = warnings(caplog)
         assert "this peer is alone in the run 'rum', while the DHT has 2 other nodes" in said
-        [report] = wrong.swarm.neighbourhood.reports
+        [report] = wrong.swarm.contacts.reports
         assert (report.num_peers, report.unreached, report.advice) == (1, (), said)
 
     run(scenario())
@@ -103,7 +103,7 @@ def test_whoever_lost_everybody_is_found_again_although_it_is_listed_nowhere(
         peers = await spawn_swarm(world, 4, board)
         alone, others = peers[0], peers[1:]
         board.listed.clear()
-        alone.swarm.neighbourhood._directory.publish = nothing  # type: ignore[assignment,method-assign]
+        alone.swarm.contacts._directory.publish = nothing  # type: ignore[assignment,method-assign]
         world.partition([[alone.node.peer_id], [peer.node.peer_id for peer in others]])
         await asyncio.sleep(seconds)
         assert reached(alone) == {alone.key}
@@ -128,7 +128,7 @@ def test_a_link_that_works_again_is_used_again(caplog: pytest.LogCaptureFixture)
         assert all("and this peer trains with 1 other only" in text for text in said)
         world.heal()
         await until_together(peers, 20)
-        assert [peer.swarm.neighbourhood.reports[-1].advice for peer in peers[:2]] == ["", ""]
+        assert [peer.swarm.contacts.reports[-1].advice for peer in peers[:2]] == ["", ""]
 
     run(scenario())
 
@@ -138,7 +138,7 @@ def test_a_peer_that_has_left_is_neither_dialled_nor_missed(caplog: pytest.LogCa
         world = World(6)
         first = await spawn_peer(world)
         second = await spawn_peer(world, first)
-        neighbourhood = first.swarm.neighbourhood
+        neighbourhood = first.swarm.contacts
         met: list[Member] = []
 
         async def meet(member: Member) -> None:
@@ -161,7 +161,7 @@ def test_a_peer_that_dies_is_no_reason_for_a_warning(caplog: pytest.LogCaptureFi
         world.kill(peers[2].node.peer_id)
         await asyncio.sleep(300)
         assert warnings(caplog) == []
-        assert all(len(peer.swarm.neighbourhood.reports) == 0 for peer in peers[:2])
+        assert all(len(peer.swarm.contacts.reports) == 0 for peer in peers[:2])
 
     run(scenario())
 
@@ -191,7 +191,7 @@ def test_after_a_partition_nobody_is_said_to_be_unreachable(caplog: pytest.LogCa
         ids = [peer.node.peer_id for peer in peers]
         board = Board()
         for peer in peers[:2]:
-            peer.swarm.neighbourhood._directory = board.place()  # the DHT is cut in two as well
+            peer.swarm.contacts._directory = board.place()  # the DHT is cut in two as well
         world.partition([ids[:2], ids[2:]])
         await asyncio.sleep(120)
         world.heal()
@@ -212,7 +212,7 @@ def test_a_node_has_met_a_client_that_was_there_first_when_it_has_started() -> N
         await asyncio.sleep(20)
         await node.swarm.start()
         assert reached(node) == {node.key, client.key}
-        assert client.key in node.swarm.membership.members
+        assert client.key in node.swarm.peer.view.members
 
     run(scenario())
 

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
-from shoal.swarm.contribution import Outcome
+from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.rules import Rules
 from tests.simulation.swarms import Board, spawn_peer
@@ -25,7 +25,7 @@ async def slow_pair(seed: int, *, of_coordinator: float, own: float) -> list[Out
         times = [of_coordinator if number == coordinator else 2.0 for number in range(2)]
         rules = [Rules(sizes=(ELEMENTS,), matchmaking_time=5.0, round_timeout=time) for time in times]
         peers = [await spawn_peer(world, board, rules=one, chunk_timeout=60.0) for one in rules]
-        if peers[0].swarm.neighbourhood.coordinator().key == peers[coordinator].key:
+        if peers[0].swarm.peer.participant.coordinator().key == peers[coordinator].key:
             break
     else:
         raise AssertionError("nobody coordinates")

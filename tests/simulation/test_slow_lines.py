@@ -8,7 +8,7 @@ import pytest
 
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
-from shoal.swarm.contribution import Outcome
+from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.rules import Rules
 from tests.simulation.swarms import Board, Peer, spawn_swarm

@@ -13,7 +13,7 @@ import torch
 
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
-from shoal.swarm.contribution import Outcome
+from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.member import Role
 from tests.simulation.swarms import Board, Peer, mean, results_by_tip, seeds, spawn_peer, spawn_swarm
 
@@ -69,7 +69,7 @@ def test_a_kill_at_any_moment(seed: int) -> None:
         world = World(seed, bandwidth=5e6)
         peers = await spawn_swarm(world, 5 + seed % 2)
         await asyncio.gather(*(peer.round() for peer in peers))
-        coordinator = peers[0].swarm.neighbourhood.coordinator().key
+        coordinator = peers[0].swarm.peer.participant.coordinator().key
         order = sorted(peers, key=lambda peer: peer.key != coordinator)
         victims = [order[0] if seed % 3 == 0 else world.rng.choice(order[1:])]
         if seed % 4 == 3:
@@ -101,7 +101,7 @@ def test_unequal_views_give_no_tip_two_results(seed: int) -> None:
             for number, peer in enumerate(ring):
                 for other in world.rng.sample(peers, world.rng.randrange(len(peers))):
                     if other not in (peer, ring[(number + 1) % len(ring)]):
-                        peer.swarm.membership.members.pop(other.key, None)
+                        peer.swarm.peer.view.members.pop(other.key, None)
             tasks = []
             for peer in peers:
                 await asyncio.sleep(world.rng.uniform(0.0, 0.02))
@@ -123,7 +123,7 @@ def test_a_peer_between_two_sides(seed: int) -> None:
         world = World(seed, bandwidth=2e6, lost_after=0.3)
         peers = await spawn_swarm(world, 4)
         await asyncio.gather(*(peer.spawn_round(bound=True) for peer in peers))
-        key = peers[0].swarm.neighbourhood.coordinator().key
+        key = peers[0].swarm.peer.participant.coordinator().key
         coordinator = next(peer for peer in peers if peer.key == key)
         others = [peer for peer in peers if peer is not coordinator]
         tasks = [peer.spawn_round(bound=True, timeout=100.0) for peer in peers]
@@ -161,7 +161,7 @@ def test_a_partition_heals_to_the_tip_with_more_samples(seed: int) -> None:
         world.heal()
         for _ in range(20):
             await asyncio.sleep(5.0)
-            if all(len(peer.swarm.neighbourhood.connected()) == 12 for peer in peers):
+            if all(len(peer.swarm.peer.view.connected()) == 12 for peer in peers):
                 break
         outcomes = await asyncio.gather(*(peer.spawn_round() for peer in peers))
         assert_alike(list(outcomes), peers, members=12)

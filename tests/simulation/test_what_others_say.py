@@ -47,10 +47,10 @@ def test_a_begin_without_members_in_an_answer_is_no_result() -> None:
         late, *others = trainers = await trainers_of(world, 4)
         await asyncio.gather(*(trainer.train(2) for trainer in trainers))
         await asyncio.gather(*(other.train(3) for other in others))
-        commit = late.peer.swarm.participant.missed
+        commit = late.peer.swarm.peer.participant.missed
         assert commit is not None
         liar = next(other for other in others if other.peer.key == sorted(commit.members)[0])
-        handle = liar.peer.swarm._round.on_fetch
+        handle = liar.peer.swarm.peer.participant.on_fetch
 
         def lie(message: Any) -> Any:
             answer = handle(message)
@@ -60,7 +60,7 @@ def test_a_begin_without_members_in_an_answer_is_no_result() -> None:
                 return Committed(begin, answer.digests)
             return answer
 
-        liar.peer.swarm._round.on_fetch = lie  # type: ignore[method-assign]
+        liar.peer.swarm.peer.participant.on_fetch = lie  # type: ignore[method-assign]
         await late.train(3)
         assert_alike(trainers)
 
@@ -69,14 +69,14 @@ def test_a_begin_without_members_in_an_answer_is_no_result() -> None:
 
 def refusing(trainer: Trainer) -> None:
     """From now on it takes nobody's JOIN but its own."""
-    on_join = trainer.peer.swarm._coordination.on_join
+    receive = trainer.peer.swarm.peer.receive
 
-    def refuse(peer: Any, join: Join, gathered: bytes) -> Any:
-        if peer.key != trainer.peer.key:
+    def refuse(sender: bytes, message: Any, buffers: Any, now: float) -> Any:
+        if isinstance(message, Join) and sender != trainer.peer.key:
             raise Refused("I do not like it")
-        return on_join(peer, join, gathered)
+        return receive(sender, message, buffers, now)
 
-    trainer.peer.swarm._coordination.on_join = refuse  # type: ignore[method-assign]
+    trainer.peer.swarm.peer.receive = refuse  # type: ignore[method-assign]
 
 
 def test_a_refused_join_is_a_coordinator_lost(caplog: pytest.LogCaptureFixture) -> None:

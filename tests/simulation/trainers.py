@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from shoal.averaging.exchange import Exchange
 from shoal.p2p.errors import P2PError
-from shoal.swarm.contribution import Contribution, Fault, Outcome, SendTo
+from shoal.swarm.protocol.contribution import Contribution, Fault, Outcome, SendTo
 from shoal.swarm.protocol.errors import AveragingError, Behind
 from shoal.swarm.protocol.messages import Begin, Progress
 from shoal.swarm.protocol.rules import Rules
@@ -85,7 +85,7 @@ class Trainer:
         (self.state, self.ballast), self.tip = result.buffers, result.manifest.tip
         if self.tip != self.peer.tip:
             self.peer.swarm.move(self.tip)
-        await asyncio.gather(*map(self.peer.swarm.neighbourhood.meet_peer, result.chunks_from))
+        await asyncio.gather(*map(self.peer.swarm.contacts.meet_peer, result.chunks_from))
         self.downloaded.append(result.manifest.tip)
         self.at_state(self)
 
@@ -154,7 +154,7 @@ class Trainer:
                 until = max(until, swarm.got_on_at + self.patience)
                 if loop.time() < until:
                     continue
-                if not samples or swarm.tip != before or swarm.participant.missed is not None:
+                if not samples or swarm.tip != before or swarm.peer.participant.missed is not None:
                     return False
                 name = f"{self.peer.name} alone at {loop.time()}".encode()
                 swarm.move(before.after(blake3(name).digest(), samples), made=True)

@@ -19,6 +19,7 @@ member of the one decision is asked for the other, in a partition, can there be 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,12 +27,14 @@ from enum import Enum
 import msgspec
 
 from shoal.p2p.transport import MAX_BUFFER_BYTES
+from shoal.swarm.protocol.actions import Send
 from shoal.swarm.protocol.answers import flaw, repaired
 from shoal.swarm.protocol.book import RuleBroken, root_of
 from shoal.swarm.protocol.member import MAX_MEMBERS, Member
 from shoal.swarm.protocol.messages import (
     Abort,
     Begin,
+    Broken,
     Call,
     Commit,
     Count,
@@ -47,6 +50,8 @@ from shoal.swarm.protocol.plan import can_divide, chunk_elements, chunk_table, d
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Ballot, Tip
 
+NOTICE_SECONDS = 0.5  # after which all members have noticed that one is lost
+MAX_REFUSED_REPAIRS = 3  # by one member; then it is put out
 REMINDER_SECONDS = 0.5  # that a member has to say why it does not join
 MAX_GATHERED_BYTES = MAX_BUFFER_BYTES - 64 * MAX_MEMBERS  # of all members: with their keys they fit one buffer
 
@@ -61,11 +66,19 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """An action: send `message` to the peers with these keys."""
+class _Judgement:
+    """Two members that both reach the coordinator cannot reach each other: one of them has to leave.
 
-    to: tuple[bytes, ...]
-    message: Begin | Call | Survey | Repair | Commit | Abort
+    Attributes:
+        at: when it is made. By then all members notice if one of the two is lost.
+        complainer, other: the keys of the two.
+        surveyed: whether both were asked what they hold: one may have a commit, or follow another coordinator by now.
+    """
+
+    at: float
+    complainer: bytes
+    other: bytes
+    surveyed: bool
 
 
 @dataclass
@@ -108,6 +121,12 @@ class Coordinator:
     took_over: bool = False
     reminded: bool = False  # those that have not joined were called once more before BEGIN without them
     pace: Pace = field(init=False)
+    complaints: dict[bytes, dict[bytes, str]] = field(default_factory=dict)  # of each member: of whom, and why
+    refused_repairs: dict[bytes, int] = field(default_factory=dict)  # how many, by member
+    signs_of: dict[bytes, int] = field(default_factory=dict)  # how often each member has seen the round make progress
+    last_join_at: float | None = None
+    join_to_begin: float | None = None  # seconds from the last JOIN to BEGIN
+    _judgements: deque[_Judgement] = field(default_factory=deque)  # the next one first
 
     def __post_init__(self) -> None:
         self.pace = Pace(math.inf if self.rules.target_samples is None else self.rules.target_samples)
@@ -121,6 +140,11 @@ class Coordinator:
         return coordinator
 
     # -- before BEGIN
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is coordinated any more."""
+        return self.phase in (Phase.COMMITTED, Phase.ABORTED)
 
     @property
     def is_before_begin(self) -> bool:
@@ -171,6 +195,7 @@ class Coordinator:
             )
         self.joins[key] = join
         self.gathered[key] = gathered
+        self.last_join_at = now
         actions: list[Send] = []
         self.wait_until[key] = now + join.patience
         if self.phase is Phase.COUNTING:
@@ -209,6 +234,8 @@ class Coordinator:
 
     def tick(self, now: float) -> list[Send]:
         """What is due at `now`; call it at `wake_at`, and after every event."""
+        if self._judgements and self._judgements[0].at <= now:
+            return self._judge(self._judgements.popleft(), now)
         if self.phase is Phase.GATHERING and self._may_begin(now):
             missing = tuple(key for key in self.expected if key not in self.joins and self._waits_for(key))
             if missing and not self._is_full() and not self.reminded:
@@ -239,6 +266,11 @@ class Coordinator:
 
     def wake_at(self) -> float | None:
         """When `tick` has something to do if nothing happens before; None if never."""
+        times = [self._judgements[0].at] if self._judgements else []
+        deadline = self._wake_at()
+        return min([*times, deadline]) if deadline is not None else min(times, default=None)
+
+    def _wake_at(self) -> float | None:
         if self.phase is Phase.GATHERING and self.deadline is not None:
             if not self._are_enough():
                 return None  # the next JOIN decides
@@ -301,9 +333,84 @@ class Coordinator:
         )
         self.phase = Phase.RUNNING
         self.deadline = now + self.rules.round_timeout
-        return [Send(tuple(member.key for member in members), self.begin)]
+        self.join_to_begin = None if self.last_join_at is None else now - self.last_join_at
+        return [Send(tuple(member.key for member in members), self.begin, [self.gathered_of_all()])]
+
+    def gathered_of_all(self) -> bytes:
+        """What the members of the round want to tell each other, as one buffer."""
+        assert self.begin is not None
+        return msgspec.msgpack.encode({m.key: self.gathered.get(m.key, b"") for m in self.begin.members})
 
     # -- after BEGIN
+
+    def is_of(self, round_id: bytes) -> bool:
+        """Whether this coordinates the round of that name."""
+        return self.begin is not None and self.begin.round == round_id
+
+    @property
+    def watched(self) -> list[bytes]:
+        """The members that this round waits for, or may wait for."""
+        return self.live() if self.begin is not None else list(self.expected)
+
+    @property
+    def signs(self) -> int:
+        """How often the members together have seen the round make progress."""
+        return sum(self.signs_of.values())
+
+    def saw(self, key: bytes, signs: int, now: float) -> list[Send]:
+        """A member has seen the round make progress so often."""
+        if self.begin is None or signs <= self.signs_of.get(key, 0):
+            return []
+        self.signs_of[key] = signs
+        return self.gets_on(now)
+
+    def broken(self, key: bytes, broken: Broken, reachable: bool, now: float) -> list[Send]:
+        """A member cannot go on with another. The other is put out at once if it broke a rule, if it is not `reachable`
+        from here either, or if it speaks of itself; else the two are judged. Raises RuleBroken for a complaint of a
+        peer that is not in the round."""
+        if key not in self.live():
+            raise RuleBroken("only a member of the round can complain of another")
+        if broken.fault or broken.peer == key or not reachable:
+            return self.put_out(broken.peer, broken.reason, now)
+        complaints = self.complaints.setdefault(key, {})
+        if broken.peer in self.live() and broken.peer not in complaints:
+            complaints[broken.peer] = broken.reason
+            self._judgements.append(_Judgement(now + NOTICE_SECONDS, key, broken.peer, False))
+        return []
+
+    def _judge(self, judgement: _Judgement, now: float) -> list[Send]:
+        """Of two members that cannot reach each other, put out the one that complains of several, else the other."""
+        complainer, other, live = judgement.complainer, judgement.other, self.live()
+        if self.over or complainer not in live or other not in live:
+            return []
+        if not judgement.surveyed:
+            self._judgements.append(_Judgement(now + NOTICE_SECONDS, complainer, other, True))
+            return self.start_survey(now)
+        reasons = self.complaints[complainer]
+        key = other if len([k for k in reasons if k in live]) == 1 else complainer
+        return self.put_out(key, reasons[other], now)
+
+    def not_surveyed(self, key: bytes, ballot: Ballot, reason: str, now: float) -> list[Send]:
+        """A member has not answered the survey of `ballot`."""
+        return self.put_out(key, reason, now) if self.ballot == ballot else []
+
+    def not_repaired(self, key: bytes, ballot: Ballot, reason: str, now: float) -> list[Send]:
+        """A member does not follow the repair of `ballot`."""
+        if self.ballot != ballot or self.phase is not Phase.RUNNING:
+            return []
+        self.refused_repairs[key] = self.refused_repairs.get(key, 0) + 1
+        if self.refused_repairs[key] > MAX_REFUSED_REPAIRS:
+            return self.put_out(key, f"it does not follow repairs: {reason}", now)
+        return self.start_survey(now)  # it may follow a higher ballot, or have a commit: a survey tells
+
+    def elsewhere(self, key: bytes, now: float) -> list[Send]:
+        """A member that was called is in a round of another coordinator. To go on without it might give this tip two
+        results, so this round waits or, if it has begun, ends."""
+        if self.begin is None:
+            return self.postpone(now)
+        if not self.over and key in self.live():
+            return self.abort("a member is in a round of another coordinator")
+        return []
 
     @property
     def _round_timeout(self) -> float:
@@ -347,7 +454,9 @@ class Coordinator:
         self.ballot = Ballot(self.ballot.number + 1, self.me)
         self.have, self.done = {}, {}
         begin = self.begin if self.took_over else None
-        return [Send(tuple(self.live()), Survey(self.tip, self.begin.round, self.ballot, tuple(self.out), begin))]
+        buffers = [self.gathered_of_all()] if self.took_over else []
+        survey = Survey(self.tip, self.begin.round, self.ballot, tuple(self.out), begin)
+        return [Send(tuple(self.live()), survey, buffers)]
 
     def outbid(self, ballot: Ballot, reachable: bool, now: float) -> list[Send]:
         """A member follows a higher ballot: give way to its holder if that is `reachable`; if it is lost, bid

@@ -1,69 +1,309 @@
-"""What a member may follow: the rules that keep two coordinators apart, on the member's side."""
+"""The member's side of rounds: a state machine from an input that waits to the result of its round."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
+import msgspec
+
+from shoal.p2p.errors import Refused
+from shoal.p2p.identity import PeerID
+from shoal.p2p.leases import Leases
+from shoal.p2p.node import Reply
+from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Send
 from shoal.swarm.protocol.book import RuleBroken, check_begin
+from shoal.swarm.protocol.contribution import BytesExchange, Contribution
+from shoal.swarm.protocol.early import EarlyChunks
+from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.member import Member
-from shoal.swarm.protocol.messages import Begin, Commit, Repair, Survey
+from shoal.swarm.protocol.messages import (
+    MAX_GATHER_BYTES,
+    Abort,
+    Begin,
+    Broken,
+    Carries,
+    Commit,
+    Committed,
+    Digests,
+    Done,
+    Elsewhere,
+    Fetch,
+    Follows,
+    Have,
+    Join,
+    Part,
+    Ping,
+    Pong,
+    Repair,
+    Result,
+    Survey,
+    Terms,
+    Unjoin,
+    Waiting,
+    name_of,
+)
+from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.swarm.protocol.view import View
 
 
-@dataclass
-class Participant:
-    """One peer's promises for its tip. See the note in `coordinator.py`; this is its rule 1.
+class State(Enum):
+    """What a member does at its tip. In every state, a COMMIT whose result is here leads to IDLE at the next tip, and a
+    download to IDLE or WAITING at another."""
 
-    Args:
-        me: the peer's key.
-        tip: the state that it has.
+    IDLE = auto()  # It has no input. → WAITING: `offer`.
+    WAITING = (
+        auto()
+    )  # An input waits, and no JOIN stands. → JOINED: `next_step`. → IN_ROUND: BEGIN. → IDLE: `withdraw`.
+    JOINED = auto()  # → IN_ROUND: BEGIN. → WAITING: its coordinator is lost, declines or resigns. → IDLE: `withdraw`.
+    IN_ROUND = auto()  # Chunks pass. → SURVEYED: SURVEY. → COMPLETE: every chunk is here. → WAITING: ABORT.
+    SURVEYED = auto()  # It has said what it holds. → IN_ROUND: REPAIR says where missing chunks come from.
+    COMPLETE = auto()  # It has said DONE. → SURVEYED: a member was lost, or the digests differ.
+    MISSED = auto()  # The round was committed and its result is not here. → WAITING or IDLE: no member can send it.
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The round that an input was for is committed, and its result is here.
+
+    Attributes:
+        exchange: holds the result.
+        commit: of the round.
+        gathered: what the members brought, by key; empty if the result was fetched.
+        missed: whether this peer fetched the result afterwards.
+        began: when the round began here, or the result was asked for.
     """
 
-    me: bytes
-    tip: Tip
-    ballot: Ballot | None = None  # the highest that it has followed at this tip
-    begin: Begin | None = None  # the round that it is in
-    repair: Repair | None = None
-    done: Ballot | None = None  # under which it last was complete
-    commit: Commit | None = None  # the last one that it followed, of the tip before
-    missed: Commit | None = None  # of this tip, and this peer does not hold the result: see `miss`
+    exchange: BytesExchange
+    commit: Commit
+    gathered: dict[bytes, bytes]
+    missed: bool
+    began: float
+
+
+class Participant:
+    """One peer's promises and progress at its tip. The note in `coordinator.py` has the rules that keep two
+    coordinators apart; this class keeps rule 1.
+
+    Events are method calls; actions are appended to `out`.
+
+    Args:
+        view: the members that this peer knows.
+        tip: the state that it starts from.
+        terms: what must be equal in the run.
+        out: receives the actions.
+        silence: watches the members that owe something.
+
+    Attributes:
+        state: see `State`.
+        tip: the state that this peer is at.
+        ballot: the highest that it has followed at this tip.
+        begin: the round that it is in.
+        repair: the last repair of that round.
+        done: the ballot under which it was last complete.
+        commit: the commit that led to this tip.
+        missed: the commit of this tip's round, whose result is not here.
+        called: whether the round of this tip was called, or held without this peer.
+        made: whether this peer has completed an epoch since it started: then it is no newcomer any more.
+        input: what it brings to the next round.
+        exchange: the bytes of the round that it is in.
+        finished: the result of the round that the input was for.
+        error: why there is none.
+        progressed_at: when a round was last seen to make progress.
+        joined: the coordinator that has this peer's JOIN, if one stands.
+        gathered: what the members of the round brought, by key.
+        join_to_begin: seconds from the last JOIN to BEGIN of the round, if this peer coordinates it.
+    """
+
+    def __init__(self, view: View, tip: Tip, terms: Terms, out: list[Action], silence: Silence) -> None:
+        self.view, self.tip, self.terms, self.silence = view, tip, terms, silence
+        self._out = out
+        self.state = State.IDLE
+        self.ballot: Ballot | None = None
+        self.begin: Begin | None = None
+        self.repair: Repair | None = None
+        self.done: Ballot | None = None
+        self.commit: Commit | None = None
+        self.missed: Commit | None = None
+        self.called = self.made = False
+        self.input: Contribution | None = None
+        self.exchange: BytesExchange | None = None
+        self.finished: Finished | None = None
+        self.error: AveragingError | None = None
+        self.progressed_at = float("-inf")
+        self.joined = b""  # the coordinator that has the JOIN
+        self._introduced: tuple[bytes, bytes] | None = None  # the coordinator that knows the same members as this peer
+        self._declined: dict[bytes, Tip] = {}  # coordinators that do not take this peer, and at which tip
+        self.gathered: dict[bytes, bytes] = {}
+        self.join_to_begin: float | None = None
+        self._began = 0.0
+        self._signs_of_all = 0
+        self._early = EarlyChunks()
+        self._last: BytesExchange | None = None  # of the last commit, for members that missed it
+        self._left = b""  # the round that this peer was in last, and left
 
     @property
-    def attempt(self) -> int:
-        return self.ballot.number if self.ballot is not None else 0
+    def me(self) -> bytes:
+        """This peer's key."""
+        return self.view.me.key
 
-    @property
-    def awaits_repair(self) -> bool:
-        """Whether it has answered a survey, and the coordinator has not said yet how to go on: no time to be done."""
-        plan = self.repair if self.repair is not None else self.begin
-        return plan is not None and plan.ballot != self.ballot
+    def _send(
+        self, keys: Sequence[bytes], message: msgspec.Struct, buffers: Sequence[memoryview] = (), name: bytes = b""
+    ) -> None:
+        self._out.append(Send(tuple(keys), message, buffers, name))
+
+    # -- what it knows
 
     def is_with(self, key: bytes) -> bool:
         """Whether that peer is a member of the round that this one is in."""
         return self.begin is not None and any(member.key == key for member in self.begin.members)
 
     def other_coordinator(self, key: bytes) -> Member | None:
-        """Who coordinates the round that this peer is in, if that is not the one of this key."""
+        """The coordinator of the round that this peer is in, if that is not the peer with this key."""
         if self.begin is None or self.ballot is None or self.ballot.coordinator == key:
             return None
         return next((member for member in self.begin.members if member.key == self.ballot.coordinator), None)
 
-    def commit_of(self, round_id: bytes) -> Commit | None:
-        """The COMMIT of that round, if this peer knows it."""
-        known = (self.commit, self.missed)
-        return next((commit for commit in known if commit is not None and commit.round == round_id), None)
+    @property
+    def is_joined(self) -> bool:
+        """Whether a JOIN of this peer stands."""
+        return self.state is State.JOINED
 
     @property
     def commits(self) -> list[Commit]:
-        """Those that this peer can tell others of."""
+        """The commits that this peer can tell others of."""
         return [commit for commit in (self.commit, self.missed) if commit is not None]
 
+    def commit_of(self, round_id: bytes) -> Commit | None:
+        """The commit of that round, if this peer knows it."""
+        return next((commit for commit in self.commits if commit.round == round_id), None)
+
     def is_followed_by(self, key: bytes, tip: Tip) -> bool:
-        """Whether a member that is at that tip was in the round which ended it: it hears of the commit, too. (Counted
-        as behind it would be no candidate any more for us alone, and nothing that it says later need come here.)"""
+        """Whether a member at that tip was in the round which ended it: then the commit is on its way to it."""
         return self.commit is not None and self.commit.tip == tip and key in self.commit.members
 
-    def follow_begin(self, sender: bytes, begin: Begin, *, joined: bool, relayed: bool) -> None:
+    @property
+    def attempt(self) -> int:
+        """The number of the highest ballot that this peer has followed at this tip."""
+        return self.ballot.number if self.ballot is not None else 0
+
+    def behind(self, now: float) -> Tip | None:
+        """The best state that a connected member holds, if it outranks this peer's. The result of a missed round is
+        fetched first, so it counts as this peer's state, unless this peer is a newcomer, which downloads."""
+        best = self.view.best(now)
+        ours = self.missed.next_tip if self.missed is not None and self.made else self.tip
+        return best if best is not None and best.outranks(ours) else None
+
+    def coordinator(self) -> Member:
+        """The member that coordinates at this tip, of those that this peer reaches and that take it."""
+        for member in self.view.candidates(self.tip.epoch):
+            if self.view.reaches(member.key) and self._declined.get(member.key) != self.tip:
+                return member
+        return self.view.me
+
+    # -- the way into a round
+
+    def offer(self, contribution: Contribution) -> None:
+        """An input waits for the next round. Raises AveragingError if another one waits."""
+        if self.input is not None:
+            raise AveragingError("this peer is in a round already")
+        if len(contribution.gathered) > MAX_GATHER_BYTES:
+            raise ValueError(
+                f"gather is {len(contribution.gathered)} bytes long; at most {MAX_GATHER_BYTES} are allowed"
+            )
+        self.input, self.finished, self.error = contribution, None, None
+        self.gathered, self._introduced = {}, None
+        if self.state is State.IDLE:
+            self.state = State.WAITING
+
+    def withdraw(self) -> None:
+        """The input does not wait any more: it has its result, or its owner has given up."""
+        if self.begin is not None:
+            self.complain(self.me, "it gave up", fault=False)
+            self.leave()
+        elif self.state is State.JOINED:
+            self._send([self.joined], Unjoin())
+        if self.finished is not None:
+            self._forget(self.finished.exchange)
+        self.input = None
+        self._rest()
+        self._early.clear()
+
+    def next_step(self, now: float) -> Commit | None:
+        """Continue between rounds: send a JOIN if one is due. Returns the commit whose result is to be fetched first.
+
+        Raises Behind if the input was computed from a state that the swarm has left."""
+        if self.input is None or self.begin is not None:
+            return None
+        wanted = self.input.tip
+        if wanted is not None and wanted != self.tip:
+            if self.commit is None or self.commit.tip != wanted:
+                raise Behind("the swarm has gone on from the state that this input was made from")
+            return self.commit  # a round that this peer was in, but whose result it did not use
+        if self.missed is not None:
+            return self.missed
+        behind = self.behind(now)
+        if behind is not None:
+            if wanted is not None:
+                raise Behind(f"the swarm is at epoch {behind.epoch}, this peer at {self.tip.epoch}")
+            self.move(behind)
+        coordinator = self.coordinator()
+        if self.state is not State.JOINED or self.joined != coordinator.key:
+            self._join(coordinator)
+        return None
+
+    def _join(self, coordinator: Member) -> None:
+        given, view = self.input, self.view.fingerprint()
+        assert given is not None
+        join = Join(
+            tip=self.tip,
+            sender=self.view.me,
+            terms=self.terms,
+            weight=given.weight,
+            machine=given.machine,
+            state=given.state,
+            attempt=self.attempt,
+            patience=given.patience,
+            view=b"" if self._introduced == (coordinator.key, view) else view,
+            options=given.options,
+        )
+        self.state, self.joined = State.JOINED, coordinator.key
+        self._out.append(Ask(coordinator.key, join, [given.gathered] if given.gathered else []))
+
+    def introduced(self, key: bytes) -> None:
+        """The coordinator with that key and this peer have told each other which members they know."""
+        self._introduced = (key, self.view.fingerprint())
+
+    def rejoin(self, key: bytes | None = None) -> None:
+        """The JOIN is void, if one stands, and stands at the coordinator with this key (if given): join again."""
+        if self.state is State.JOINED and key in (None, self.joined):
+            self.state = State.WAITING
+
+    def refused(self, key: bytes, reason: str) -> bool:
+        """That coordinator does not take this peer. A peer that trains goes on with others: at this tip the one that
+        refused is no coordinator for it. Others, and a newcomer that no peer takes, have an error. Returns whether the
+        peer goes on, and that coordinator has not refused it before."""
+        if self.input is None:
+            return False
+        trains, news = self.input.tip is not None, key not in self._declined
+        if trains:
+            self._declined[key] = self.tip
+            self.rejoin(key)
+        alone = self.coordinator().key in (self.me, key)
+        if self.input.tip is None or key == self.me or (alone and not self.made):
+            self.error = Rejected(f"the run refuses this peer: {reason}")
+        return trains and news
+
+    def lost(self, key: bytes) -> None:
+        """That peer is gone: a JOIN there is void, and if it comes back it may take this peer."""
+        self._declined.pop(key, None)
+        self.rejoin(key)
+
+    # -- promises
+
+    def follow_begin(self, sender: bytes, begin: Begin, *, relayed: bool) -> None:
         """Enter a round; `relayed` by another member after its coordinator was lost. Raises RuleBroken if this BEGIN
         must not be followed."""
         if self.missed is not None:
@@ -72,15 +312,17 @@ class Participant:
             raise RuleBroken(f"BEGIN of epoch {begin.tip.epoch}, and this peer is at another state")
         if begin.ballot.coordinator != sender and not (relayed and any(m.key == sender for m in begin.members)):
             raise RuleBroken("BEGIN under the ballot of another peer")
-        if not joined or all(member.key != self.me for member in begin.members):
+        if self.input is None or all(member.key != self.me for member in begin.members):
             raise RuleBroken("BEGIN without a JOIN of this peer")
         if self.begin is not None:
             raise RuleBroken("this peer is in a round already")
         if self.ballot is not None and begin.ballot <= self.ballot:
             raise RuleBroken(f"attempt {begin.ballot.number}, and this peer has followed {self.ballot.number}")
         check_begin(begin)
-        self.ballot, self.begin = begin.ballot, begin
-        self.repair, self.done = None, None
+        if self.input.tip not in (None, begin.tip):
+            raise RuleBroken("BEGIN of a state that this peer's input was not made from")
+        self.ballot, self.begin, self.state = begin.ballot, begin, State.IN_ROUND
+        self.repair = self.done = self.join_to_begin = None
 
     def follow_survey(self, sender: bytes, survey: Survey) -> None:
         """Follow a coordinator's new ballot in the round. Raises RuleBroken if it must not be followed."""
@@ -93,7 +335,7 @@ class Participant:
         if self.begin is not None and any(source.chunk >= self.begin.starts[-1] for source in repair.sources):
             raise RuleBroken("a repair of chunks that do not exist")
         self._follow(sender, repair.round, repair.ballot)
-        self.repair = repair
+        self.repair, self.state = repair, State.IN_ROUND
 
     def _follow(self, sender: bytes, round_id: bytes, ballot: Ballot) -> None:
         if self.begin is None or self.begin.round != round_id:
@@ -104,39 +346,309 @@ class Participant:
             raise RuleBroken("the sender does not hold that ballot")
         if self.ballot is not None and ballot < self.ballot:
             raise RuleBroken(f"attempt {ballot.number}, and this peer has followed {self.ballot.number}")
-        self.ballot = ballot
+        self.heard_of(ballot)
 
     def heard_of(self, ballot: Ballot) -> None:
-        """A member of this peer's round has followed that ballot: lower ones are void."""
+        """A member of this peer's round has followed that ballot: lower ones are void, and what this peer holds is
+        asked for before it may say DONE."""
         if self.ballot is None or ballot > self.ballot:
             self.ballot = ballot
+            if self.begin is not None:
+                self.state = State.SURVEYED
 
-    def was_complete(self) -> Ballot:
-        """All chunks are here; returns the ballot to say DONE under."""
-        assert self.ballot is not None
-        self.done = self.ballot
-        return self.ballot
+    # -- in a round
+
+    def on_begin(self, sender: bytes, begin: Begin, buffers: Sequence[memoryview], now: float) -> None:
+        """The coordinator begins a round with this peer in it. Raises Refused if this peer must not follow."""
+        try:
+            if sender not in self.view.members:
+                raise RuleBroken("BEGIN from a peer that is no member")
+            self.enter(sender, begin, buffers, now, relayed=False)
+        except RuleBroken as error:
+            # The coordinator waits for this peer now: it must hear that it waits in vain, and for whom it would have
+            # to.
+            other = self.other_coordinator(sender) if sender in self.view.members else None
+            broken = Broken(begin.round, self.me, False, str(error)[:256])
+            self._send([sender], broken if other is None else Elsewhere(other))
+            raise Refused(str(error)) from error
+
+    def enter(self, sender: bytes, begin: Begin, buffers: Sequence[memoryview], now: float, *, relayed: bool) -> None:
+        """Enter a round; `relayed` by another than its coordinator. Raises RuleBroken if this peer must not follow."""
+        self.follow_begin(sender, begin, relayed=relayed)
+        assert self.input is not None
+        try:
+            self.gathered = _gathered.decode(buffers[0]) if buffers else {}
+            self._forget(self.exchange)
+            self.exchange = self.input.open(begin, self._send, self.complain)
+        except (RuleBroken, msgspec.MsgspecError) as error:
+            self.leave()
+            raise RuleBroken(str(error)) from error
+        self._forget(self._last)  # its memory is written again
+        self._last, self._began, self._signs_of_all = None, now, 0
+        self.silence.begin(now)
+        self.progressed_at = now
+        self._out.append(Enter(begin))
+
+    def started(self, begin: Begin, leases: Leases) -> None:
+        """The reducers of the round are connected, and the input can be read: send the first parts."""
+        if self.begin is begin and self.exchange is not None and self.input is not None:
+            self.exchange.start(self.input.weight, leases)
+            self._follow_plan(begin.round)
+
+    def _follow_plan(self, round_id: bytes) -> None:
+        """There is a new plan: chunks that came before it may belong to it."""
+        for sender, message, buffers in self._early.take(round_id):
+            try:
+                self.on_chunk(sender, message, buffers)
+            except Refused:
+                continue  # its sender was complained of
+        self._check_done()
+
+    def on_chunk(self, sender: bytes, message: Part | Result, buffers: Sequence[memoryview]) -> None:
+        """A chunk has arrived. Raises Refused, and complains of the sender, if it does not belong here."""
+        exchange = self.exchange
+        if exchange is None or exchange.book.begin.round != message.round:
+            # Chunks pass beside other messages: the message that says of which round they are may arrive later, or
+            # have arrived.
+            known = message.round == self._left or self.commit_of(message.round) is not None
+            if self.input is not None and not known:
+                self._keep_early(sender, message, buffers)
+            return
+        book = exchange.book
+        if sender in book.out:
+            return
+        if message.plan > book.plan and sender in book.weights:
+            self._keep_early(sender, message, buffers)
+            return
+        try:
+            if isinstance(message, Part):
+                exchange.part(sender, message, buffers)
+            else:
+                exchange.result(sender, message, buffers)
+        except RuleBroken as error:
+            self.complain(sender, str(error))
+            raise Refused(str(error)) from error
+        self._check_done()
+
+    def _keep_early(self, sender: bytes, message: Part | Result, buffers: Sequence[memoryview]) -> None:
+        if sender not in self.view.members and not self.is_with(sender):
+            raise Refused("a chunk from a peer that is no member")
+        self._early.keep(sender, message, buffers)
+
+    def _check_done(self) -> None:
+        if self.state is State.IN_ROUND and self.exchange is not None and self.exchange.book.complete:
+            assert self.ballot is not None
+            self.state, self.done = State.COMPLETE, self.ballot
+            book = self.exchange.book
+            self._send([self.ballot.coordinator], Done(book.begin.round, self.ballot, book.root()))
+
+    def on_survey(self, sender: bytes, survey: Survey, buffers: Sequence[memoryview], now: float) -> Have | Elsewhere:
+        """A coordinator puts members out and asks what the others hold. Raises Refused if it must not be followed."""
+        if (commit := self.commit_of(survey.round)) is not None:
+            return Have(survey.ballot, (), None, (), None, commit)
+        try:
+            if self.begin is None and survey.begin is not None and survey.begin.round == survey.round:
+                self.enter(sender, survey.begin, buffers, now, relayed=True)
+            other = self.other_coordinator(sender)
+            if self.begin is not None and self.begin.round != survey.round and other is not None:
+                return Elsewhere(other)  # its round can't commit without this peer, which is in another of this tip
+            in_it = self.begin is not None and self.begin.round == survey.round
+            if in_it and self.ballot is not None and self.ballot > survey.ballot:
+                return Have(self.ballot, (), None, (), None, None)
+            self.follow_survey(sender, survey)
+        except RuleBroken as error:
+            raise Refused(str(error)) from error
+        if self.exchange is None:
+            raise Refused("this peer has left the round")
+        self.exchange.put_out(survey.out)
+        book = self.exchange.book
+        digests = tuple(book.digests) if book.receives[self.me] else ()
+        return Have(survey.ballot, digests, self.done, tuple(book.out), self.repair, None)
+
+    def on_repair(self, sender: bytes, repair: Repair) -> Follows:
+        """A coordinator says where chunks come from now. Raises Refused if it must not be followed."""
+        try:
+            self.follow_repair(sender, repair)
+            if self.exchange is None:
+                raise RuleBroken("this peer has left the round")
+            sources = self.exchange.repair(repair)
+        except RuleBroken as error:
+            raise Refused(str(error)) from error
+        if sources:
+            self._out.append(FetchChunks(self.exchange, sources))
+        self._follow_plan(repair.round)
+        return Follows(repair.ballot)
+
+    def fetched(self, exchange: BytesExchange, failed: dict[bytes, str]) -> None:
+        """Chunks of a repair are here, but for those of holders that `failed`, each for a reason."""
+        if exchange is self.exchange:
+            for holder, reason in failed.items():
+                self.complain(holder, reason, fault=False)
+            self._check_done()
+
+    def on_fetch(self, message: Fetch | Digests) -> Reply | Committed:
+        """Another peer asks for what this one holds of a round. Raises Refused for what is not here."""
+        exchange = self.exchange or self._last
+        if exchange is None or exchange.book.begin.round != message.round:
+            raise Refused("this peer does not have that round's result any more")
+        book = exchange.book
+        if isinstance(message, Digests):
+            if not all(book.digests):  # else they can be had, even if this peer has not heard of the COMMIT yet
+                raise Refused("that round's result is not complete here")
+            return Committed(book.begin, tuple(book.digests))
+        if message.chunk >= len(book.chunks) or not book.digests[message.chunk]:
+            raise Refused(f"chunk {message.chunk} is not here")
+        name = name_of(message.round, Carries.FETCHED, message.chunk)
+        # A copy: the next round may write there before it has left, and who asked would wait for it in vain.
+        data = bytes(exchange.chunk_bytes(message.chunk))
+        return Reply(Result(message.round, message.chunk, book.plan), [data], name)
+
+    def on_abort(self, sender: bytes, abort: Abort) -> None:
+        """The coordinator ends the round, or this peer's part in it. Raises Refused if it is not the coordinator."""
+        if self.begin is not None and self.begin.round == abort.round:
+            if self.ballot is None or self.ballot.coordinator != sender:
+                raise Refused("ABORT from a peer that does not coordinate the round")
+            self.fail(AveragingError(f"the round was ended by {PeerID(sender)!r}: {abort.reason}"))
+        self.rejoin(sender)
+
+    def complain(self, key: bytes, reason: str, fault: bool = True) -> None:
+        """Tell the coordinator that this peer cannot go on with that member; `fault` if it has broken a rule."""
+        if self.begin is not None and self.ballot is not None:
+            self._send([self.ballot.coordinator], Broken(self.begin.round, key, fault, reason[:256]))
+
+    # -- does it make progress
+
+    def on_waiting(self, sender: bytes, message: Waiting, now: float) -> None:
+        """A member's user has not allowed the round yet. Raises Refused if it has no right to say so."""
+        if self.input is None or self.begin is None or self.begin.round != message.round:
+            return  # the round has ended meanwhile, or its BEGIN is still on its way
+        if not self.is_with(sender):
+            raise Refused("only a member of a round can ask for patience in it")
+        if self.input.tip is not None:
+            raise Refused("in a round of a training run nobody's user is waited for")
+        self.silence.excuse(now)
+
+    def ask_to_wait(self) -> bool:
+        """Whether this peer's user lets the others wait; then they are told."""
+        if self.begin is None or self.input is None or not self.input.excused():
+            return False
+        others = {self.begin.ballot.coordinator, *(member.key for member in self.begin.members)} - {self.me}
+        self._send(sorted(others), Waiting(self.begin.round))
+        return True
+
+    def look(self, moved: Callable[[bytes], int], now: float) -> None:
+        """Complain of those that hold up the round, if nothing has come for too long; to be called every second.
+
+        Args:
+            moved: the number of bytes that have passed between this peer and another.
+        """
+        if self.exchange is None:
+            return
+        before = self.silence.signs
+        late = self.silence.look(self.exchange, moved, waits=self.ask_to_wait(), now=now)
+        for key, reason in late.items():
+            self.complain(key, reason, fault=False)
+        if self.silence.signs != before:
+            self.progressed_at = now
+
+    def on_pong(self, key: bytes, ping: Ping, pong: Pong, now: float) -> None:
+        """A member that was asked how a round goes has answered."""
+        self.silence.answered(key, pong.signs, now)
+        in_it = self.begin is not None and self.begin.round == ping.round
+        if not in_it or self.ballot is None or self.ballot.coordinator != key:
+            return
+        if not pong.knows:
+            # It was started anew, or has given the round up, and this peer has missed that.
+            self.fail(AveragingError(f"{PeerID(key)!r} does not coordinate the round any more"))
+        elif pong.of_all > self._signs_of_all:
+            self._signs_of_all = pong.of_all
+            self.progressed_at = now
+
+    # -- the way out of a round
 
     def leave(self) -> None:
-        """The round ended without a result; the ballot stays, so that no lower one is followed."""
-        self.begin = self.repair = self.done = None
+        """Be in no round. The ballot stays, so that no lower one is followed."""
+        if self.exchange is not None:
+            self._left = self.exchange.book.begin.round
+            self._forget(self.exchange)
+        self.begin = self.repair = self.done = self.exchange = None
+        self._rest()
 
-    def miss(self, commit: Commit) -> None:
-        """This tip's round was committed without this peer. It stays at this tip until it has the result, and is in no
-        other round of it meanwhile. If nobody can bring the result, `give_up_missed`."""
+    def _rest(self) -> None:
+        """The state between rounds."""
+        if self.missed is not None:
+            self.state = State.MISSED
+        elif self.input is None or self.finished is not None:
+            self.state = State.IDLE
+        else:
+            self.state = State.WAITING
+
+    def _forget(self, exchange: BytesExchange | None) -> None:
+        if exchange is not None:
+            exchange.close()
+            self._out.append(Cancel(exchange.book.begin.round))
+
+    def fail(self, error: AveragingError) -> None:
+        """The round gives this peer no result, for this reason."""
         self.leave()
-        self.missed = commit
+        if self.input is not None and self.finished is None:
+            self.error = error
 
-    def give_up_missed(self) -> None:
-        """Nobody brings the result of the round that was missed: it is made again."""
-        self.missed = None
+    def holds(self, commit: Commit) -> bool:
+        """Whether the result of that commit is here, from the round that this peer is in."""
+        exchange = self.exchange
+        if exchange is None or exchange.book.begin.round != commit.round:
+            return False
+        return exchange.book.complete and exchange.book.root() in (commit.root, b"")
 
     def advance(self, commit: Commit) -> None:
-        """Go on from what was committed; this peer holds the result."""
+        """Go on to the state after a commit, with its result if that is here."""
+        if self.holds(commit) and self.exchange is not None:
+            self._finish(self.exchange, commit, missed=False)
         self.move(commit.next_tip)
-        self.commit = commit
+        self.commit, self.made = commit, True
+
+    def _finish(self, exchange: BytesExchange, commit: Commit, *, missed: bool) -> None:
+        self._last = exchange
+        if exchange is self.exchange:
+            self.exchange = None
+        if self.input is not None:
+            self.finished = Finished(exchange, commit, {} if missed else self.gathered, missed, self._began)
+
+    def miss(self, commit: Commit) -> None:
+        """This tip's round was committed, and its result is not here. This peer stays at the tip until it has the
+        result, and follows no other round of it meanwhile."""
+        self.missed = commit
+        self.called = True
+        self.leave()
+
+    def recall(self, commit: Commit, now: float) -> bool:
+        """Whether the result of that commit is still here from its round: then the input has it. Otherwise it is to be
+        fetched into memory that nothing else is written to from now on."""
+        self._forget(self.exchange)
+        self._forget(self._last)
+        exchange, self._last, self._began = self._last, None, now
+        # The two sides of a partition may commit two results of one round.
+        if exchange is None or exchange.book.begin.round != commit.round:
+            return False
+        if exchange.book.root() not in (commit.root, b""):
+            return False
+        self._finish(exchange, commit, missed=False)
+        return True
+
+    def has_fetched(self, exchange: BytesExchange, commit: Commit) -> None:
+        """The result of that commit was fetched from another member."""
+        self._finish(exchange, commit, missed=True)
+
+    def give_up_missed(self) -> None:
+        """No member can send the result of the missed round: the round is made again."""
+        self.missed, self.called = None, False
+        self._rest()
 
     def move(self, tip: Tip) -> None:
-        """Be at another state, from a download."""
-        self.tip, self.ballot, self.commit, self.missed = tip, None, None, None
+        """Be at another state."""
+        self.tip, self.ballot, self.commit, self.missed, self.called = tip, None, None, None, False
         self.leave()
+
+
+_gathered = msgspec.msgpack.Decoder(dict[bytes, bytes])

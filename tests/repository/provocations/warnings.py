@@ -17,7 +17,7 @@ import shoal
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sockets import SocketTransport
-from shoal.swarm import coordination
+from shoal.swarm.protocol import peer as protocol_peer
 from shoal.swarm.protocol import reach
 from tests.optim.models import make_model
 from tests.optim.test_fallback import together as epoch_of
@@ -40,7 +40,7 @@ def wait_for(scene: Scene, text: str) -> None:
 
 def look_again(optimizer: shoal.Optimizer) -> None:
     """Have it look into the directory of the run now, and not in half a minute."""
-    optimizer.dht.reactor.loop.call_soon_threadsafe(optimizer._run.swarm.neighbourhood._look_now.set)
+    optimizer.dht.reactor.loop.call_soon_threadsafe(optimizer._run.swarm.contacts._look_now.set)
 
 
 @provokes("…: trying again")
@@ -57,7 +57,7 @@ def a_round_does_not_end(scene: Scene) -> None:
 )
 def the_other_never_joins(scene: Scene) -> None:
     # Until the other has said so, nobody knows that it takes part.
-    scene.ends.enter_context(pytest.MonkeyPatch.context()).setattr(coordination, "SETTLE_SECONDS", 1.0)
+    scene.ends.enter_context(pytest.MonkeyPatch.context()).setattr(protocol_peer, "SETTLE_SECONDS", 1.0)
     pair(scene, matchmaking_time=60.0, averaging_timeout=1.0)[0].step(batch_size=64)
 
 
@@ -199,7 +199,7 @@ def the_optimizer_keeps_something_odd(scene: Scene) -> None:
 @provokes("… could not refresh its record in the DHT")
 def the_neighbours_in_the_dht_are_gone(scene: Scene) -> None:
     optimizer = scene.optimizer()
-    directory: Any = optimizer._run.swarm.neighbourhood._directory
+    directory: Any = optimizer._run.swarm.contacts._directory
 
     async def fail(_: Any) -> None:
         raise PeerUnreachable("all are gone")
@@ -212,7 +212,7 @@ def the_neighbours_in_the_dht_are_gone(scene: Scene) -> None:
 @provokes("this machine's clock is … behind …")
 def the_clock_goes_wrong(scene: Scene) -> None:
     late = pair(scene)[1]
-    directory: Any = late._run.swarm.neighbourhood._directory
+    directory: Any = late._run.swarm.contacts._directory
     directory._clock = lambda: shoal.get_dht_time() - 20.0
     look_again(late)
     wait_for(scene, "clock is")

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from shoal.p2p.identity import PeerID
-from shoal.swarm.contribution import Outcome
+from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.messages import MAX_GATHER_BYTES
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.swarm.protocol.tip import Ballot, Tip
-from tests.averaging.rounds import TIP, digest, key
+from tests.swarm.rounds import TIP, digest, key
 
 digests = st.binary(min_size=32, max_size=32)
 tips = st.builds(Tip, st.integers(0, 5), digests, st.sampled_from([0.0, 1.0, 64.0]))

@@ -11,8 +11,9 @@ import pytest
 from msgspec.structs import replace as replace_struct
 
 from shoal.p2p.transport import MAX_BUFFER_BYTES
+from shoal.swarm.protocol.actions import Send
 from shoal.swarm.protocol.book import RuleBroken, root_of
-from shoal.swarm.protocol.coordinator import REMINDER_SECONDS, Coordinator, Phase, Send
+from shoal.swarm.protocol.coordinator import REMINDER_SECONDS, Coordinator, Phase
 from shoal.swarm.protocol.member import MAX_MEMBERS, Member, Role
 from shoal.swarm.protocol.messages import (
     MAX_GATHER_BYTES,
@@ -29,7 +30,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Ballot
-from tests.averaging.rounds import (
+from tests.swarm.rounds import (
     RULES,
     TIP,
     begin_of,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from shoal.p2p.errors import Refused
-from shoal.swarm import early
-from shoal.swarm.early import EarlyChunks
+from shoal.swarm.protocol import early
+from shoal.swarm.protocol.early import EarlyChunks
 from shoal.swarm.protocol.messages import Part
 from shoal.swarm.protocol.tip import Ballot
-from tests.averaging.rounds import key, member
+from tests.swarm.rounds import key, member
 
 THIS, OTHER = b"r" * 16, b"s" * 16
 
@@ -21,8 +21,8 @@ def part(round_id: bytes, chunk: int) -> Part:
 def test_only_the_chunks_of_the_round_come_back_and_only_once() -> None:
     kept = EarlyChunks()
     for number, round_id in ((2, THIS), (3, OTHER), (1, THIS)):
-        kept.keep(member(number).peer, part(round_id, number), [])
-    assert [(peer, message.chunk) for peer, message, _ in kept.take(THIS)] == [(member(2).peer, 2), (member(1).peer, 1)]
+        kept.keep(member(number).key, part(round_id, number), [])
+    assert [(peer, message.chunk) for peer, message, _ in kept.take(THIS)] == [(member(2).key, 2), (member(1).key, 1)]
     assert not kept.take(OTHER)
 
 
@@ -31,18 +31,18 @@ def test_one_member_can_bring_so_many_and_all_so_many_bytes(monkeypatch: pytest.
     monkeypatch.setattr(early, "MAX_EARLY_BYTES", 10)
     kept = EarlyChunks()
     for chunk in range(2):
-        kept.keep(member(1).peer, part(THIS, chunk), [memoryview(bytes(4))])
+        kept.keep(member(1).key, part(THIS, chunk), [memoryview(bytes(4))])
     with pytest.raises(Refused, match="too many"):
-        kept.keep(member(1).peer, part(THIS, 2), [])
+        kept.keep(member(1).key, part(THIS, 2), [])
     with pytest.raises(Refused, match="too many"):
-        kept.keep(member(2).peer, part(THIS, 2), [memoryview(bytes(3))])
-    kept.keep(member(2).peer, part(THIS, 2), [memoryview(bytes(2))])
+        kept.keep(member(2).key, part(THIS, 2), [memoryview(bytes(3))])
+    kept.keep(member(2).key, part(THIS, 2), [memoryview(bytes(2))])
     assert len(kept.take(THIS)) == 3
 
 
 def test_what_is_kept_holds_no_memory_of_a_lane() -> None:
     kept, scratch = EarlyChunks(), bytearray(b"data")
-    kept.keep(member(1).peer, part(THIS, 1), [memoryview(scratch)])
+    kept.keep(member(1).key, part(THIS, 1), [memoryview(scratch)])
     scratch.clear()  # nobody refers to it
     [(_, _, buffers)] = kept.take(THIS)
     assert bytes(buffers[0]) == b"data"

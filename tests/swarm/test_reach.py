@@ -10,7 +10,7 @@ import pytest
 
 from shoal.swarm.protocol.member import MAX_MEMBERS, Member, Role
 from shoal.swarm.protocol.reach import Reach, Reachability
-from tests.averaging.rounds import key, member, members
+from tests.swarm.rounds import key, member, members
 
 ME = member(0)
 CLIENT = member(0, Role.CLIENT)

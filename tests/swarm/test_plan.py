@@ -22,7 +22,7 @@ from shoal.swarm.protocol.plan import (
     divide,
     largest_chunk,
 )
-from tests.averaging.rounds import member
+from tests.swarm.rounds import member
 
 groups = st.lists(
     st.builds(

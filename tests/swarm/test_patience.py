@@ -8,8 +8,8 @@ import pytest
 
 from shoal.swarm.protocol.coordinator import Phase
 from shoal.swarm.protocol.messages import Begin
-from tests.averaging.rounds import RULES, key
-from tests.averaging.test_coordinator import gathering, join
+from tests.swarm.rounds import RULES, key
+from tests.swarm.test_coordinator import gathering, join
 
 ROUND_SECONDS = RULES.round_timeout
 

@@ -33,12 +33,12 @@ class Runs:
         """Within, this peer is in that run: at `tip`, where it left it the last time, or at its beginning. `members`
         are in it, too."""
         swarm = self._make(run_id, directory, rules)
-        swarm.membership.learn(members)
+        swarm.peer.view.learn(members)
         if tip is not None:
-            swarm.participant.move(tip)
+            swarm.peer.participant.move(tip)
         # Members of such a run forget what they followed when they leave it. So that no round ever has the name of an
         # earlier one, whose messages may still come, ballots go on from the clock.
-        swarm.participant.heard_of(Ballot(int(get_dht_time() * 1000), bytes(32)))
+        swarm.peer.participant.heard_of(Ballot(int(get_dht_time() * 1000), bytes(32)))
         await swarm.start()
         try:
             yield swarm

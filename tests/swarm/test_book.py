@@ -11,7 +11,7 @@ from shoal.swarm.protocol.book import WINDOW, Book, RuleBroken, root_of
 from shoal.swarm.protocol.member import Member, Role
 from shoal.swarm.protocol.messages import Begin, Repair, Source
 from shoal.swarm.protocol.tip import Ballot
-from tests.averaging.rounds import begin_of, chunks_of, digest, key, keys, member, members
+from tests.swarm.rounds import begin_of, chunks_of, digest, key, keys, member, members
 
 PLAN = Ballot(1, key(1))
 LATER = Ballot(2, key(1))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.p2p.errors import Refused
-from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.messages import Part, Result
 
 MAX_EARLY = 64  # of one member
 MAX_EARLY_BYTES = 1 << 28  # of all members together
 
-Chunk = tuple[PeerID, Part | Result, Sequence[memoryview]]
+Chunk = tuple[bytes, Part | Result, Sequence[memoryview]]
 
 
 class EarlyChunks:
@@ -20,7 +19,7 @@ class EarlyChunks:
     def __init__(self) -> None:
         self._kept: list[Chunk] = []
 
-    def keep(self, peer: PeerID, message: Part | Result, buffers: Sequence[memoryview]) -> None:
+    def keep(self, peer: bytes, message: Part | Result, buffers: Sequence[memoryview]) -> None:
         """Raises Refused if they are too many, or too large."""
         nbytes = sum(buffer.nbytes for _, _, held in [*self._kept, (peer, message, buffers)] for buffer in held)
         if sum(sender == peer for sender, _, _ in self._kept) >= MAX_EARLY or nbytes > MAX_EARLY_BYTES:

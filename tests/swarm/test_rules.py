@@ -7,7 +7,7 @@ import pytest
 
 from shoal.swarm.protocol.messages import Join
 from shoal.swarm.protocol.rules import Rules, usual_options
-from tests.averaging.rounds import digest, join_of, member
+from tests.swarm.rounds import digest, join_of, member
 
 RULES = Rules(sizes=(64,), matchmaking_time=1.0, round_timeout=1.0, due_sizes=(8,), state_sizes=(16, 32))
 

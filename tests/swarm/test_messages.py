@@ -51,7 +51,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.tip import Ballot, Tip
 from shoal.transfer.donor import transfer_service
-from tests.averaging.rounds import TIP, begin_of, digest, have_of, join_of, key, keys, member, members
+from tests.swarm.rounds import TIP, begin_of, digest, have_of, join_of, key, keys, member, members
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # all that `Node` takes for a refusal
 BEGIN = begin_of(members(1, 2, 3))

@@ -1,0 +1,335 @@
+"""Keeps one peer connected to the members of its run, and tells them which members it knows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from shoal.p2p.errors import P2PError, Refused
+from shoal.p2p.identity import PeerID
+from shoal.p2p.node import Reply
+from shoal.p2p.transport import Buffer
+from shoal.swarm.channel import Channel
+from shoal.swarm.directory import REFRESH_SECONDS, Directory
+from shoal.swarm.protocol.errors import Rejected
+from shoal.swarm.protocol.member import MAX_MEMBERS, Member, Role
+from shoal.swarm.protocol.messages import Describe, Description, Hello, Terms
+from shoal.swarm.protocol.peer import Peer
+from shoal.swarm.protocol.reach import Reach, Reachability
+from shoal.swarm.protocol.tensors import Tensors, difference, encode_tensors
+from shoal.swarm.protocol.tip import Tip
+
+log = logging.getLogger(__name__)
+
+MEET_TIMEOUT = 5.0
+FIRST_REFRESH_SECONDS = 0.5  # until the first commit
+SPREAD_DELAY = 0.02  # news of members that arrive together is told together
+MAX_REPORTS = 64  # of `reports` that nobody has read
+
+
+@dataclass(slots=True)
+class _Stranger:
+    """A peer of the run with other terms, which is no member here.
+
+    Attributes:
+        terms, tip: as it last told.
+        difference: how the terms differ, in words.
+        explained: whether that was logged.
+        describing: asks the peer for its tensors.
+    """
+
+    terms: Terms
+    tip: Tip
+    difference: str
+    explained: bool = False
+    describing: asyncio.Task[None] | None = None
+
+
+class Contacts:
+    """The peers of a run that this peer is connected to, and those that it should be connected to.
+
+    It reads the directory, dials members, exchanges HELLO, notices losses, and reports which members it cannot reach.
+    `Peer` and `Reach` hold what is known.
+
+    Args:
+        channel: sends the messages of the run.
+        peer: the machine that hears of members.
+        directory: where members are listed.
+        tensors: the tensors behind the schema hash of the terms.
+        act: performs what the machine has decided.
+
+    Attributes:
+        reports: changes in whom this peer reaches; a reader takes them out, in any thread.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        peer: Peer,
+        directory: Directory,
+        tensors: Sequence[Tensors],
+        act: Callable[[], None],
+    ) -> None:
+        self._channel, self._peer, self._view = channel, peer, peer.view
+        self._directory, self._tensors, self._act = directory, tensors, act
+        self.reports: deque[Reachability] = deque(maxlen=MAX_REPORTS)
+        self._strangers: dict[bytes, _Stranger] = {}
+        self._meeting: set[bytes] = set()
+        self._spread: asyncio.TimerHandle | None = None
+        self._look_now = asyncio.Event()
+        self._seen = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._reach = Reach(self._view.run_id, self._view.me, random.Random(self._view.me.key))
+        self._reach_changed = asyncio.Event()
+
+    async def start(self) -> None:
+        """List this peer, and meet all that are listed: when this returns, each side knows the other."""
+        await self._directory.publish(self._view.me)
+        self._reach.begin(self._now())
+        listed = await self._directory.read()
+        self._reach.known(listed, self._now(), listed=True)
+        await asyncio.gather(*map(self.meet, [*self._reach.due(self._now()), *self._connected_only(listed)]))
+        self._tasks = [self._channel.spawn(self._refresh()), self._channel.spawn(self._keep_reaching())]
+
+    def stop(self) -> None:
+        """Stay listed no longer than the record lives, and meet no peer any more."""
+        for task in self._tasks:
+            task.cancel()
+        if self._spread is not None:
+            self._spread.cancel()
+
+    async def seen(self) -> None:
+        """Return when a member has said HELLO, and so may be new."""
+        await self._seen.wait()
+
+    # -- peers with other terms
+
+    def check_terms(self) -> None:
+        """For a newcomer: raises `Rejected` if other peers of the run have other terms, and this peer is the one that
+        differs.
+
+        The side with more samples behind its state stays. Before there are any, the side with more peers does, and of
+        sides of equal size the one with the smallest key, so that exactly one gives way."""
+        strangers = {k: known for k, known in self._strangers.items() if self._channel.is_connected(k)}
+        if not strangers:
+            return
+        tip = self._peer.tip
+        if not any(known.tip.outranks(tip) for known in strangers.values()):
+            alike = [member.key for member in self._view.connected()]
+            if tip.epoch or (len(strangers), min(alike)) < (len(alike), min(strangers)):
+                return
+        difference = next(iter(strangers.values())).difference
+        raise Rejected(f"the other peers of the run go by other terms: {difference}. Make it equal on all peers")
+
+    def _is_stranger(self, peer: PeerID, hello: Hello, differs_in: str) -> None:
+        """A peer of the run has other terms: log that once. Where the tensors differ, the two ask each other which."""
+        known = self._strangers.get(peer.key)
+        if known is not None and known.terms == hello.terms:
+            known.tip = hello.tip
+        elif known is not None or len(self._strangers) < MAX_MEMBERS:
+            stranger = self._strangers[peer.key] = _Stranger(hello.terms, hello.tip, differs_in)
+            if self._tensors and self._peer.terms.schema != hello.terms.schema:
+                stranger.describing = self._channel.spawn(self._compare_tensors(peer, stranger))
+            else:
+                self._explain(peer, stranger, differs_in)
+
+    async def _compare_tensors(self, peer: PeerID, stranger: _Stranger) -> None:
+        try:
+            reply = await self._channel.ask(peer.key, Describe(), MEET_TIMEOUT, [encode_tensors(self._tensors)])
+            if isinstance(reply.body, Description) and reply.buffers:
+                self._compare(peer, stranger, reply.buffers[0])
+        except (P2PError, TimeoutError) as error:
+            log.debug("%r did not describe its tensors: %s", peer, error)
+        self._explain(peer, stranger, stranger.difference)
+
+    def on_describe(self, peer: PeerID, theirs: Buffer) -> Reply:
+        """A peer asks for this one's tensors, and tells its own."""
+        stranger = self._strangers.get(peer.key)
+        if stranger is not None:
+            self._compare(peer, stranger, theirs)
+        return Reply(Description(), [encode_tensors(self._tensors)])
+
+    def _compare(self, peer: PeerID, stranger: _Stranger, theirs: Buffer) -> None:
+        try:
+            found = difference(self._tensors, theirs)
+        except ValueError as error:
+            log.debug("%r: %s", peer, error)
+            return
+        if found is not None:
+            self._explain(peer, stranger, found)
+
+    def _explain(self, peer: PeerID, stranger: _Stranger, difference: str) -> None:
+        if not stranger.explained:
+            stranger.difference, stranger.explained = difference, True
+            log.warning("%r is in the run with other terms: %s", peer, difference)
+
+    # -- members
+
+    def on_hello(self, peer: PeerID, hello: Hello) -> Hello:
+        """A peer of the run speaks. Raises Refused if it uses another peer's name."""
+        if hello.sender.key != peer.key:
+            raise Refused("HELLO in the name of another peer")
+        differs_in = self._peer.terms.difference(hello.terms)
+        if differs_in is not None:
+            self._is_stranger(peer, hello, differs_in)
+            self.lose(peer.key)
+            self._reach.reached(hello.sender)
+            self._changed()
+            return self._peer.hello()
+        self._strangers.pop(peer.key, None)
+        self.spoke(hello.sender)
+        self._channel.learn(hello.sender)
+        self._reach.known(self._out_of_reach(hello.members), self._now(), listed=False)
+        for member in self._view.learn(hello.members):
+            self._channel.spawn(self.meet(member))
+        self._peer.told(peer.key, hello.tip, self._now())
+        seen, self._seen = self._seen, asyncio.Event()
+        seen.set()
+        self._act()
+        return self._peer.hello()
+
+    def spoke(self, member: Member) -> None:
+        """A member has spoken, so it is there, whatever was known of it before."""
+        self._reach.reached(member)
+        self._reach_changed.set()
+        if self._view.returned(member):
+            log.debug("%r knows %r now", self._view.me.peer, member.peer)
+            self._changed()
+            if self._spread is None:
+                self._spread = asyncio.get_running_loop().call_later(SPREAD_DELAY, self._tell_others)
+
+    def _tell_others(self) -> None:
+        """There is a member that others may not know: the coordinator tells all, others tell the coordinator."""
+        self._spread = None
+        if not self._channel.node.closed:
+            coordinator, me = self._peer.participant.coordinator().key, self._view.me.key
+            self._channel.notify(self._view.others() if coordinator == me else [coordinator], self._peer.hello())
+
+    async def meet(self, member: Member) -> None:
+        """Connect to a member and exchange HELLO. One that cannot be reached is not a member here."""
+        if member.key in self._meeting or member.key == self._view.me.key:
+            return
+        if member.role is Role.CLIENT and not self._channel.is_connected(member.key):
+            return  # it dials; nobody can dial it
+        self._meeting.add(member.key)
+        self._channel.learn(member)
+        try:
+            await self._greet(member.peer)
+        except (P2PError, TimeoutError) as error:
+            if not (isinstance(error, TimeoutError) and self._channel.is_connected(member.key)):
+                self.lose(member.key)  # one that is slow to answer is left to `Liveness`
+        finally:
+            self._meeting.discard(member.key)
+
+    async def meet_peer(self, peer: PeerID) -> bool:
+        """Exchange HELLO with a peer, which may not be known as a member. Returns whether that succeeded."""
+        try:
+            await self._greet(peer)
+        except (P2PError, TimeoutError):
+            return False
+        return True
+
+    async def _greet(self, peer: PeerID) -> None:
+        try:
+            self.on_hello(peer, await self._channel.call(peer.key, self._peer.hello(), Hello, MEET_TIMEOUT))
+        except (P2PError, TimeoutError) as error:
+            log.debug("%r could not meet %r: %s", self._view.me.peer, peer, error)
+            self._reach.failed(peer.key, str(error) or f"no answer within {MEET_TIMEOUT:g} s")
+            raise
+        stranger = self._strangers.get(peer.key)
+        if stranger is not None and stranger.describing is not None:
+            await asyncio.wait([stranger.describing])
+
+    def look(self, *, dial: bool = False) -> None:
+        """Read the directory now: a member is missing that may be listed. With `dial`, also dial all missing members:
+        this peer was away, not they."""
+        if dial:
+            self._reach.hurry(self._now())
+        self._look_now.set()
+
+    def left(self, key: bytes) -> None:
+        """A member says that it leaves. It is not dialled again unless it is listed anew."""
+        self._reach.left(key, self._now())
+        self._reach_changed.set()
+        self._directory.gone(key)
+
+    def lose(self, key: bytes) -> bool:
+        """A peer cannot be reached any more. Returns whether it was a member."""
+        was_reached = self._reach.lost(key, self._now())
+        if was_reached:
+            self._directory.gone(key)
+            self._reach_changed.set()
+        is_stranger = key in self._strangers
+        if not self._channel.is_connected(key):
+            self._strangers.pop(key, None)
+        known = self._view.lose(key)
+        if known and was_reached and not is_stranger:
+            connected = len(self._view.connected())
+            are = "member is" if connected == 1 else "members are"
+            log.info("%s is lost; %d %s connected, this peer included", PeerID(key), connected, are)
+        if known:
+            self._changed()
+        return known
+
+    def _changed(self) -> None:
+        self._peer.members_changed(self._now())
+        self._act()
+
+    # -- the directory
+
+    async def _refresh(self) -> None:
+        """Stay listed, and meet whoever is listed and not connected: newcomers, and both sides of a healed
+        partition."""
+        while True:
+            # Peers that start together may each have read the directory before the other was listed: look again soon.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REFRESH_SECONDS if self._peer.tip.epoch else FIRST_REFRESH_SECONDS):
+                    await self._look_now.wait()
+            self._look_now.clear()
+            try:
+                # Read before its own record is renewed: another process that writes that record is seen then.
+                listed = await self._directory.read()
+                await self._directory.publish(self._view.me)
+            except (P2PError, TimeoutError) as error:
+                log.warning("%r could not refresh its record in the DHT: %s", self._view.me.peer, error)
+                continue
+            now = self._now()
+            self._reach.known(listed, now, listed=True)
+            self._reach.known(self._out_of_reach(self._view.members.values()), now, listed=False)
+            self._reach_changed.set()
+            await asyncio.gather(*map(self.meet, self._connected_only(listed)))
+
+    async def _keep_reaching(self) -> None:
+        """Dial missing members for as long as they are missing, and report what that does not change."""
+        while True:
+            self._reach_changed.clear()
+            now = self._now()
+            for member in self._reach.due(now):
+                self._channel.spawn(self.meet(member))
+            report = self._reach.notice(now, self._directory.others())
+            if report is not None:
+                if report.advice:
+                    log.warning("%s", report.advice)
+                else:
+                    log.info("all known members of the run are reached or have left: %d peers", report.num_peers)
+                self.reports.append(report)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._reach.next_time(now)):
+                    await self._reach_changed.wait()
+
+    def _out_of_reach(self, members: Iterable[Member]) -> list[Member]:
+        return [member for member in members if not self._channel.is_connected(member.key)]
+
+    def _connected_only(self, listed: Iterable[Member]) -> list[Member]:
+        """Listed peers that are connected and are no members here: the connection may be the DHT's, or they have other
+        terms by now, or were believed to be lost."""
+        unknown = (member for member in listed if member.key not in self._view.members)
+        return [member for member in unknown if self._channel.is_connected(member.key)]
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,125 @@
+"""What a peer brings to a round, the interface of the bytes that pass in it, and its outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal.p2p.identity import PeerID
+from shoal.p2p.leases import Leases
+from shoal.swarm.protocol.book import Book
+from shoal.swarm.protocol.messages import Begin, Commit, Part, Repair, Result, Source
+from shoal.swarm.protocol.tip import Tip
+
+Fault = Callable[[bytes, str], None]
+
+
+class SendTo(Protocol):
+    """Sends a chunk to members."""
+
+    def __call__(
+        self, keys: Sequence[bytes], message: Part | Result, buffers: Sequence[memoryview] = (), name: bytes = b""
+    ) -> None: ...
+
+
+class BytesExchange(Protocol):
+    """One member's side of the all-reduce of one round, as the protocol sees it: an interface that knows no tensors.
+    `shoal.averaging.exchange.Exchange` implements it for flat tensors.
+
+    Attributes:
+        book: what is owed to whom.
+        progressed: a counter that grows with everything that arrives.
+    """
+
+    book: Book
+    progressed: int
+
+    def start(self, weight: float, leases: Leases) -> None:
+        """Send the first parts. `weight` is the weight of this member's input. Until `close`, memory of the output
+        waits in `leases` for what others send."""
+
+    def part(self, sender: bytes, part: Part, buffers: Sequence[memoryview]) -> None:
+        """A member's part of a chunk has arrived. Raises RuleBroken if it does not belong here."""
+
+    def result(self, sender: bytes, result: Result, buffers: Sequence[memoryview]) -> None:
+        """The average of a chunk has arrived. Raises RuleBroken if it does not belong here."""
+
+    def put_out(self, keys: Sequence[bytes]) -> None:
+        """Continue without these members."""
+
+    def repair(self, repair: Repair) -> list[Source]:
+        """Follow a repair. Returns the chunks to fetch. Raises RuleBroken if it does not fit the round."""
+
+    def await_fetched(self, chunk: int, holder: bytes, leases: Leases) -> None:
+        """The holder is about to be asked for a chunk, whose memory waits in `leases` until it arrives."""
+
+    def fetched(self, chunk: int, digest: bytes, data: memoryview) -> None:
+        """A chunk has arrived from a holder. Raises RuleBroken if it does not have that digest."""
+
+    def close(self) -> None:
+        """Nothing is written into the output any more, whatever still arrives."""
+
+    def chunk_bytes(self, chunk: int) -> memoryview:
+        """The average of a chunk that is here, uncompressed."""
+
+
+@dataclass(slots=True)
+class Contribution:
+    """What a peer brings to a round.
+
+    Attributes:
+        weight: the weight of its input in the mean, at least 0 (with 0 it only receives); may change until `prepare`
+            has ended.
+        open: makes the exchange of a round: `open(begin, send, fault)`.
+        patience: the number of seconds to wait for others.
+        prepare: if given, awaited between BEGIN and the first byte; may wait until the input can be read.
+        excused: whether `prepare` waits for the user's permission: then the others are asked not to treat that as a
+            fault.
+        gathered: bytes that all members of the round receive; at most 64 KiB.
+        tip: the state that the input was computed from: a round of any other tip raises `Behind`. None: any tip.
+        machine: names everything that the bits of a local step depend on.
+        state: the digest of the local state, or b"".
+        options: the options with which this peer would make the step that follows, or b"".
+    """
+
+    weight: float
+    open: Callable[[Begin, SendTo, Fault], BytesExchange]
+    patience: float = 15.0
+    prepare: Callable[[], Awaitable[None]] | None = None
+    gathered: bytes = b""
+    excused: Callable[[], bool] = lambda: False
+    tip: Tip | None = None
+    machine: str = ""
+    state: bytes = b""
+    options: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A committed round.
+
+    Attributes:
+        begin: its BEGIN.
+        commit: its COMMIT.
+        gathered: what the members brought, by key.
+        missed: whether this peer was not in the round, and fetched the result afterwards.
+        matchmaking_seconds: from the call of `average` to BEGIN.
+        allreduce_seconds: from BEGIN to COMMIT.
+        join_to_begin_seconds: from the last JOIN to BEGIN; None if this peer did not coordinate.
+        bytes_sent, bytes_received: payload bytes of this peer in the round.
+    """
+
+    begin: Begin
+    commit: Commit
+    gathered: dict[bytes, bytes]
+    missed: bool
+    matchmaking_seconds: float
+    allreduce_seconds: float
+    join_to_begin_seconds: float | None
+    bytes_sent: int
+    bytes_received: int
+
+    @property
+    def coordinator(self) -> PeerID:
+        return PeerID(self.begin.ballot.coordinator)

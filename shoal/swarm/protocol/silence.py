@@ -1,0 +1,111 @@
+"""Whether a round makes progress on this peer, and which members hold it up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from shoal.p2p.movement import Movement
+from shoal.swarm.protocol.contribution import BytesExchange
+
+EXCUSE_SECONDS = 3.0  # nobody is complained of for so long after a member said that its user lets it wait
+QUIET_SECONDS = 2.0  # after so long without a message, a member that owes something is asked how its round goes
+
+
+@dataclass(slots=True)
+class _Debtor:
+    """A member that owes this peer a part or a result.
+
+    Attributes:
+        since: when it last brought something, or was seen to send.
+        movement: the bytes on the connection to it.
+        signs: the last `Pong.signs` of it.
+        progressed: when it last reported progress of its own: a reducer may have to wait for others.
+    """
+
+    since: float
+    movement: Movement
+    signs: int = -1
+    progressed: float = float("-inf")
+
+
+@dataclass(slots=True)
+class Silence:
+    """Watches the members that owe this peer something in a round.
+
+    A sender is late if this peer has seen no progress for `sender_timeout` seconds and no bytes from that member
+    either. A reducer may be waiting for others: it is late if it has not made progress itself for `reducer_timeout`.
+
+    Attributes:
+        signs: how often this peer has seen a round make progress; grows from round to round.
+    """
+
+    sender_timeout: float
+    reducer_timeout: float
+    signs: int = 0
+    _progressed: int = 0  # the exchange's counter at the last look
+    _looked: float = 0.0
+    _excused_until: float = float("-inf")
+    _debtors: dict[bytes, _Debtor] = field(default_factory=dict)
+
+    def begin(self, now: float) -> None:
+        """A round begins."""
+        self._progressed, self._looked, self._excused_until = 0, now, float("-inf")
+        self._debtors = {}
+
+    def excuse(self, now: float) -> None:
+        """A member has said that its user lets it wait."""
+        self._excused_until = now + EXCUSE_SECONDS
+
+    def quiet(self, now: float) -> list[bytes]:
+        """The members that owe something and have been silent for a while."""
+        return [key for key, debtor in self._debtors.items() if now - debtor.since > QUIET_SECONDS]
+
+    def answered(self, key: bytes, signs: int, now: float) -> None:
+        """A member has said how often it has seen the round make progress."""
+        debtor = self._debtors.get(key)
+        if debtor is not None and signs != debtor.signs:
+            if debtor.signs >= 0:  # the first answer is no news
+                debtor.progressed = now
+            debtor.signs = signs
+
+    def look(
+        self, exchange: BytesExchange, moved: Callable[[bytes], int], *, waits: bool, now: float
+    ) -> dict[bytes, str]:
+        """Look again; to be called every second.
+
+        Args:
+            exchange: the bytes of the round.
+            moved: the number of bytes that have passed between this peer and another.
+            waits: whether this peer's user lets the others wait.
+
+        Returns: the members that hold up the round, each with the reason.
+        """
+        book = exchange.book
+        parts, results = book.waiting_for(), book.owed_results()
+        progressed = exchange.progressed != self._progressed
+        moving = self._look_at({**parts, **results}, moved, now)
+        self.signs += progressed or moving
+        slept = now - self._looked > 2 * QUIET_SECONDS  # this process itself; what has arrived was not read yet
+        self._progressed, self._looked = exchange.progressed, now
+        if progressed or waits or slept or now < self._excused_until or book.complete:
+            for debtor in self._debtors.values():
+                debtor.since = now
+            return {}
+        late = [key for key in parts if now - self._debtors[key].since > self.sender_timeout]
+        if not late:  # otherwise the reducers may be waiting for the same members
+            debtors = self._debtors
+            late = [k for k in results if now - max(debtors[k].since, debtors[k].progressed) > self.reducer_timeout]
+        complaints = {key: f"nothing came from it for {now - self._debtors[key].since:.1f} s" for key in late}
+        for key in late:
+            self._debtors[key].since = now
+        return complaints
+
+    def _look_at(self, owing: Iterable[bytes], moved: Callable[[bytes], int], now: float) -> bool:
+        """Whether any of these members sends something large."""
+        counts = {key: moved(key) for key in owing}
+        self._debtors = {key: self._debtors.get(key) or _Debtor(now, Movement(count)) for key, count in counts.items()}
+        moving = [key for key, count in counts.items() if self._debtors[key].movement.goes_on(count)]
+        for key in moving:
+            self._debtors[key].since = now
+        return bool(moving)

@@ -1,0 +1,159 @@
+"""Who is in the run, as one peer knows it: the members, the state that each of them holds, and who may coordinate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from shoal.swarm.protocol.member import MAX_MEMBERS, Member, Role
+from shoal.swarm.protocol.tip import Tip
+
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # seconds for which a state that no member could send is not asked for again
+
+
+@dataclass(slots=True)
+class _Claim:
+    """The state that a member says it holds.
+
+    Attributes:
+        tip: the name of the state.
+        ignored_until: before this time the state is not asked for, because no member could send it.
+        pause: seconds for which it is ignored the next time.
+    """
+
+    tip: Tip
+    ignored_until: float = float("-inf")
+    pause: float = FIRST_PAUSE
+
+
+class View:
+    """The members that a peer knows, itself included. Other peers may know others.
+
+    Members are added by `learn` and removed by `lose`. A member that was lost is not added again because a third
+    peer mentions it, only when it speaks itself (`returned`).
+
+    Args:
+        run_id: the name of the run; part of the order of candidates.
+        me: this peer.
+        reaches: whether a message to the peer with that key can be sent now; true of this peer itself.
+    """
+
+    def __init__(self, run_id: str, me: Member, reaches: Callable[[bytes], bool]) -> None:
+        self.run_id, self.me, self.reaches = run_id, me, reaches
+        self.members: dict[bytes, Member] = {me.key: me}
+        self.lost: dict[bytes, None] = {}  # in the order of losing
+        self.behind: dict[bytes, None] = {}  # members at a state that ours outranks: they download, and do not lead
+        self._claims: dict[bytes, _Claim] = {}
+
+    def learn(self, members: Iterable[Member]) -> list[Member]:
+        """Add members that another peer mentions. Returns those that were not known."""
+        new = []
+        for member in members:
+            if member.key not in self.members and member.key not in self.lost and len(self.members) < MAX_MEMBERS:
+                self.members[member.key] = member
+                new.append(member)
+        return new
+
+    def returned(self, member: Member) -> bool:
+        """The member itself has spoken. Returns whether that changes what is known."""
+        self.lost.pop(member.key, None)
+        news = self.members.get(member.key) != member
+        if news and member.key != self.me.key and (member.key in self.members or len(self.members) < MAX_MEMBERS):
+            self.members[member.key] = member
+        return news
+
+    def lose(self, key: bytes) -> bool:
+        """The connection to the member ended, or cannot be made. Returns whether it was a member."""
+        if key == self.me.key:
+            return False
+        self.behind.pop(key, None)
+        self._claims.pop(key, None)
+        self.lost[key] = None
+        if len(self.lost) > MAX_MEMBERS:
+            del self.lost[next(iter(self.lost))]
+        return self.members.pop(key, None) is not None
+
+    def connected(self) -> list[Member]:
+        """The members that a message can reach now, this peer included."""
+        return [member for member in list(self.members.values()) if self.reaches(member.key)]
+
+    def others(self) -> list[bytes]:
+        """The keys of all members but this peer."""
+        return [key for key in self.members if key != self.me.key]
+
+    def fingerprint(self) -> bytes:
+        """A hash (16 bytes) of the set of members: equal for peers that know the same ones."""
+        return blake3(b"".join(sorted(self.members))).digest(length=16)
+
+    def snapshot(self) -> tuple[Member, ...]:
+        """All members, ordered by key."""
+        return tuple(self.members[key] for key in sorted(self.members))
+
+    def num_clients(self) -> int:
+        """The number of clients that train with this peer, itself included if it is one.
+
+        Clients of other nodes are known from those nodes only, so they count if such nodes are connected."""
+        reached = self.connected()
+        nodes = any(m.role is not Role.CLIENT and m.key != self.me.key for m in reached)
+        return sum(member.role is Role.CLIENT for member in (list(self.members.values()) if nodes else reached))
+
+    # -- who coordinates
+
+    def told(self, key: bytes, behind: bool) -> bool:
+        """A member has said at which state it is. Returns whether that makes it a candidate, or ends its being one."""
+        known = key in self.behind
+        if behind and key in self.members:
+            self.behind[key] = None
+        else:
+            self.behind.pop(key, None)
+        return known != (key in self.behind)
+
+    def candidates(self, epoch: int) -> list[Member]:
+        """The members that may coordinate in this epoch, best first: an order that rotates, and that all peers compute
+        alike.
+
+        A candidate can be dialled by others and is, as far as this peer knows, at its state. If there is none, this
+        peer is the only candidate.
+        """
+        able = [m for m in self.members.values() if m.role is not Role.CLIENT and m.key not in self.behind] or [self.me]
+        prefix = f"{self.run_id}\0{epoch}\0".encode()
+        return sorted(able, key=lambda member: blake3(prefix + member.key).digest())
+
+    # -- which states there are
+
+    def claims(self, key: bytes, tip: Tip) -> None:
+        """The member says that it holds the state `tip`."""
+        if key in self.members:
+            self._claims.setdefault(key, _Claim(tip)).tip = tip
+
+    def advanced(self, keys: Iterable[bytes], before: Tip, after: Tip) -> None:
+        """These members were in the round that leads from `before` to `after`."""
+        for key in keys:
+            self.behind.pop(key, None)
+            claim = self._claims.get(key)
+            if claim is not None and claim.tip == before:
+                claim.tip = after
+
+    def best(self, now: float) -> Tip | None:
+        """The best state that a connected member holds, without the states that are ignored. May be called in any
+        thread."""
+        best: Tip | None = None
+        for key, claim in list(self._claims.items()):
+            member = self.members.get(key)
+            holds = member is not None and member.role is not Role.AUXILIARY and self.reaches(key)
+            if holds and claim.ignored_until <= now and (best is None or claim.tip.outranks(best)):
+                best = claim.tip
+        return best
+
+    def ignore(self, better_than: Tip, now: float) -> list[float]:
+        """No member could send a state that outranks `better_than`: do not ask for these states for a while. Returns
+        the times at which they may be asked for again."""
+        times = []
+        for claim in self._claims.values():
+            if claim.tip.outranks(better_than) and claim.ignored_until <= now:
+                claim.ignored_until = now + claim.pause
+                claim.pause = min(2 * claim.pause, LONGEST_PAUSE)
+                times.append(claim.ignored_until)
+        return times

@@ -1,0 +1,126 @@
+"""A peer that coordinates: which JOINs it refuses, how it judges complaints, and that it ignores late answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shoal.p2p.errors import Refused
+from shoal.swarm.protocol.actions import Ask, Send
+from shoal.swarm.protocol.coordinator import NOTICE_SECONDS, Coordinator, Phase
+from shoal.swarm.protocol.messages import Abort, Broken, Survey
+from shoal.swarm.protocol.peer import Peer
+from shoal.swarm.protocol.silence import Silence
+from tests.swarm.rounds import RULES, TERMS, have_of, join_of, key, keys, member, members
+
+
+def peer_of(*numbers: int) -> Peer:
+    """Peer 1, which knows and reaches all of these, in a run whose first coordinator it is."""
+    for number in range(1000):
+        peer = Peer(f"run {number}", member(1), TERMS, RULES, lambda key: True, Silence(15.0, 30.0))
+        peer.view.learn(members(*numbers))
+        if peer.participant.coordinator() == member(1):
+            return peer
+    raise AssertionError("it is never its turn")
+
+
+def join(peer: Peer, number: int, gathered: bytes = b"") -> None:
+    message = join_of(member(number), tip=peer.tip)
+    peer.expect_join(key(number), message)
+    peer.receive(key(number), message, [memoryview(gathered)], 0.0)
+
+
+def leading(*numbers: int) -> tuple[Peer, Coordinator]:
+    """Peer 1 leads; all of these have joined, and the round has begun."""
+    peer = peer_of(*numbers)
+    for number in numbers:
+        join(peer, number)
+    assert peer.lead is not None
+    assert peer.lead.phase is Phase.RUNNING
+    peer.out.clear()
+    return peer, peer.lead
+
+
+def told(peer: Peer, kind: type) -> list[bytes]:
+    """Who is sent, or asked, such a message."""
+    found: list[bytes] = []
+    for action in peer.out:
+        if isinstance(action, Send | Ask) and isinstance(action.message, kind):
+            found += action.to if isinstance(action, Send) else [action.to]
+    return found
+
+
+def complain(peer: Peer, lead: Coordinator, number: int, of: bytes, now: float = 0.0) -> None:
+    assert lead.begin is not None
+    broken = Broken(lead.begin.round, of, False, "the connection to it was lost")
+    peer.receive(key(number), broken, [], now)
+
+
+@pytest.mark.parametrize("garbage", [b"\xc1", b"\xa1\xff", b"\x91" * 60_000, b"\x01\x02"])
+def test_garbage_that_a_member_would_have_others_read_is_refused(garbage: bytes) -> None:
+    peer = peer_of(1, 2)
+    peer._leading(0.0)
+    with pytest.raises(Refused, match="not plain data"):
+        join(peer, 2, garbage)
+    assert peer.lead is not None
+    assert not peer.lead.joins
+
+
+def test_two_that_do_not_reach_each_other_are_judged_once() -> None:
+    peer, lead = leading(1, 2, 3)
+    for _ in range(100):
+        complain(peer, lead, 2, key(3))
+        complain(peer, lead, 2, key(77))  # a stranger
+    for _ in range(4):
+        while (at := peer.wake_at()) is not None and at < 10.0:
+            peer.tick(at)
+    assert set(lead.out) == {key(3)}
+    assert told(peer, Abort) == [key(3)]
+    # One survey before the judgement, to all three, and one after it, to two.
+    assert len(told(peer, Survey)) == 5
+
+
+def test_who_complains_of_several_is_out() -> None:
+    peer, lead = leading(1, 2, 3, 4)
+    complain(peer, lead, 2, key(3))
+    complain(peer, lead, 2, key(4))
+    while (at := peer.wake_at()) is not None and at < 10.0:
+        peer.tick(at)
+    assert set(lead.out) == {key(2)}
+
+
+def test_nobody_is_judged_before_all_have_noticed_a_loss() -> None:
+    peer, lead = leading(1, 2, 3)
+    complain(peer, lead, 2, key(3))
+    assert not lead.out
+    assert peer.wake_at() == NOTICE_SECONDS
+    peer.view.lose(key(3))
+    peer.members_changed(0.1)  # reached still, so nothing follows from it
+    assert not lead.out
+
+
+def test_only_members_of_a_round_can_complain() -> None:
+    peer, lead = leading(1, 2, 3)
+    with pytest.raises(Refused, match="only a member of the round"):
+        complain(peer, lead, 9, key(3))
+
+
+@pytest.mark.parametrize("late", [have_of, lambda ballot: None])
+def test_an_answer_that_comes_after_the_round_is_ignored(late: Any) -> None:
+    peer, lead = leading(1, 2, 3)
+    peer._act(lead.start_survey(0.0))
+    survey = next(action.message for action in peer.out if isinstance(action, Ask))
+    assert isinstance(survey, Survey)
+    peer._act(lead.abort("it is over"))
+    before = len(peer.out)
+    answer = late(survey.ballot)
+    if answer is None:
+        peer.not_answered(key(2), survey, "it is slow", 1.0)
+    else:
+        peer.answered(key(2), survey, answer, 1.0)
+    peer.lead = None
+    peer.answered(key(3), survey, have_of(survey.ballot, out=keys(3)), 1.0)
+    assert len(peer.out) == before
+    assert lead.phase is Phase.ABORTED
+    assert not lead.out

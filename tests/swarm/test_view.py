@@ -1,0 +1,140 @@
+"""Who a peer thinks is in the run, and who coordinates: alike for peers that know alike, and bounded."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.swarm.protocol.member import MAX_MEMBERS, Member, Role
+from shoal.swarm.protocol.view import View
+from tests.swarm.rounds import key, member, members
+
+ME = member(0)
+
+
+def known(*numbers: int, run_id: str = "run", me: Member = ME) -> View:
+    view = View(run_id, me, lambda key: True)
+    view.learn(members(*numbers))
+    return view
+
+
+def many(count: int) -> list[Member]:
+    return [Member(number.to_bytes(32, "big"), (), Role.CLIENT) for number in range(1, count + 1)]
+
+
+def test_what_is_learned_is_told_once() -> None:
+    view = known(1)
+    assert view.learn(members(0, 1, 2, 2)) == [member(2)]
+    assert view.snapshot() == members(0, 1, 2)
+
+
+def test_a_lost_member_comes_back_only_by_its_own_word() -> None:
+    view = known(1, 2)
+    assert view.lose(key(1))
+    assert not view.lose(key(1))
+    assert view.learn(members(1, 2)) == []
+    assert view.learn(members(0, 1, 2)) == []
+    assert view.snapshot() == members(0, 2)
+    assert view.returned(member(1))
+    assert not view.returned(member(1)), "it is known: no news"
+    assert view.snapshot() == members(0, 1, 2)
+    assert view.lose(key(2))
+    assert view.learn(members(1)) == []
+
+
+def test_a_member_may_change_what_it_says_of_itself_and_others_may_not() -> None:
+    view = known(1)
+    moved = Member(key(1), ("/ip4/10.9.9.9/tcp/1",), Role.NODE, 7.0)
+    assert view.learn([moved]) == []
+    assert view.members[key(1)] == member(1)
+    assert view.returned(moved)
+    assert view.members[key(1)] == moved
+
+
+def test_a_peer_neither_loses_nor_replaces_itself() -> None:
+    view = known(1)
+    assert not view.lose(ME.key)
+    view.returned(Member(ME.key, (), Role.CLIENT))
+    assert view.members[ME.key] == ME
+
+
+def test_a_commit_adds_its_view_and_takes_nobody_away() -> None:
+    view = known(1, 2)
+    assert view.learn(members(0, 2, 3)) == [member(3)]
+    assert view.snapshot() == members(0, 1, 2, 3)
+
+
+def test_nobody_can_make_it_know_more_than_its_bound() -> None:
+    crowd = many(MAX_MEMBERS + 50)
+    view = View("run", ME, lambda key: True)
+    assert len(view.learn(crowd)) == MAX_MEMBERS - 1
+    assert view.returned(member(200))
+    assert len(view.members) == MAX_MEMBERS
+    for one in crowd:
+        view.lose(one.key)
+    assert len(view.lost) == MAX_MEMBERS
+    assert crowd[-1].key in view.lost
+    assert crowd[0].key not in view.lost, "the oldest loss is forgotten first"
+
+
+# -- candidates
+
+
+@given(st.sets(st.integers(1, 200), max_size=12), st.integers(0, 50), st.randoms(use_true_random=False))
+def test_peers_that_know_alike_agree_on_the_order(numbers: set[int], epoch: int, rng: random.Random) -> None:
+    order = [0, *numbers]
+    rng.shuffle(order)
+    mine, other = known(*numbers), known(*order, me=member(order[0]))
+    assert mine.candidates(epoch) == other.candidates(epoch)
+    assert set(mine.candidates(epoch)) == set(members(0, *numbers))
+    assert mine.fingerprint() == other.fingerprint()
+
+
+def test_the_work_goes_round() -> None:
+    view = known(1, 2, 3)
+    first = [view.candidates(epoch)[0] for epoch in range(40)]
+    assert set(first) == set(members(0, 1, 2, 3))
+    assert max(first.count(m) for m in set(first)) < 20
+    assert first != [known(1, 2, 3, run_id="other").candidates(epoch)[0] for epoch in range(40)]
+
+
+def test_of_unequal_views_the_larger_keeps_the_order_of_the_smaller() -> None:
+    """Who does not know a member skips it: two views differ in who is first only if the first is unknown to one."""
+    for epoch in range(20):
+        large = known(1, 2, 3, 4).candidates(epoch)
+        small = known(2, 4).candidates(epoch)
+        assert small == [m for m in large if m in members(0, 2, 4)]
+
+
+def test_clients_do_not_coordinate_but_for_want_of_anybody() -> None:
+    view = known(1)
+    view.learn([member(2, Role.CLIENT), member(3, Role.AUXILIARY)])
+    for epoch in range(10):
+        assert set(view.candidates(epoch)) == {ME, member(1), member(3, Role.AUXILIARY)}
+    client = member(4, Role.CLIENT)
+    assert View("run", client, lambda key: True).candidates(0) == [client]
+    assert known(1, me=client).candidates(0) == [member(1)]
+
+
+def test_a_member_that_is_behind_does_not_coordinate_until_it_has_caught_up() -> None:
+    view = known(1, 2)
+    assert view.told(key(1), behind=True)
+    assert not view.told(key(1), behind=True)
+    assert member(1) not in view.candidates(3)
+    assert member(1) in view.snapshot(), "it is a member all the same"
+    assert view.told(key(1), behind=False)
+    assert not view.told(key(1), behind=False)
+    assert member(1) in view.candidates(3)
+    view.told(key(2), behind=True)
+    view.lose(key(2))
+    view.returned(member(2))
+    assert member(2) in view.candidates(3), "what was known of it before it was lost is forgotten"
+
+
+@pytest.mark.parametrize("other", [(1, 2), (1, 2, 3, 4), (1, 2, 4)])
+def test_a_fingerprint_differs_when_the_members_do(other: tuple[int, ...]) -> None:
+    assert known(1, 2, 3).fingerprint() == known(3, 1, 2).fingerprint()
+    assert known(1, 2, 3).fingerprint() != known(*other).fingerprint()
