@@ -12,42 +12,42 @@ import torch
 
 import shoal
 from benchmarks.workers.timeline import TARGET, Marks, make_model, train
-from shoal.swarm.following import Following
-from shoal.swarm.round import RoundDriver
+from shoal.swarm.protocol.participant import Participant
+from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.swarm import Swarm
 
 
 def watch(marks: Marks) -> None:
     """Mark the parts of each round: until its BEGIN, until the first chunk is there, until its COMMIT."""
     seen: dict[str, float] = {}
-    average, on_commit = Swarm.average, Following.on_commit
-    on_begin, on_chunk = RoundDriver.on_begin, RoundDriver.on_chunk
+    average, on_commit = Swarm.average, Peer._on_commit
+    on_begin, on_chunk = Participant.on_begin, Participant.on_chunk
 
     async def marked_average(self: Swarm, *args: Any, **kwargs: Any) -> Any:
         seen["join"] = time.monotonic()
         return await average(self, *args, **kwargs)
 
-    def marked_begin(self: RoundDriver, *args: Any, **kwargs: Any) -> None:
+    def marked_begin(self: Participant, *args: Any, **kwargs: Any) -> None:
         seen["begin"] = time.monotonic()
         seen.pop("chunk", None)
         marks.add("matchmaking", seen.get("join", seen["begin"]), seen["begin"])
         on_begin(self, *args, **kwargs)
 
-    def marked_chunk(self: RoundDriver, *args: Any, **kwargs: Any) -> None:
+    def marked_chunk(self: Participant, *args: Any, **kwargs: Any) -> None:
         if "chunk" not in seen:
             seen["chunk"] = time.monotonic()
             marks.add("first chunk", seen["begin"], seen["chunk"])
         on_chunk(self, *args, **kwargs)
 
-    def marked_commit(self: Following, *args: Any, **kwargs: Any) -> None:
+    def marked_commit(self: Peer, *args: Any, **kwargs: Any) -> None:
         if "begin" in seen:
             marks.add("all-reduce", seen.pop("begin"), time.monotonic())
         on_commit(self, *args, **kwargs)
 
     Swarm.average = marked_average  # type: ignore[method-assign]
-    RoundDriver.on_begin = marked_begin  # type: ignore[method-assign]
-    RoundDriver.on_chunk = marked_chunk  # type: ignore[method-assign]
-    Following.on_commit = marked_commit  # type: ignore[method-assign]
+    Participant.on_begin = marked_begin  # type: ignore[method-assign]
+    Participant.on_chunk = marked_chunk  # type: ignore[method-assign]
+    Peer._on_commit = marked_commit  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -161,7 +161,7 @@ def test_a_better_state_that_nobody_has_any_more_is_forgotten(pair: list[shoal.O
         tip = optimizer._run.tip.after(bytes(32), 1e6).after(bytes(32), 1e6)
 
         async def told(optimizer: shoal.Optimizer = optimizer, other: shoal.Optimizer = other, tip: Tip = tip) -> None:
-            optimizer._run.swarm._following.heard(other.dht.peer_id, tip)
+            optimizer._run.swarm.peer.told(other.dht.peer_id.key, tip, time.monotonic())
             assert optimizer._run.swarm.behind == tip  # here: the other soon says again where it is
 
         optimizer.dht.reactor.run(told())

@@ -14,7 +14,7 @@ import shoal
 from shoal.averaging.control import StepControl
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager, matrix_shape
-from shoal.swarm.round import RoundDriver
+from shoal.swarm.protocol.participant import Participant
 from tests.optim.swarm_of_averagers import started
 
 pytestmark = pytest.mark.usefixtures("all_are_here")
@@ -144,22 +144,22 @@ def test_a_step_that_fails_in_either_half_and_is_tried_again_counts_nothing_twic
 
         rounds: list[bytes] = []
         failed: list[int] = []
-        original = RoundDriver._check_done
+        original = Participant._check_done
 
-        def check_done(self: RoundDriver) -> None:
+        def check_done(self: Participant) -> None:
             """Whoever has the whole result of that round loses it, before it says so."""
-            attempt, begin = self.attempt, self._participant.begin
-            if attempt is not None and begin is not None and attempt.exchange is not None:
+            begin, exchange = self.begin, self.exchange
+            if begin is not None and exchange is not None:
                 rounds.extend([begin.round] if begin.round not in rounds else [])
                 if begin.round == rounds[min(half, len(rounds)) - 1] and len(rounds) == half:
-                    if attempt.exchange.book.complete:
+                    if exchange.book.complete:
                         failed.append(1)
-                        self.complain(self._participant.me, "it is lost", fault=False)
+                        self.complain(self.me, "it is lost", fault=False)
                         self.fail(shoal.AveragingError("this one is lost"))
                     return
             original(self)
 
-        monkeypatch.setattr(RoundDriver, "_check_done", check_done)
+        monkeypatch.setattr(Participant, "_check_done", check_done)
         finish([averager.step(wait=False, timeout=60.0) for averager in averagers], 2)
         assert len(failed) == 2, "this test shows nothing"
         assert len(rounds) >= half + 2

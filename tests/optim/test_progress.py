@@ -33,7 +33,7 @@ class FakeSwarm:
         self.behind: Tip | None = None
         self.called = False
         self.me = Member(bytes(32), ("/ip4/127.0.0.1/tcp/1",), Role.NODE)
-        self.neighbourhood = SimpleNamespace(num_clients=lambda: 0)
+        self.peer = SimpleNamespace(view=SimpleNamespace(num_clients=lambda: 0))
         self.rules = Rules((), matchmaking_time=0.5, round_timeout=1.0)
         self.others, self.others_rate, self.others_under_way, self.peers = 0.0, 0.0, 0.0, 1
         self.waits: list[float] = []  # what it says to those who ask

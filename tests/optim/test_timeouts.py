@@ -51,13 +51,13 @@ def test_matchmaking_time(dht: shoal.DHT) -> None:
 
 def deafen(optimizer: shoal.Optimizer) -> None:
     """It joins rounds, and then neither takes nor sends a chunk."""
-    optimizer._run.swarm._round.on_chunk = lambda *_: None  # type: ignore[method-assign]
-    optimizer._run.swarm._round._follow_plan = lambda *_: None  # type: ignore[method-assign]
+    swarm = optimizer._run.swarm
+    swarm.peer.participant.on_chunk = lambda *_: None  # type: ignore[method-assign]
 
     async def never(*_: Any) -> None:
         await asyncio.Event().wait()
 
-    optimizer._run.swarm._round._flow = never  # type: ignore[method-assign, assignment]
+    swarm._enter = never  # type: ignore[method-assign, assignment]
 
 
 def together(optimizers: Peers, well: shoal.Optimizer) -> float:
@@ -162,11 +162,11 @@ def test_options_of_the_averaging_are_forwarded(dht: shoal.DHT) -> None:
         tracker_opts={"min_refresh_period": 0.25},
     )
     swarm = optimizer._run.swarm
-    silence = swarm._round._silence
+    silence = swarm.peer.participant.silence
     assert swarm.me.bandwidth == 7.0
-    assert swarm._reporting._timeout == swarm._matchmaking._timeout == 2.5
+    assert swarm._request_timeout == 2.5
     assert swarm.rules.matchmaking_time == 0.5
     assert optimizer._settings.next_chunk_timeout == 1.25
-    assert (silence._sender_timeout, silence._reducer_timeout) == (1.75, 2.25)
+    assert (silence.sender_timeout, silence.reducer_timeout) == (1.75, 2.25)
     assert optimizer.tracker._refresh.min_refresh_period == 0.25
     optimizer.shutdown()
