@@ -1,0 +1,71 @@
+"""Thousands of schedules of one round, each drawn from a seed: what is delivered when, who dies, which link breaks. A tip
+gets one result in all of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.simulation.swarms import seeds
+from tests.swarm.rounds import RULES, member
+from tests.swarm.wire import Wire
+
+PATIENT = replace(RULES, round_timeout=1e6)
+SCHEDULES = 60  # of each seed
+
+
+def drawn(rng: random.Random, parts: bool) -> Wire:
+    """One schedule. A kill hits the coordinator half of the time, and comes at a moment of its own choosing: most of the
+    messages that decide are the last ones of a round."""
+    count = rng.randint(3, 5)
+    wire = Wire([member(number) for number in range(1, count + 1)], PATIENT)
+    keys = list(wire.peers)
+    for each in keys:
+        wire.offer(each)
+    length = rng.randint(1, 12 * count * count)
+    faults = sorted(rng.randint(length // 2, length) for _ in range(rng.randint(1, count - 1)))
+    favoured: bytes | None = None
+    for step in range(4000):
+        while faults and faults[0] <= step:
+            faults.pop(0)
+            fault(wire, rng, parts)
+        ways, unnoticed = wire.waiting(), wire.unnoticed()
+        if ways and (not unnoticed or rng.random() < 0.9):
+            if favoured is None or rng.random() < 0.1:
+                favoured = rng.choice(keys)
+            mine = [way for way in ways if way[0] == favoured]
+            wire.deliver(rng.choice(mine if mine and rng.random() < 0.7 else ways))
+        elif unnoticed:
+            wire.notice(*rng.choice(unnoticed))
+        elif wire.now > 6.0:
+            break
+        else:
+            wire.pass_time(0.6)
+    return wire
+
+
+def fault(wire: Wire, rng: random.Random, parts: bool) -> None:
+    """A peer dies, or a link breaks; one peer stays that all reach."""
+    hub, *others = wire.peers
+    others = [key for key in others if key not in wire.dead]
+    leads = [key for key in others if wire.peers[key].lead is not None]
+    if parts and len(others) > 1 and rng.random() < 0.6:
+        wire.cut_link(*rng.sample(others, 2))
+    elif others:
+        wire.kill(rng.choice(leads if leads and rng.random() < 0.5 else others), rng.randint(0, 6))
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("parts", [False, True])
+def test_one_tip_has_one_result(seed: int, parts: bool) -> None:
+    for number in range(SCHEDULES):
+        wire = drawn(random.Random(f"{seed} {number}"), parts)
+        results = {result for results in wire.results.values() for result in results}
+        assert len(results) <= 1, f"one tip has two results in schedule {number}"
+        if not parts:
+            living = wire.living
+            assert not any(wire.peers[key].participant.begin for key in living), f"schedule {number} does not end"
+            heard = [bool(wire.results[key]) for key in living]
+            assert all(heard) or not any(heard), f"a living peer has not heard of the result in schedule {number}"
