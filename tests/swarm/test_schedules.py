@@ -1,5 +1,5 @@
-"""Thousands of schedules of one round, each drawn from a seed: what is delivered when, who dies, which link breaks. A tip
-gets one result in all of them."""
+"""Many schedules of one round, each drawn from a seed: what is delivered when, who dies, which link breaks. A tip gets
+one result in all of them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SCHEDULES = 60  # of each seed
 
 
 def drawn(rng: random.Random, parts: bool) -> Wire:
-    """One schedule. A kill hits the coordinator half of the time, and comes at a moment of its own choosing: most of the
-    messages that decide are the last ones of a round."""
+    """One schedule. A kill hits the coordinator half of the time, and comes late: most of the messages that decide are
+    the last ones of a round."""
     count = rng.randint(3, 5)
     wire = Wire([member(number) for number in range(1, count + 1)], PATIENT)
     keys = list(wire.peers)
@@ -48,7 +48,7 @@ def drawn(rng: random.Random, parts: bool) -> Wire:
 
 def fault(wire: Wire, rng: random.Random, parts: bool) -> None:
     """A peer dies, or a link breaks; one peer stays that all reach."""
-    hub, *others = wire.peers
+    _hub, *others = wire.peers
     others = [key for key in others if key not in wire.dead]
     leads = [key for key in others if wire.peers[key].lead is not None]
     if parts and len(others) > 1 and rng.random() < 0.6:
