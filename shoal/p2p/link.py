@@ -12,21 +12,21 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Callable, Generator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from shoal.p2p import forks, frames, greeting, tcp
+from shoal.p2p.budget import Budget
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.frames import Kind
 from shoal.p2p.identity import PeerID
 from shoal.p2p.lane import Address, Lane
+from shoal.p2p.limit import Limit
 from shoal.p2p.movement import LARGE_BYTES
-
-if TYPE_CHECKING:
-    from shoal.p2p.sockets import SocketTransport
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +51,48 @@ class Stage(Enum):
     ENDED = auto()
 
 
+class LinkEvents(ABC):
+    """What is told of the events of links. All methods are called on the loop's thread."""
+
+    @abstractmethod
+    def secured(self, link: Link) -> None:
+        """The TLS handshake is complete. Only control messages may pass until `Link.open` is called."""
+
+    @abstractmethod
+    def heard(self, link: Link, payload: memoryview) -> None:
+        """A control message of the other side's transport has arrived.
+
+        Raises:
+            ValueError: if the other side may not say that now; `broke` is called then.
+        """
+
+    @abstractmethod
+    def received(self, link: Link, header: memoryview, buffers: Sequence[memoryview]) -> None:
+        """A message has arrived over an open link."""
+
+    @abstractmethod
+    def broke(self, link: Link, reason: str) -> None:
+        """The other side has sent what it may not send. The link goes on until somebody ends it."""
+
+    @abstractmethod
+    def lane_came(self, link: Link, token: bytes) -> None:
+        """The accepted connection is no link: it begins with the token of a lane."""
+
+    @abstractmethod
+    def ended(self, link: Link, reason: str) -> None:
+        """The link has ended. Called once, last, and never from within a call of the link's methods."""
+
+
 class Link:
-    """A connection, from its beginning to its end, of which `owner` is told.
+    """A connection, from its beginning to its end.
 
     Args:
-        owner: told what happens: `secured`, `heard`, `received`, `broke`, `lane_came`; and `ended`, once, never from
-            within a call.
-        connection: a socket that does not block; this link's alone.
+        events: told what happens.
+        connection: a socket that does not block; only this link uses it.
         context: of TLS.
-        address: whom this side dials; None if the other side has.
+        address: the address that this side dials; None if the other side has dialled.
+        limits: the limits of upload and download that this link shares with others.
+        budget: the memory for large messages that this link shares with others.
 
     Attributes:
         peer: who is at the other end: whom it must be if this side dialled, None until that is proven if not.
@@ -77,7 +110,13 @@ class Link:
     """
 
     def __init__(
-        self, owner: SocketTransport, connection: socket.socket, context: ssl.SSLContext, address: Address | None
+        self,
+        events: LinkEvents,
+        connection: socket.socket,
+        context: ssl.SSLContext,
+        address: Address | None,
+        limits: tuple[Limit, Limit],
+        budget: Budget[Link],
     ) -> None:
         self.socket = connection
         self.dialled = address is not None
@@ -90,7 +129,8 @@ class Link:
         self.dialled_lanes = self.more = 0
         self.asked: list[tuple[greeting.Key, str]] = []
         self.stage = Stage.CONNECTING
-        self._owner = owner
+        self._events = events
+        self._budget = budget
         self._loop = asyncio.get_running_loop()
         self.challenged: asyncio.Future[None] = self._loop.create_future()
         self.outcome: asyncio.Future[None] = self._loop.create_future()
@@ -101,7 +141,7 @@ class Link:
         self._unsent = bytearray()  # of these, what the kernel has not taken
         self._sent_at = self._loop.time()  # the last of what the kernel has taken
         self._deaf = False  # the other side takes nothing any more
-        self._upload, self._download = owner.shared.upload, owner.shared.download
+        self._upload, self._download = limits
         self._paying = False  # for what was sent
         self._large_in = self._large_out = 0  # bytes of large messages that came, and that were queued
         self._steps = 0
@@ -143,7 +183,7 @@ class Link:
             self.socket.close()
             self._unsent.clear()
             del self._life  # and the part of a message that it has
-            self._loop.call_soon(self._owner.ended, self, reason)
+            self._loop.call_soon(self._events.ended, self, reason)
 
     # -- out
 
@@ -215,9 +255,9 @@ class Link:
         try:
             next(self._life)
         except ssl.SSLError as error:
-            self._owner.broke(self, f"it does not speak TLS 1.3: {error.reason}")
+            self._events.broke(self, f"it does not speak TLS 1.3: {error.reason}")
         except ValueError as error:
-            self._owner.broke(self, str(error))
+            self._events.broke(self, str(error))
         except OSError as error:
             self.end(f"its connection was lost: {error.strerror}")
         except StopIteration:
@@ -246,12 +286,12 @@ class Link:
         while not self.dialled and len(first) < (greeting.TOKEN_BYTES if first[:1] == greeting.LANE_BYTE else 1):
             first += yield from self._bytes(greeting.TOKEN_BYTES - len(first))
         if first[:1] == greeting.LANE_BYTE:
-            return self._owner.lane_came(self, first)
+            return self._events.lane_came(self, first)
         self._incoming.write(first)
         yield from self._step(self._tls.do_handshake)
         self.stage = Stage.GREETING
         self.certificate = self._tls.getpeercert(binary_form=True) or b""
-        self._owner.secured(self)
+        self._events.secured(self)
         while self.stage in (Stage.GREETING, Stage.OPEN):
             yield from self._hear()
 
@@ -260,18 +300,18 @@ class Link:
         head = yield from self._read(frames.HEAD_BYTES)
         kind, sizes = frames.announced(head, opened=self.stage is Stage.OPEN)
         large = sum(sizes) >= LARGE_BYTES
-        while large and not self._owner.budget.take(self, sum(sizes)):
+        while large and not self._budget.take(self, sum(sizes), self.resume):
             self._loop.remove_reader(self.socket)
             yield
         parts = []
         for size in sizes:
             parts.append((yield from self._read(size, large=large)))
         if large:
-            self._owner.budget.give(self)
+            self._budget.give(self)
         if kind is Kind.MESSAGE:
-            self._owner.received(self, parts[0], parts[1:])
+            self._events.received(self, parts[0], parts[1:])
         else:
-            self._owner.heard(self, parts[0])
+            self._events.heard(self, parts[0])
 
     def _read(self, size: int, *, large: bool = False) -> Wait[memoryview]:
         whole = rest = memoryview(bytearray(size))
