@@ -215,7 +215,7 @@ def _exported(module: str, name: str, value: ast.expr) -> set[str]:
     """The full names that an assignment makes public: to ``__all__``, or to ``_HOMES``, which says where what is
     imported when it is used is defined."""
     if name == "__all__":
-        return {f"{module}.{c.value}" for c in ast.walk(value) if isinstance(c, ast.Constant)}
+        return {f"{module}.{c.value!s}" for c in ast.walk(value) if isinstance(c, ast.Constant)}
     if name == "_HOMES":
         homes: dict[str, str] = ast.literal_eval(value)
         return {f"{home if '.' in home else f'{module}.{home}'}.{key}" for key, home in homes.items()}

@@ -52,12 +52,11 @@ class Peer:
     """A model, its DHT and its optimizer.
 
     Args:
-        first: whom it joins; None for the first peer.
+        known: addresses of another peer; none for the first.
     """
 
-    def __init__(self, first: Peer | None) -> None:
+    def __init__(self, known: list[str]) -> None:
         torch.manual_seed(0)
-        known = [] if first is None else [str(address) for address in first.dht.get_visible_maddrs()]
         self.model = nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 1))
         self.dht = shoal.DHT(known, start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
         self.optimizer = shoal.Optimizer(
@@ -116,8 +115,8 @@ def main() -> None:
     recorder = Recorder()
     threading.setprofile(recorder)  # before the reactor's thread starts
     sys.setprofile(recorder)
-    first = Peer(None)
-    peers = [first, Peer(first)]
+    first = Peer([])
+    peers = [first, Peer([str(address) for address in first.dht.get_visible_maddrs()])]
     walked = []
     try:
         together = 0
@@ -138,7 +137,7 @@ def main() -> None:
                 break
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]  # typeshed does not say that None ends it
+        threading.setprofile(None)
         for peer in peers:
             peer.close()
     print(json.dumps({"epochs": walked, "structure": describe(PACKAGE)}))
