@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from shoal.flat import Span
 from shoal.sharding.communication import Communication, run_in_window
-from shoal.sharding.memory import flat, is_dense
+from shoal.sharding.flat_views import flat, is_dense
 from shoal.sharding.partition import Share, Slice, parcels_of
 
 
-class Buffers:
+class ModuleBuffers:
     """The buffers that a module has at the time.
 
     Args:
