@@ -19,6 +19,7 @@ from typing import ClassVar, Final, Protocol
 import torch
 from torch import Tensor
 
+from shoal.compression._torch import foreach_copy_
 from shoal.compression.codec import Codec, Compression
 from shoal.compression.floats import REAL_FLOATS
 from shoal.compression.info import CompressionInfo, TensorRole
@@ -156,7 +157,7 @@ class PiecewiseCodec(Codec):
             nbytes = group.codec.encoded_nbytes(group.numel, dtype)
             decoded = group.codec.decode(payload[at : at + nbytes], dtype, group.numel)
             parts = torch.split_with_sizes(decoded, group.sizes)
-            torch._foreach_copy_([pieces[number] for number in group.numbers], parts)
+            foreach_copy_([pieces[number] for number in group.numbers], parts)
             at += _padded(nbytes)
         return values
 

@@ -107,7 +107,7 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         self.global_rank = dist.get_global_rank(group, self.rank)
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
-        devices = [param.device for entry in self.param_groups for param in entry["params"]]
+        devices: list[torch.device] = [param.device for entry in self.param_groups for param in entry["params"]]
         self._default_device = devices[0]
         self._element_wise = is_element_wise(optimizer_class)
         self._sharded = ShardedStep(
