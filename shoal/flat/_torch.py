@@ -1,16 +1,18 @@
 """The private names of torch that this room uses. No other file of the room reaches for one.
 
+"torch has it since" was read from the sources of torch 2.0.1, 2.4.0 and 2.6.0; Shoal supports 2.6 and later.
+
 | name | what for | torch has it since | where it is missing |
 |---|---|---|---|
-| ``torch._foreach_copy_``, ``torch._foreach_zero_`` | one operation over many small gradients | 2.1 and 1.9 | importing the room raises AttributeError |
-| ``torch._C.TensorBase`` | torch's own slot of ``.grad``, past the lookup of the name and past a subclass's property | 2.2 | importing the room raises AttributeError |
-| ``Variable._execution_engine.queue_callback`` | a call at the end of the backward pass, as DDP has | 0.4 | importing the room raises AttributeError |
-| ``Tensor._version`` | whether somebody has written to a tensor | 0.4 | AttributeError in the backward pass |
-| ``Tensor._make_subclass`` | a parameter of a subclass over given memory | 0.4 | AttributeError in `contiguous()` |
-| ``torch._C._dynamo.eval_frame.get_eval_frame_callback`` | whether a compiler is at work | 2.6 | it counts as at work: steps are prepared for it |
-| ``Module._parameters``, ``Module._buffers`` | the places in which modules hold tensors, to see who replaces one | 0.1 | no replacement is found in that place |
-| ``RNNBase._flat_weights``, ``RNNBase._flat_weights_names`` | the list that recurrent modules compute with | 1.4 | AttributeError for recurrent modules |
-| ``Module._load_from_state_dict`` | the frame by which a registration is known to come from `load_state_dict` | 0.4 | ``assign=True`` replaces parameters, which `assert_buffer_is_valid` tells |
+| ``torch._foreach_copy_``, ``torch._foreach_zero_`` | one operation over many small gradients | 2.4, ``zero_`` 2.0 | importing the room raises AttributeError |
+| ``torch._C.TensorBase`` | torch's own slot of ``.grad``, past the lookup of the name and past a subclass's property | 2.4, not in 2.0 | importing the room raises AttributeError |
+| ``Variable._execution_engine.queue_callback`` | a call at the end of the backward pass, as DDP has | 2.0 or before | importing the room raises AttributeError |
+| ``Tensor._version`` | whether somebody has written to a tensor | 2.0 or before | AttributeError in the backward pass |
+| ``Tensor._make_subclass`` | a parameter of a subclass over given memory | 2.0 or before | AttributeError in `contiguous()` |
+| ``torch._C._dynamo.eval_frame.get_eval_frame_callback`` | whether a compiler is at work | 2.6, not in 2.4 | it counts as at work: steps are prepared for it |
+| ``Module._parameters``, ``Module._buffers`` | the places in which modules hold tensors, to see who replaces one | 2.0 or before | no replacement is found in that place |
+| ``RNNBase._flat_weights``, ``RNNBase._flat_weights_names`` | the list that recurrent modules compute with | 2.0 or before | AttributeError for recurrent modules |
+| ``Module._load_from_state_dict`` | the frame by which a registration is known to come from `load_state_dict` | 2.0 or before | ``assign=True`` replaces parameters, which `assert_buffer_is_valid` tells |
 """  # noqa: E501  # a table has no other way to break its lines
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """The private names of torch that this room uses. No other file of the room reaches for one.
 
+"torch has it since" was read from the sources of torch 2.0.1, 2.4.0 and 2.6.0; Shoal supports 2.6 and later.
+
 | name | what for | torch has it since | where it is missing |
 |---|---|---|---|
-| ``torch._foreach_*`` | one operation over many small tensors, as torch.optim's own foreach kernels | 1.9, ``lerp`` 2.0 | importing the room raises AttributeError |
-| ``torch._fused_adam_``, ``torch._fused_adamw_`` | the whole update in one call that releases the GIL | 2.0, on CPUs 2.4 | the class has no fused kernel |
-| ``torch._fused_sgd_`` | the same | 2.3, on CPUs 2.4 | the same |
-| ``torch._fused_adagrad_`` | the same | 2.4 | the same |
-| ``Tensor._base`` | whether the counters of all tensors are the views of one | 0.4 | AttributeError at the first step |
-| ``torch._C._dynamo.guards.TensorGuards`` | compares class, dtype, device, shape and strides of all tensors in one call | 2.0 | `bound` checks the tensors one by one in every step |
-| ``torch.jit._state._get_script_class`` | whether a class was scripted | 1.5 | no class counts as scripted: TorchScript is gone |
+| ``torch._foreach_*`` | one operation over many small tensors, as torch.optim's own foreach kernels | 2.0 | importing the room raises AttributeError |
+| ``torch._fused_adam_``, ``torch._fused_adamw_`` | the whole update in one call that releases the GIL | 2.0 or before | the class has no fused kernel |
+| ``torch._fused_sgd_`` | the same | 2.4, not in 2.0 | the same |
+| ``torch._fused_adagrad_`` | the same | 2.4, not in 2.0 | the same |
+| ``Tensor._base`` | whether the counters of all tensors are the views of one | 2.0 or before | AttributeError at the first step |
+| ``torch._C._dynamo.guards.TensorGuards`` | compares class, dtype, device, shape and strides of all tensors in one call | 2.0 or before | `bound` checks the tensors one by one in every step |
+| ``torch.jit._state._get_script_class`` | whether a class was scripted | 2.0 or before | no class counts as scripted: TorchScript is gone |
 """  # noqa: E501  # a table has no other way to break its lines
 
 from __future__ import annotations

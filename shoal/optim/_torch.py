@@ -1,14 +1,16 @@
 """The private names of torch that this room uses. No other file of the room is to reach for one.
 
+"torch has it since" was read from the sources of torch 2.0.1, 2.4.0 and 2.6.0; Shoal supports 2.6 and later.
+
 | name | what for | torch has it since | where it is missing |
 |---|---|---|---|
-| ``torch._foreach_*`` | one operation over many small gradients | 1.9; ``copy_`` 2.1, ``lerp_`` 2.0 | importing the room raises AttributeError |
-| ``Optimizer._opt_called`` | schedulers warn if the optimizer has made no step before them | 1.1 | it is only set: schedulers may warn |
-| ``LRScheduler._step_count`` | how many steps a scheduler has made | 1.1 | AttributeError when an `EpochScheduler` steps |
-| ``Tensor._version`` | whether somebody has written to a tensor | 0.4 | AttributeError at the first step |
-| ``batchnorm._NormBase`` | the class of all modules with running statistics | 1.4 | importing the room raises ImportError |
-| ``grad_scaler._refresh_per_optimizer_state`` | the state of a scaler for one optimizer, as new | 1.6 | importing the room raises ImportError |
-| ``GradScaler._per_optimizer_states``, ``GradScaler._scale``, ``GradScaler._check_inf_per_device``, ``GradScaler._check_scale_growth_tracker``, ``GradScaler._unscale_grads_`` | to unscale the averaged gradients, and to skip the step on all peers | 1.6 | AttributeError at the scaler's first step |
+| ``torch._foreach_*`` | one operation over many small gradients | 2.0, ``copy_`` 2.4 | importing the room raises AttributeError |
+| ``Optimizer._opt_called`` | schedulers warn if the optimizer has made no step before them | 2.4, not in 2.0 | it is only set: schedulers may warn |
+| ``LRScheduler._step_count`` | how many steps a scheduler has made | 2.0 or before | AttributeError when an `EpochScheduler` steps |
+| ``Tensor._version`` | whether somebody has written to a tensor | 2.0 or before | AttributeError at the first step |
+| ``batchnorm._NormBase`` | the class of all modules with running statistics | 2.0 or before | importing the room raises ImportError |
+| ``grad_scaler._refresh_per_optimizer_state`` | the state of a scaler for one optimizer, as new | 2.0 or before | importing the room raises ImportError |
+| ``GradScaler._per_optimizer_states``, ``GradScaler._scale``, ``GradScaler._check_inf_per_device``, ``GradScaler._check_scale_growth_tracker``, ``GradScaler._unscale_grads_`` | to unscale the averaged gradients, and to skip the step on all peers | 2.0 or before | AttributeError at the scaler's first step |
 """  # noqa: E501  # a table has no other way to break its lines
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
 """The private names of torch that this room uses. No other file of the room reaches for one.
 
+"torch has it since" was read from the sources of torch 2.0.1, 2.4.0 and 2.6.0; Shoal supports 2.6 and later.
+
 | name | what for | torch has it since | where it is missing |
 |---|---|---|---|
-| ``distributed_c10d._get_process_group_store`` | ranks leave notes of their failures there | 2.0 | importing the room raises ImportError |
-| ``join._JoinConfig``, ``Joinable._join_config`` | what `Join` sets and torch's joinables read | 1.10 | importing the room raises ImportError |
-| ``Reducer._set_forward_pass_work_handle``, ``DistributedDataParallel._divide_by_initial_world_size`` | the divisor of DDP's gradients in a `Join` | 1.7 | AttributeError or KeyError at the first heartbeat of a `Join` with DDP |
-| ``torch._C._current_graph_task_id`` | whether the backward pass calls a hook of DDP | 1.13 | AttributeError in the first backward pass of `hook_with_zero_step` |
-| ``Optimizer._opt_called`` | schedulers warn if the optimizer has made no step before them | 1.1 | it is only set: schedulers may warn |
-| ``Variable._execution_engine.queue_callback`` | a call at the end of the backward pass, as DDP has | 0.4 | importing the room raises AttributeError |
-| ``Tensor._version`` | whether somebody has written to a tensor | 0.4 | AttributeError at the first step |
-| ``Tensor._make_wrapper_subclass`` | a tensor of the whole shape that holds parts only | 1.11 | AttributeError in `state_dict` where a parameter is cut |
-| ``GradScaler._unscale_grads_`` | to unscale gradients that are not in ``param.grad`` | 1.6 | torch's own scaler runs, and finds no gradients |
+| ``distributed_c10d._get_process_group_store`` | ranks leave notes of their failures there | 2.4, not in 2.0 | importing the room raises ImportError |
+| ``join._JoinConfig``, ``Joinable._join_config`` | what `Join` sets and torch's joinables read | 2.0 or before | importing the room raises ImportError |
+| ``Reducer._set_forward_pass_work_handle``, ``DistributedDataParallel._divide_by_initial_world_size`` | the divisor of DDP's gradients in a `Join` | 2.0 or before | AttributeError or KeyError at the first heartbeat of a `Join` with DDP |
+| ``torch._C._current_graph_task_id`` | whether the backward pass calls a hook of DDP | 2.0 or before | AttributeError in the first backward pass of `hook_with_zero_step` |
+| ``Optimizer._opt_called`` | schedulers warn if the optimizer has made no step before them | 2.4, not in 2.0 | it is only set: schedulers may warn |
+| ``Variable._execution_engine.queue_callback`` | a call at the end of the backward pass, as DDP has | 2.0 or before | importing the room raises AttributeError |
+| ``Tensor._version`` | whether somebody has written to a tensor | 2.0 or before | AttributeError at the first step |
+| ``Tensor._make_wrapper_subclass`` | a tensor of the whole shape that holds parts only | 2.0 or before | AttributeError in `state_dict` where a parameter is cut |
+| ``GradScaler._unscale_grads_`` | to unscale gradients that are not in ``param.grad`` | 2.0 or before | torch's own scaler runs, and finds no gradients |
 """  # noqa: E501  # a table has no other way to break its lines
 
 from __future__ import annotations
