@@ -20,11 +20,12 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import _refresh_per_optimizer_state as refresh_per_optimizer_state
-from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-__all__ = ["NormBase", "refresh_per_optimizer_state"]
+NormBase = _NormBase
+refresh_per_optimizer_state = _refresh_per_optimizer_state
 
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_

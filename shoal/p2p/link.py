@@ -41,14 +41,14 @@ _STEPS = 64  # of TLS at a time, before the loop may do something else
 
 
 class Stage(Enum):
-    """What a link can do. It goes on to the next, or to `ENDED` from any."""
+    """What a link can do. A link goes from each stage to the next, and from any stage to `ENDED`."""
 
-    CONNECTING = auto()  # dialled; TCP is not there yet
-    SECURING = auto()  # the TLS handshake is under way
-    GREETING = auto()  # encrypted; only the two transports talk
-    OPEN = auto()  # messages pass
-    FINISHING = auto()  # what is queued leaves, nothing is heard any more
-    ENDED = auto()
+    CONNECTING = auto()  # this side has dialled; TCP has not connected yet
+    SECURING = auto()  # TCP has connected; the TLS handshake is under way
+    GREETING = auto()  # the handshake is complete; only control messages of the two transports pass
+    OPEN = auto()  # both sides have proven who they are; messages pass
+    FINISHING = auto()  # `finish` was called; queued bytes are sent, incoming ones are dropped
+    ENDED = auto()  # `end` was called, or the connection was lost
 
 
 class LinkEvents(ABC):
@@ -95,18 +95,21 @@ class Link:
         budget: the memory for large messages that this link shares with others.
 
     Attributes:
-        peer: who is at the other end: whom it must be if this side dialled, None until that is proven if not.
-        instance: which start of that peer; b"" until it is known.
+        peer: the peer at the other end. If this side dialled, it is the peer that was dialled; if not, it is None until
+            the other side has proven who it is.
+        instance: which start of that peer it is; b"" until it is known.
         nonce: what the dialler signs.
-        certificate: of a dialled link: the other side's, DER.
-        challenged, outcome: of a dialled link: done when the listener has challenged, and when messages pass or never
-            will.
+        certificate: of a dialled link: the other side's certificate, as DER.
+        challenged: of a dialled link: done when the listener has sent its challenge.
+        outcome: of a dialled link: done when messages can pass, or never will.
         said_hello: of a dialled link: whether the listener may keep it.
-        error: what `ended` means for who dialled.
-        lane: beside it, if there is one.
-        keys: what this side seals with on each of the lane's connections; `dialled_lanes` of them are in use, if this
-            side dialled, which dials `more` when the first has opened.
-        asked: the other side's keys for connections of the lane that it may not dial yet, and from where it will.
+        error: of a dialled link: the error that the dialler gets when the link has ended.
+        lane: the lane beside this link, if there is one.
+        keys: the keys with which this side seals what it sends, one for each connection of the lane.
+        dialled_lanes: if this side dialled: how many of the keys are in use.
+        more: if this side dialled: how many connections it dials when the first has opened.
+        asked: the other side's keys for connections of the lane that it may not dial yet, and the address from which it
+            will dial each.
     """
 
     def __init__(
@@ -164,8 +167,8 @@ class Link:
     # -- end
 
     def finish(self, seconds: float, reason: str) -> None:
-        """End it when what is queued has left and the other side has closed, or after `seconds`. Nothing is heard
-        meanwhile."""
+        """Ends the link when all queued bytes are sent and the other side has closed, or after `seconds`. Bytes that
+        arrive meanwhile are dropped."""
         if self.stage not in (Stage.FINISHING, Stage.ENDED):
             self.stage, self._life = Stage.FINISHING, self._drain()
             self._timer.cancel()
@@ -174,7 +177,7 @@ class Link:
             self._flush()
 
     def end(self, reason: str, error: type[PeerUnreachable] = PeerUnreachable) -> None:
-        """End it now; what is queued is dropped."""
+        """Ends the link now. Queued bytes are dropped."""
         if self.stage is not Stage.ENDED:
             self.stage, self.error = Stage.ENDED, error
             self._timer.cancel()
@@ -188,12 +191,12 @@ class Link:
     # -- out
 
     def say(self, said: greeting.Said) -> None:
-        """Tell the other transport something."""
+        """Sends a control message to the other transport."""
         self.send(frames.encode(Kind.CONTROL, greeting.encode(said)))
 
     def send(self, frame: bytes) -> None:
-        """Queue a frame; if the queue is full, the link ends. One to a link without TLS, or that ended, is
-        dropped."""
+        """Queues a frame. If the queue is full, the link ends. The frame is dropped if the TLS handshake is not
+        complete, or the link has ended."""
         if self.stage in (Stage.GREETING, Stage.OPEN) and not self._deaf:
             with suppress(ssl.SSLError):  # TLS has failed, which ends the link
                 self._tls.write(frame)
@@ -201,7 +204,7 @@ class Link:
             self._flush()
 
     def _flush(self) -> None:
-        """Give the kernel what it has room for."""
+        """Gives the kernel as many bytes as it has room for."""
         sealed = self._outgoing.read()
         self._sealed += len(sealed)
         self._unsent += sealed
@@ -219,7 +222,7 @@ class Link:
         except BlockingIOError:
             pass
         except OSError:
-            # What had come from it before is still to be read, and then its end.
+            # Bytes that arrived before must still be read, and then the end of the connection.
             self._deaf = True
             self._unsent.clear()
         if self._unsent and not self._paying:
@@ -235,7 +238,7 @@ class Link:
             self._flush()
 
     def queued(self, seconds: float = 0.0) -> int:
-        """Bytes that the kernel has not taken, if it has taken none for so long."""
+        """The number of queued bytes, if the kernel has taken none of them for `seconds`; else 0."""
         return len(self._unsent) if self._loop.time() - self._sent_at >= seconds else 0
 
     def moved(self) -> int:
@@ -246,7 +249,7 @@ class Link:
     # -- in
 
     def resume(self) -> None:
-        """Go on, if it has not ended meanwhile."""
+        """Continues to read, unless the link has ended meanwhile."""
         if self.stage is not Stage.ENDED:
             self._loop.add_reader(self.socket, self._go_on)
             self._go_on()
@@ -266,8 +269,8 @@ class Link:
             log.exception("a link failed")
             self.end("this side has failed")
 
-    # What follows is a generator, not a task: those need a turn of the loop more for each message. It yields until
-    # something has come, or until it is resumed.
+    # The life of a link is a generator and not a task: a task needs one more turn of the loop for each message. The
+    # generator yields until bytes have arrived, or until it is resumed.
 
     def _run(self, address: Address | None) -> Wait[None]:
         if address is not None:
@@ -296,7 +299,7 @@ class Link:
             yield from self._hear()
 
     def _hear(self) -> Wait[None]:
-        """A frame, every part received into memory of its own."""
+        """Receives a frame, each of its parts into memory of its own."""
         head = yield from self._read(frames.HEAD_BYTES)
         kind, sizes = frames.announced(head, opened=self.stage is Stage.OPEN)
         large = sum(sizes) >= LARGE_BYTES
@@ -324,7 +327,7 @@ class Link:
         return whole
 
     def _step(self, step: Callable[[], T]) -> Wait[T]:
-        """Let TLS do something, as soon as what it needs has come."""
+        """Calls a function of TLS, as soon as the bytes that it needs have arrived."""
         while True:
             self._steps += 1
             if not self._steps % _STEPS:

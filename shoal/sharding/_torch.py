@@ -23,13 +23,12 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable
-from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
+from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-__all__ = ["JoinConfig"]
+JoinConfig = _JoinConfig
 
 store_of = _get_process_group_store
 """The store of a process group."""

@@ -14,10 +14,10 @@ from shoal.sharding.partition import Share, Slice, parcels_of
 
 
 class ModuleBuffers:
-    """The buffers that a module has at the time.
+    """The buffers that a module has when they are shared.
 
     Args:
-        module: whose; None for none.
+        module: the module; None for no buffers.
 
     Raises:
         ValueError: if a buffer does not fill its memory.
@@ -33,7 +33,7 @@ class ModuleBuffers:
 
     @torch.no_grad()
     def share(self, communication: Communication, owner: int) -> None:
-        """Gives those of rank ``owner`` to all."""
+        """Gives the buffers of rank ``owner`` to all ranks."""
         if self._module is None:
             return
         alike: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
