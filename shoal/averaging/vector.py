@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.averaging.exchange import Exchange
-from shoal.compression import CodecPlan, Compression, CompressionInfo
+from shoal.compression import CodecPlan, Compression, CompressionInfo, plan_codecs
 from shoal.flat import FlatBuffer, Layout
 from shoal.swarm.protocol.contribution import Fault, SendTo
 from shoal.swarm.protocol.messages import Begin
@@ -46,6 +46,6 @@ class Vector:
 def plan_of(compression: Compression, layout: Layout, infos: Sequence[CompressionInfo] | None) -> CodecPlan:
     """The codecs of a layout whose tensors have these names, roles and kinds, or none."""
     if infos is None:
-        return compression.plan(layout)
+        return plan_codecs(compression, layout)
     roles, keys, kinds = zip(*((info.role, info.key, info.kind) for info in infos), strict=True) if infos else ((),) * 3
-    return compression.plan(layout, roles, keys, kinds=kinds)
+    return plan_codecs(compression, layout, roles, keys, kinds=kinds)

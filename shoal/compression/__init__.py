@@ -1,21 +1,21 @@
 """Codecs: how a chunk (a 1-D CPU tensor, usually a span of a flat buffer) becomes bytes and back.
 
-What this room promises, to ``averaging`` and ``optim``:
+What this room promises to ``averaging`` and ``optim``:
 
-* the size of a payload follows from the number of elements and their dtype, so a receiver can refuse a payload before
-  it decodes anything; a payload of another size is a ValueError, whatever else is in it;
-* decoding never runs code and never allocates more than the chunk needs; the same bytes give the same numbers anywhere,
-  and the same numbers the same bytes;
-* a value that is not finite never becomes one that is, with two exceptions, both of `Float16Compression`: infinities
-  are clamped. The codecs with statistics decode all elements of its block or chunk to NaN or infinity;
-* compressions are values: two with the same name and options are equal, and hold no state between calls. What is kept
-  is a few constant tables, made at their first use;
-* importing it is cheap. It imports torch and nothing else of Shoal.
+* The size of a payload follows from the number of elements and their dtype, so a receiver can refuse a payload before
+  it decodes anything. A payload of any other size raises ValueError, whatever its content.
+* Decoding never runs code and never allocates more than the chunk needs. The same bytes give the same numbers on every
+  machine, and the same numbers give the same bytes.
+* A value that is not finite never becomes finite, with one exception: `Float16Compression` clamps infinities. The
+  codecs with statistics decode all elements of the block or chunk to NaN or infinity.
+* Compressions are values. Two with the same name and options are equal, and they hold no state between calls. The room
+  keeps only a few constant tables, which are made when they are first used.
+* Importing it is cheap. It imports torch and nothing else of Shoal.
 
-A `Codec` is for chunks. What options take is a `Compression`: a codec, or an adaptive one, which has no chunks but
-a `plan`: the codecs of all elements of a layout, and so of any chunk of it (see ``shoal.compression.plan``). In a plan,
-values of different kinds share no block, and statistics of optimizers that are positive stay so (``kind``,
-``statistic``): whatever compression is chosen, it can't make a step explode.
+A `Codec` encodes chunks. Options take a `Compression`: a codec, or an adaptive compression, which chooses a codec for
+each tensor. `plan_codecs` gives the codecs of all elements of a layout, and so of every chunk of it (see
+``shoal.compression.plan``). In a plan, values of different kinds share no block, and statistics of optimizers that are
+positive stay positive (``kind``, ``statistic``): no compression can make a step explode.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from shoal.compression.adaptive import (
     SizeAdaptiveCompression,
 )
 from shoal.compression.blockwise8bit import BlockwiseQuantization
-from shoal.compression.codec import Codec
-from shoal.compression.compression import Compression
+from shoal.compression.codec import Codec, Compression
 from shoal.compression.float16 import Float16Compression
 from shoal.compression.info import CompressionInfo, TensorRole
 from shoal.compression.none import NoCompression
-from shoal.compression.plan import CodecPlan, CodecSpan, PiecewiseCodec
+from shoal.compression.plan import CodecPlan, CodecSpan, PiecewiseCodec, plan_codecs
 from shoal.compression.quantile8bit import Quantile8BitQuantization
 from shoal.compression.registry import codec_by_name, compression_by_spec
 from shoal.compression.scaled_float16 import ScaledFloat16Compression
@@ -58,4 +57,5 @@ __all__ = [
     "Uniform8BitQuantization",
     "codec_by_name",
     "compression_by_spec",
+    "plan_codecs",
 ]

@@ -7,16 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from shoal.compression.codec import Codec
-from shoal.compression.compression import Compression
+from shoal.compression.codec import Codec, Compression
 from shoal.compression.info import CompressionInfo, TensorRole
 from shoal.compression.none import NoCompression
 
 
 class AdaptiveCompression(Compression):
-    """A choice among compressions, which may be adaptive themselves. It encodes nothing by itself: `plan` gives the
-    codecs of a layout, `choose_compression` that of a tensor. Its `spec` is JSON: an array of the name and the options,
-    in which compressions are specs too."""
+    """A choice among compressions, which may be adaptive themselves. It encodes nothing by itself: `plan_codecs` gives
+    the codecs of a layout, and `choose_compression` the codec of a tensor. Its `spec` is a JSON array of the name and
+    the options; compressions among the options are written as their specs."""
 
     __slots__ = ()
 
@@ -35,7 +34,7 @@ class SizeAdaptiveCompression(AdaptiveCompression):
     """One compression for small tensors and another for large ones.
 
     Args:
-        threshold: number of elements from which on a tensor is large; the whole tensor's, however it is cut.
+        threshold: a tensor with at least so many elements is large. The whole tensor counts, however it is cut.
         less: for tensors with fewer elements.
         greater_equal: for tensors with as many or more.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.compression.floats import FloatCodec
-from shoal.compression.memory import elements_of
+from shoal.compression.payload import elements_of
 
 
 class BlockCodec(FloatCodec):

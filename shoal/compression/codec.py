@@ -1,18 +1,45 @@
-"""What a codec is."""
+"""What a compression is, and what a codec is: the compression that encodes.
+
+Both are here because each needs the other: a compression chooses a codec for each tensor, and a codec is the
+compression that chooses itself.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from shoal.compression.compression import Compression
 from shoal.compression.info import CompressionInfo
 
 Payload = bytes | bytearray | memoryview
 """What can be decoded."""
+
+
+class Compression(ABC):
+    """What an option takes that says how tensors travel: a codec, or a choice of a codec for each tensor.
+
+    A compression is a value: it compares, hashes and prints by its options. `plan_codecs` gives the codecs of all
+    elements of a layout.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def spec(self) -> str:
+        """The compression with its options, as peers compare it when they join. Two specs are equal exactly when the
+        compressions are; another peer makes an equal compression of it with :func:`compression_by_spec`."""
+
+    @abstractmethod
+    def choose_compression(self, info: CompressionInfo) -> Codec:
+        """The codec for a tensor.
+
+        Raises:
+            ValueError: if this compression has no codec for it.
+        """
 
 
 class Codec(Compression):

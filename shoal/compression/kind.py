@@ -17,7 +17,7 @@ class KindCodec(Codec):
 
     Args:
         codec: which encodes.
-        kind: the number of the kind; see :meth:`Compression.plan`.
+        kind: the number of the kind; see :func:`shoal.compression.plan_codecs`.
     """
 
     codec: Codec

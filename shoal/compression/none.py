@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.compression.codec import Codec
-from shoal.compression.memory import elements_of, payload_of
+from shoal.compression.payload import elements_of, payload_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,28 +1,32 @@
 """Which codec is for which elements of flat buffers.
 
-A chunk is cut without regard to tensors, so it may hold several that want different codecs. Such a chunk has a codec of
-its own: one that encodes piece by piece. A round therefore cuts chunks as ever, and asks once per chunk::
+Chunks are cut without regard to tensors, so a chunk may hold several tensors that have different codecs. Such a chunk
+has a codec of its own, which encodes piece by piece. So a round cuts chunks as always, and asks once per chunk::
 
-    plan = compression.plan(layout, TensorRole.GRADIENT)
+    plan = plan_codecs(compression, layout, TensorRole.GRADIENT)
     codecs = [plan.codec_of(chunk.buffer, chunk.start, chunk.stop) for chunk in chunks]
 
-(Cutting chunks at the borders instead would make a message of every small tensor between large ones.)
+(Cutting chunks at the borders of tensors instead would make a message of every small tensor between large ones.)
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import Codec
+from shoal.compression._torch import foreach_copy_
+from shoal.compression.codec import Codec, Compression
 from shoal.compression.floats import REAL_FLOATS
-from shoal.compression.memory import payload_of
+from shoal.compression.info import CompressionInfo, TensorRole
+from shoal.compression.kind import KindCodec
 from shoal.compression.none import NoCompression
+from shoal.compression.payload import payload_of
+from shoal.compression.statistic import StatisticCodec
 
 _ALIGNMENT: Final = 8
 
@@ -51,8 +55,8 @@ class _Buffer(Protocol):
 
 
 class FlatLayout(Protocol):
-    """Where tensors are in flat buffers, such as ``shoal.flat.Layout``: in each buffer one after the other, in order,
-    perhaps with padding between them."""
+    """Where tensors lie in flat buffers, such as ``shoal.flat.Layout``: in each buffer one after the other, in order,
+    with or without padding between them."""
 
     @property
     def buffers(self) -> Sequence[_Buffer]:
@@ -153,7 +157,7 @@ class PiecewiseCodec(Codec):
             nbytes = group.codec.encoded_nbytes(group.numel, dtype)
             decoded = group.codec.decode(payload[at : at + nbytes], dtype, group.numel)
             parts = torch.split_with_sizes(decoded, group.sizes)
-            torch._foreach_copy_([pieces[number] for number in group.numbers], parts)
+            foreach_copy_([pieces[number] for number in group.numbers], parts)
             at += _padded(nbytes)
         return values
 
@@ -164,7 +168,7 @@ def _padded(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CodecPlan:
-    """The codecs of all elements of some flat buffers. Made by :meth:`Compression.plan`.
+    """The codecs of all elements of some flat buffers. Made by :func:`plan_codecs`.
 
     Attributes:
         spans: cover every buffer, in order, without gaps; neighbours in a buffer have different codecs. Padding goes
@@ -221,3 +225,51 @@ class CodecPlan:
         if len(spans) == 1:
             return spans[0].codec
         return PiecewiseCodec(tuple((min(s.stop, stop) - max(s.start, start), s.codec) for s in spans))
+
+
+def plan_codecs(
+    compression: Compression,
+    layout: FlatLayout,
+    roles: TensorRole | Sequence[TensorRole] = TensorRole.UNSPECIFIED,
+    keys: Sequence[str | int] | None = None,
+    exact: Collection[int] = (),
+    kinds: Sequence[str] | None = None,
+) -> CodecPlan:
+    """Chooses a codec for every element of the flat buffers of a layout. Equal arguments give equal plans on all peers.
+
+    Scalars (tensors of shape ``()``) are never compressed, whatever the compression is: nothing would be gained, and
+    optimizers keep the counts of their steps in them. Statistics of optimizers are encoded so that positive values stay
+    positive (see ``shoal.compression.statistic``). Tensors of different roles or kinds share no blocks and no
+    codebooks; tensors of one kind do.
+
+    Args:
+        compression: what chooses the codecs.
+        layout: where the tensors lie.
+        roles: one role for all tensors, or one for each.
+        keys: the key of each tensor; by default its position in the layout.
+        exact: positions of further tensors that are never compressed.
+        kinds: the kind of each tensor, such as the name of a statistic; by default all tensors of a role are of one
+            kind.
+
+    Raises:
+        ValueError: if there is not one role, one key and one kind for each tensor, or the compression has no codec for
+            a tensor.
+    """
+    count = len(layout.entries)
+    roles = [roles] * count if isinstance(roles, TensorRole) else roles
+    keys = range(count) if keys is None else keys
+    kinds = [""] * count if kinds is None else kinds
+    if len(roles) != count or len(keys) != count or len(kinds) != count:
+        raise ValueError(
+            f"the layout has {count} tensors, but there are {len(roles)} roles, {len(keys)} keys and {len(kinds)} kinds"
+        )
+    numbers: dict[tuple[TensorRole, str], int] = {}
+    codecs: list[Codec] = []
+    for position, (key, entry, role, kind) in enumerate(zip(keys, layout.entries, roles, kinds, strict=True)):
+        info = CompressionInfo(key, entry.shape, layout.buffers[entry.buffer].dtype, role, kind)
+        number = numbers.setdefault((role, kind), len(numbers))
+        codec = NoCompression() if not info.shape or position in exact else compression.choose_compression(info)
+        if codec.lossy and role is TensorRole.OPTIMIZER:
+            codec = StatisticCodec(codec)
+        codecs.append(KindCodec(codec, number) if codec.lossy and number else codec)
+    return CodecPlan.of(layout, codecs)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.compression.floats import LARGEST, FloatCodec
-from shoal.compression.memory import elements_of
+from shoal.compression.payload import elements_of
 
 _BINS: Final = 256
 _CODEBOOK_NBYTES: Final = _BINS * 4

@@ -8,8 +8,7 @@ from typing import Final
 
 from shoal.compression.adaptive import PerTensorCompression, RoleAdaptiveCompression, SizeAdaptiveCompression
 from shoal.compression.blockwise8bit import BlockwiseQuantization
-from shoal.compression.codec import Codec
-from shoal.compression.compression import Compression
+from shoal.compression.codec import Codec, Compression
 from shoal.compression.float16 import Float16Compression
 from shoal.compression.kind import KindCodec
 from shoal.compression.none import NoCompression

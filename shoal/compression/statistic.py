@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.compression.codec import Codec
 from shoal.compression.floats import FloatCodec
-from shoal.compression.memory import elements_of, payload_of
+from shoal.compression.payload import elements_of, payload_of
 
 _OCTAVE: Final = 1 << 23  # between the bits of a float32 and those of its double
 _OCTAVES: Final = 64

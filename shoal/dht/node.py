@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from shoal.dht.greeting import greet
+from shoal.dht.kept_records import KeptRecords
 from shoal.dht.lookup import Lookup
 from shoal.dht.protocol import Protocol
 from shoal.dht.records import (
@@ -109,16 +110,14 @@ class DHTNode:
         self._stop_listening_for_losses = node.on_lost(self._on_lost)
         self._validator = CompositeValidator([SignatureValidator(node.identity), *validators])
         self._replication = Replication(self.table, self.storage, num_replicas, republish_period, self._rng)
+        self._records = KeptRecords(self.storage, self.cache, self._validator, clock)
         self._protocol = Protocol(
             node,
             table=self.table,
-            storage=self.storage,
-            cache=self.cache,
+            records=self._records,
             replication=self._replication,
-            validator=self._validator,
             client_mode=client_mode,
             announce=announce,
-            clock=clock,
             request_timeout=request_timeout,
         )
         self._tasks = [node.spawn(self._keep_up()), node.spawn(self._keep_initial_peers())]
@@ -229,7 +228,7 @@ class DHTNode:
     async def _store_records(self, records: list[DHTRecord]) -> dict[DHTRecord, bool]:
         """Store records of one key; for each whether any node keeps it."""
         kept = dict.fromkeys(records, False)
-        valid = [record for record in records if self._protocol.is_valid(record)]
+        valid = [record for record in records if self._records.is_valid(record)]
         if len(valid) < len(records):
             log.warning("%d records are not stored: the validators refuse them", len(records) - len(valid))
         if not valid:
@@ -293,7 +292,7 @@ class DHTNode:
             if not records:
                 lacking.append(peer)
             for record in records:
-                if record.key == key and not found.holds(record) and self._protocol.is_valid(record):
+                if record.key == key and not found.holds(record) and self._records.is_valid(record):
                     found.store(record, self._clock())
             return not latest and len(found) > 0
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from shoal.dht.interfaces import concrete_addresses
+from shoal.dht.kept_records import KeptRecords
 from shoal.dht.messages import (
     MAX_ADDRESSES,
     MAX_BYTES_PER_STORE,
@@ -26,18 +27,9 @@ from shoal.dht.messages import (
     Store,
     Stored,
 )
-from shoal.dht.records import (
-    MAX_SECONDS_AHEAD,
-    NO_SUBKEY,
-    DHTRecord,
-    decode_subkey,
-    decode_value,
-    key_id,
-)
+from shoal.dht.records import DHTRecord, key_id
 from shoal.dht.replication import Replication
 from shoal.dht.routing import RoutingTable
-from shoal.dht.storage import LocalStorage
-from shoal.dht.validation import CompositeValidator
 from shoal.p2p.errors import P2PError, Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
@@ -49,7 +41,6 @@ BLOCK_SECONDS = 5.0  # a peer that failed is not asked for so long, then twice t
 MAX_BLOCK_SECONDS = 120.0
 MAX_BLOCKED = 4096
 SECONDS_PER_KEY = 1e-5  # between two looks at all keys, for each key: of a reactor's time they take some percent
-CLOCK_DIFFERENCE = 60.0  # seconds by which another node's clock may be ahead when it stores a record for a whole day
 
 Expected = TypeVar("Expected", bound=msgspec.Struct)
 
@@ -59,10 +50,9 @@ class Protocol:
 
     Args:
         node: carries the messages.
-        table, storage, cache, replication, validator: of this DHT node. `cache` holds copies that are not passed on.
-        client_mode: ask others, serve nobody.
-        announce: addresses to name besides those at which `node` listens.
-        clock: seconds in which expiration times are measured.
+        table, records, replication: of this DHT node.
+        client_mode: whether it only asks others, and serves nobody.
+        announce: addresses that it names besides those at which `node` listens.
         request_timeout: seconds until a peer that does not answer counts as failed.
     """
 
@@ -71,24 +61,18 @@ class Protocol:
         node: Node,
         *,
         table: RoutingTable,
-        storage: LocalStorage,
-        cache: LocalStorage,
+        records: KeptRecords,
         replication: Replication,
-        validator: CompositeValidator,
         client_mode: bool,
         announce: Sequence[Multiaddr],
-        clock: Callable[[], float],
         request_timeout: float,
     ) -> None:
         self.node = node
         self.table = table
-        self.storage = storage
-        self.cache = cache
+        self._records = records
         self.replication = replication
-        self.validator = validator
         self.client_mode = client_mode
         self.announce = announce
-        self.clock = clock
         self.request_timeout = request_timeout
         self._blocked: dict[PeerID, tuple[float, int]] = {}  # until when, after how many failures
         self._handovers: dict[PeerID, bool] = {}  # whose records are handed over next; True: it joined
@@ -125,24 +109,6 @@ class Protocol:
         self.visible_addresses()
         return self._sender
 
-    # -- what is valid
-
-    def is_valid(self, record: DHTRecord) -> bool:
-        """Whether `record` may be kept, shown to the user and passed on; checked once only."""
-        if self.storage.holds(record) or self.cache.holds(record):
-            return True
-        if record.expiration_time > self.clock() + MAX_SECONDS_AHEAD + CLOCK_DIFFERENCE:
-            return False
-        if not self.validator.validate(record):
-            return False
-        try:
-            decode_value(self.validator.strip_value(record))
-            if record.subkey != NO_SUBKEY:
-                decode_subkey(record.subkey)
-        except ValueError:
-            return False
-        return True
-
     # -- requests of others
 
     def _handle(self, peer: PeerID, message: msgspec.Struct, _buffers: Sequence[memoryview]) -> Answer:
@@ -159,22 +125,18 @@ class Protocol:
         target = int.from_bytes(message.target, "big")
         nearest = self.table.nearest(target, min(self.table.bucket_size, MAX_CONTACTS - 1) + 1)
         known = [KnownPeer(contact.peer.key, contact.addresses) for contact in nearest if contact.peer != peer]
-        records: list[DHTRecord] = []
-        if message.records:
-            now = self.clock()
-            records = self.storage.get(target, now) or self.cache.get(target, now)
-        return Found(known, records)
+        return Found(known, self._records.known(target) if message.records else [])
 
     def keep(self, record: DHTRecord, cache: bool = False) -> bool:
-        """Store `record` here, if it is valid; returns whether it is kept."""
-        if not self.is_valid(record):
+        """Stores `record` here, if it is valid; returns whether it is kept."""
+        if not self._records.is_valid(record):
             log.debug("refused an invalid record under %r, subkey %r", record.key, record.subkey)
             return False
-        return self.cache.store(record, self.clock()) if cache else self.keep_valid(record)
+        return self._records.cache(record) if cache else self.keep_valid(record)
 
     def keep_valid(self, record: DHTRecord) -> bool:
-        """Store `record`, which was found valid, here; returns whether it is kept."""
-        kept = self.storage.store(record, self.clock())
+        """Stores `record`, which was found valid, here; returns whether it is kept."""
+        kept = self._records.store(record)
         if kept:
             self.replication.refreshed(key_id(record.key), asyncio.get_running_loop().time())
         return kept
@@ -296,15 +258,12 @@ class Protocol:
                     owed = self.replication.lost(peer)
                 handover: dict[PeerID, list[DHTRecord]] = {}
                 for receiver, key in owed:
-                    handover.setdefault(receiver, []).extend(self._records(key))
+                    handover.setdefault(receiver, []).extend(self._records.stored(key))
                 for receiver, records in handover.items():
                     self.node.spawn(self.send_records(receiver, (), records))
-                await asyncio.sleep(SECONDS_PER_KEY * len(self.storage.key_ids()))
+                await asyncio.sleep(SECONDS_PER_KEY * self._records.count())
         finally:
             self._handing_over = False
-
-    def _records(self, key: int) -> list[DHTRecord]:
-        return self.storage.get(key, self.clock())
 
 
 def _parsed(peer: PeerID, addresses: Iterable[str]) -> list[Multiaddr]:

@@ -8,8 +8,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from shoal.flat.allocation import zeros
 from shoal.flat.layout import Layout
-from shoal.flat.memory import bytes_of, own_storage, zeros
+from shoal.flat.memory_views import bytes_of, own_storage
 from shoal.flat.span import Span
 
 
@@ -19,7 +20,7 @@ class FlatBuffer:
     Args:
         layout: what to allocate. Buffers on the meta device get no memory, as everywhere in torch.
         pinned: allocate CPU memory so that a GPU can reach it directly; needs a GPU.
-        recycled: large CPU memory is used again, see `shoal.flat.memory.zeros`.
+        recycled: large CPU memory is used again, see `shoal.flat.allocation.zeros`.
     """
 
     def __init__(self, layout: Layout, *, pinned: bool = False, recycled: bool = False) -> None:

@@ -16,9 +16,9 @@ from shoal.flat import optimizer_state, replacement, step_hook
 from shoal.flat.buffer import FlatBuffer, refuse_shared_memory
 from shoal.flat.flat_parameter import FlatParameter, Member
 from shoal.flat.given import Given
-from shoal.flat.gradients import LARGE, GradientViews, home_of
+from shoal.flat.gradient_views import LARGE, GradientViews, home_of
 from shoal.flat.layout import Layout
-from shoal.flat.memory import own_storage
+from shoal.flat.memory_views import own_storage
 from shoal.flat.replacement import Places
 
 _address_of = Tensor.data_ptr

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.flat._torch import foreach_zero_, grad_of, make_subclass, set_grad_slot, version_of
 from shoal.flat.elementwise import check_class
-from shoal.flat.gradients import GradientViews, grad_of, is_large, set_grads
-from shoal.flat.memory import own_storage
+from shoal.flat.gradient_views import GradientViews, is_large, set_grads
+from shoal.flat.memory_views import own_storage
 from shoal.flat.span import Span
 
-_set_slot = vars(torch._C.TensorBase)["grad"].__set__
 _ZERO_GRAD = inspect.unwrap(Optimizer.zero_grad).__code__
 
 
@@ -103,7 +103,7 @@ class FlatParameter(nn.Parameter):
         """Makes the run from its part of the flat buffer and of the flat gradient."""
         trained = any(member.parameter.requires_grad for member in members)
         data, gradient = own_storage(data), own_storage(gradient)
-        self: FlatParameter = torch.Tensor._make_subclass(cls, data, trained)
+        self: FlatParameter = make_subclass(cls, data, trained)
         self.home = home
         self.members = members
         self.parts = []
@@ -118,7 +118,7 @@ class FlatParameter(nn.Parameter):
         self._small_views = [member.view for member in self._small]
         self.pieces = _pieces(data, gradient, members) if self._large else []
         self._padding = _padding(data.numel(), members).to(data.device)
-        self._cleaned = gradient._version
+        self._cleaned = version_of(gradient)
         self._address = data.data_ptr()
         return self
 
@@ -225,15 +225,15 @@ class FlatParameter(nn.Parameter):
         if presence is not Presence.HOME:
             self.collect()
         self.check_address()  # after it, for it says more of gradients with another dtype
-        if self._padding.numel() and self._gradient._version != self._cleaned:
+        if self._padding.numel() and version_of(self._gradient) != self._cleaned:
             # Clipping by a norm that is nan made zeros nan, and nothing else would ever write to these again.
             self._gradient.index_fill_(0, self._padding, 0)
-            self._cleaned = self._gradient._version
+            self._cleaned = version_of(self._gradient)
         if presence is Presence.SOME:
             pairs = zip(self._parameters, self._views, strict=True)
             missing = [view for parameter, view in pairs if parameter.grad is None]
             self.home.free(missing)
-            torch._foreach_zero_(missing)
+            foreach_zero_(missing)
         return self._gradient
 
     @grad.setter
@@ -246,7 +246,7 @@ class FlatParameter(nn.Parameter):
 
     def show_to_compiler(self) -> None:
         """Compiled steps look at torch's own slot, past the property."""
-        _set_slot(self, self.grad)
+        set_grad_slot(self, self.grad)
 
     @property
     def ndim(self) -> int:  # type: ignore[override]

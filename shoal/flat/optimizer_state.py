@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Optimizer
 
 from shoal.flat.elementwise import PER_TENSOR
 from shoal.flat.flat_parameter import FlatParameter, Member
-from shoal.flat.memory import own_storage
+from shoal.flat.memory_views import own_storage
 
 State = dict[str, Any]
 

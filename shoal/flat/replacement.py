@@ -28,7 +28,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from shoal.flat.gradients import home_of
+from shoal.flat._torch import held_by, loads_state_dict, place_in_weights, places_in, recurrent_weights
+from shoal.flat.gradient_views import home_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,7 @@ def holders_of(tensors: Sequence[Tensor]) -> list[Holder]:
     indices = {id(tensor): index for index, tensor in enumerate(tensors)}
     found = []
     for module in living_modules():
-        for kind in ("_parameters", "_buffers"):
-            owner = module.__dict__.get(kind, {})  # none yet, if another thread is making it
+        for owner in places_in(module):
             for name, tensor in list(owner.items()):
                 if tensor is not None and (index := indices.get(id(tensor))) is not None:
                     found.append(Holder(module, owner, name, index))
@@ -137,7 +137,7 @@ class Places:
     def _replaced_in_list(self) -> tuple[int, str] | None:
         """As :meth:`replaced`, in the lists that recurrent modules compute with."""
         for module, name, index, parameter in self._recurrent:
-            weights, place = module._flat_weights, _place_in_list(module, name)
+            weights, place = recurrent_weights(module), place_in_weights(module, name)
             if place is not None and weights[place] is not None and weights[place] is not parameter:
                 return index, name
         return None
@@ -161,23 +161,16 @@ _kept: weakref.WeakValueDictionary[int, Places] = weakref.WeakValueDictionary()
 def _on_registration(module: nn.Module, name: str, parameter: Tensor) -> Tensor | None:
     if is_dynamo_compiling():  # a forward pass that sets a buffer
         return None
-    old: Tensor | None = module._parameters.get(name)
-    if old is None:
-        old = module._buffers.get(name)
+    old = held_by(module, name)
     if old is None or old is parameter or not _is_kept(old) or not _is_load_state_dict():
         return None
     if (parameter.dtype, parameter.device) != (old.dtype, old.device):
         return None
     with torch.no_grad():
         old.copy_(parameter)
-    if isinstance(module, nn.RNNBase) and (place := _place_in_list(module, name)) is not None:
-        module._flat_weights[place] = old  # in which the module has just put the other one
+    if isinstance(module, nn.RNNBase) and (place := place_in_weights(module, name)) is not None:
+        recurrent_weights(module)[place] = old  # in which the module has just put the other one
     return old
-
-
-def _place_in_list(module: nn.RNNBase, name: str) -> int | None:
-    names = module._flat_weights_names
-    return names.index(name) if name in names else None
 
 
 def _is_kept(tensor: Tensor) -> bool:
@@ -188,7 +181,7 @@ def _is_load_state_dict() -> bool:
     """Whether the registration comes from `Module._load_from_state_dict`, through `__setattr__`."""
     frame = sys._getframe(2)
     for _ in range(4):
-        if frame.f_code.co_name == "_load_from_state_dict":
+        if loads_state_dict(frame.f_code):
             return True
         if frame.f_back is None:
             return False

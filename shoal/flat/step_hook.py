@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shoal.flat._torch import compiler_is_near
 from shoal.flat.elementwise import PER_ELEMENT, check_class
 from shoal.flat.flat_parameter import FlatParameter, Presence
 from shoal.flat.kernels import pick_kernel, unpick_kernel
@@ -24,12 +25,6 @@ from shoal.flat.stand_in import can_stand_in, fill, stand_in
 
 _CHECKED = "_shoal_checked_state"
 """The attribute of an optimizer that holds its state, if it was looked at: loading a state dict makes it a new one."""
-
-
-def _compiler_is_near() -> bool:
-    """Whether what is called from here is compiled: torch.compile does not compile all of a step, but what follows."""
-    callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-    return callback is None or callback() is not None
 
 
 _uncompiled: dict[str, Callable[..., Any]] = {}  # what runs without torch.compile, also if a step is compiled
@@ -59,7 +54,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         return _uncompiled["prepare"](optimizer, args, kwargs, compiled=True)
     for group in optimizer.param_groups:
         if FlatParameter in map(type, group["params"]):
-            if _compiler_is_near():
+            if compiler_is_near():
                 return _uncompiled["prepare"](optimizer, args, kwargs, compiled=True)
             return _prepare(optimizer, args, kwargs, compiled=False)
     return None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 
+from shoal.functional._torch import fused_adagrad_
 from shoal.functional.base import NUMBER, FunctionalOptimizer, State, StateEntry
 
 
@@ -65,7 +65,7 @@ class Adagrad(FunctionalOptimizer):
     def _run_fused(
         self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        torch._fused_adagrad_(
+        fused_adagrad_(
             params,
             grads,
             state["sum"],

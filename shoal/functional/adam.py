@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+from shoal.functional._torch import fused_adam_, fused_adamw_
 from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, State, StateEntry, check_betas
 
 
@@ -72,15 +72,15 @@ class Adam(FunctionalOptimizer):
     def _run_fused(
         self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        update = torch._fused_adamw_ if self.decoupled_weight_decay else torch._fused_adam_
-        update(  # type: ignore[misc]  # numbers as tensors are as good, but not all unions are tried
+        update = fused_adamw_ if self.decoupled_weight_decay else fused_adam_
+        update(
             params,
             grads,
             *self._averages(state),
             state["step"],
-            lr=self.lr,  # type: ignore[arg-type]
-            beta1=self.betas[0],  # type: ignore[arg-type]
-            beta2=self.betas[1],  # type: ignore[arg-type]
+            lr=self.lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
             weight_decay=self.weight_decay,
             eps=self.eps,
             amsgrad=self.amsgrad,

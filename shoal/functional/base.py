@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from shoal.functional.kernels import Kernel, advance, choose_kernel, take_back
-from shoal.functional.memory import alike, by_place, unalike_rows
+from shoal.functional._torch import foreach_div_
+from shoal.functional.kernels import SMALL, Kernel, advance, take_back
+from shoal.functional.memory_order import alike, by_place, unalike_rows
 
 State = dict[str, list[Tensor]]
 """The state of an optimizer: for every name one tensor per parameter, in the parameters' order."""
@@ -118,12 +119,33 @@ class FunctionalOptimizer(ABC):
         return self._layout()
 
     def kernel(self, params: Sequence[Tensor]) -> Kernel:
-        """The kernel that updates these tensors of one dtype and device, at least one.
+        """The kernel that the options ask for, or the fastest one if they leave it open.
+
+        Args:
+            params: at least one tensor, all of one dtype and device.
 
         Raises:
-            RuntimeError: with ``fused=True`` where torch has no fused kernel for them.
+            RuntimeError: with ``fused=True`` where torch has no such kernel for the dtype on the device.
         """
-        return choose_kernel(self, params)
+        if self.foreach:
+            return Kernel.FOREACH
+        device, dtype = params[0].device, params[0].dtype
+        if self.fused or (self.fused is None and self.foreach is None):
+            if _has_fused_kernel(type(self), device, dtype):
+                return Kernel.FUSED
+            if self.fused:
+                raise RuntimeError(
+                    f"torch {torch.__version__} has no fused kernel of {type(self).__name__} for {dtype} on "
+                    f"{device.type}, or one that gives wrong numbers: leave out fused=True"
+                )
+        # As in torch, foreach takes a learning rate or betas that are tensors only if they stay on the device.
+        tensors = any(isinstance(value, Tensor) for value in (self.lr, *getattr(self, "betas", ())))
+        if self.foreach is False or (tensors and not self.capturable):
+            return Kernel.LOOP
+        if device.type == "cpu":
+            small = sum(param.numel() for param in params) < SMALL * len(params)
+            return Kernel.FOREACH if small and self.foreach_on_cpu else Kernel.LOOP
+        return Kernel.FOREACH
 
     @torch.no_grad()
     def init(self, params: Sequence[Tensor]) -> State:
@@ -206,7 +228,7 @@ class FunctionalOptimizer(ABC):
         if found_inf is not None and found_inf.item():
             return
         if scale is not None:
-            torch._foreach_div_(grads, scale.to(params[0].device, non_blocking=True).reshape(()))
+            foreach_div_(grads, scale.to(params[0].device, non_blocking=True).reshape(()))
         self._update(params, grads, state, foreach=kernel is Kernel.FOREACH)
 
     def _step_fused(
@@ -283,6 +305,38 @@ class FunctionalOptimizer(ABC):
                 raise ValueError(f"{name} is at least 0, got {value}")
         if self.fused and self.foreach:
             raise ValueError("fused=True and foreach=True: choose one kernel")
+
+
+@cache
+def _has_fused_kernel(optimizer_class: type[FunctionalOptimizer], device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this version of torch has a fused kernel that is right: found by trying it once on a few elements.
+
+    (In torch 2.13 the CPU's fused SGD with momentum leaves 16-bit parameters as they are.)
+    """
+    if not dtype.is_floating_point:
+        return False
+    results = []
+    for options in ({"fused": True}, {"foreach": False}):
+        optimizer = optimizer_class(**optimizer_class.trial_options, **options)
+        param = torch.zeros(67, dtype=dtype, device=device)  # more than a vector register, and a rest
+        state = {
+            name: [torch.zeros_like(param) if entry.like_parameter else torch.zeros((), device=device)]
+            for name, entry in optimizer.state_layout.items()
+        }
+        grads = [torch.ones_like(param)]
+        try:
+            with torch.no_grad():
+                if optimizer.fused:
+                    optimizer._update_fused([param], grads, state, None, None)
+                else:
+                    optimizer._update([param], grads, state, foreach=False)
+        except torch.OutOfMemoryError:  # says nothing about kernels
+            raise
+        except (NotImplementedError, RuntimeError):
+            return False
+        results.append(param)
+    fused, loop = results
+    return torch.allclose(fused, loop, rtol=0.05, atol=0)
 
 
 def _check_shapes(what: str, shapes: list[torch.Size], tensors: list[Tensor]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 
+from shoal.functional._torch import TensorGuards, base_of, guards_of
 from shoal.functional.base import FunctionalOptimizer, State
 from shoal.functional.kernels import Kernel
 
@@ -61,16 +61,16 @@ class BoundOptimizer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """That parameters and their fresh state go to the fused kernel as they are, with every gradient that lies like its
-    parameter.
+    """The knowledge that parameters and their fresh state can go to the fused kernel as they are, with every gradient
+    that lies in memory like its parameter.
 
-    `FunctionalOptimizer.step` finds that out anew in every step; for 100 small tensors that takes longer than the
-    update, and holds the GIL. Here one call of torch compares all of them.
+    `FunctionalOptimizer.step` finds this out anew in every step. For 100 small tensors that takes longer than the
+    update, and it holds the GIL. Here one call of torch compares all of them.
 
     Attributes:
-        guards: know the class, dtype, device, shape and strides of every parameter, and then of every gradient.
-        tensors: how many these are together.
-        counts: the number of steps of every parameter; None where the optimizer doesn't count.
+        guards: the class, dtype, device, shape and strides of every parameter, and then of every gradient.
+        tensors: how many tensors these are together.
+        counts: the number of steps of every parameter; None where the optimizer does not count.
     """
 
     guards: TensorGuards
@@ -87,9 +87,10 @@ class _Fit:
         if optimizer.kernel(params) is not Kernel.FUSED:
             return None
         examples = [*params, *(param.detach() for param in params)]
-        guards = TensorGuards(*examples, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        if (guards := guards_of(examples)) is None:
+            return None
         # As init() makes them the counters are views of one tensor.
-        return cls(guards, len(examples), state["step"][0]._base if "step" in state else None)
+        return cls(guards, len(examples), base_of(state["step"][0]) if "step" in state else None)
 
     def holds(self, params: list[Tensor], gradients: Sequence[Tensor | None]) -> bool:
         """Whether the parameters still are what they were, and every one has a gradient that fits too."""

@@ -6,9 +6,9 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
+from shoal.functional._torch import foreach_add, foreach_add_, foreach_lerp_, foreach_mul_, foreach_neg
 from shoal.functional.base import LIKE_PARAMETER, FunctionalOptimizer, State, StateEntry, check_fraction
 
 
@@ -67,11 +67,11 @@ class QHM(FunctionalOptimizer):
     def _update_together(self, params: list[Tensor], grads: list[Tensor], buffers: list[Tensor]) -> None:
         lr = float(self.lr)
         if self.maximize:
-            grads = list(torch._foreach_neg(grads))
+            grads = list(foreach_neg(grads))
         if self.weight_decay and self.weight_decay_type == "grad":
-            grads = list(torch._foreach_add(grads, params, alpha=self.weight_decay))
+            grads = list(foreach_add(grads, params, alpha=self.weight_decay))
         elif self.weight_decay:
-            torch._foreach_mul_(params, 1 - lr * self.weight_decay)
-        torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
-        torch._foreach_add_(params, grads, alpha=-lr * (1 - self.nu))
-        torch._foreach_add_(params, buffers, alpha=-lr * self.nu)
+            foreach_mul_(params, 1 - lr * self.weight_decay)
+        foreach_lerp_(buffers, grads, 1 - self.momentum)
+        foreach_add_(params, grads, alpha=-lr * (1 - self.nu))
+        foreach_add_(params, buffers, alpha=-lr * self.nu)

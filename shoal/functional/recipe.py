@@ -13,6 +13,7 @@ from typing import Any, List, Optional  # noqa: UP035 - TorchScript reads the an
 import torch
 from torch import Tensor, nn
 
+from shoal.functional._torch import is_scripted
 from shoal.functional.bound import BoundOptimizer
 
 
@@ -56,7 +57,7 @@ class BoundRecipe(BoundOptimizer):
         self.params = list(params)
         self._instance = optimizer(self.params, *args, **kwargs)
         # An instance of a scripted class still is Python; it runs without the interpreter inside a scripted module.
-        self._script = _is_scripted(optimizer)
+        self._script = is_scripted(optimizer)
         self._module = torch.jit.script(_Scripted(self._instance)) if self._script else None
 
     @torch.no_grad()
@@ -141,8 +142,3 @@ class _Scripted(nn.Module):
 
     def forward(self, gradients: List[Optional[Tensor]]) -> None:  # noqa: UP006, UP045
         self.optimizer.step(gradients)
-
-
-def _is_scripted(optimizer: type) -> bool:
-    registered = getattr(torch.jit, "_state", None)  # goes away with TorchScript
-    return registered is not None and registered._get_script_class(optimizer) is not None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
+from shoal.functional._torch import fused_sgd_
 from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, State, StateEntry
 from shoal.functional.kernels import advance
 
@@ -105,7 +106,7 @@ class SGD(FunctionalOptimizer):
                 part = [[column[row] for row in rows] for column in columns]
                 parts.append((part, 0.0 if is_first else self.dampening))
         for (some, gradients, buffers), dampening in parts:
-            torch._fused_sgd_(
+            fused_sgd_(
                 some,
                 gradients,
                 buffers,

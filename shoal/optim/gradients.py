@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from shoal.compression import Compression, TensorRole
+from shoal.compression import Compression, TensorRole, plan_codecs
 from shoal.flat import FlatBuffer, Layout, grad_of, is_finite
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class GradientBuffers:
         devices = {parameter.device.type for parameter in self.parameters}
         flags = torch.zeros(len(self.parameters), dtype=torch.float32, device="cpu")
         self.layout = Layout.of([*self.parameters, flags]).on("cpu")
-        self.codecs = compression.plan(self.layout, TensorRole.GRADIENT, exact=[len(self.parameters)])
+        self.codecs = plan_codecs(compression, self.layout, TensorRole.GRADIENT, exact=[len(self.parameters)])
         self._mine = FlatBuffer(self.layout, pinned="cuda" in devices)
         self._averaged = FlatBuffer(self.layout)
         self.mine, self.averaged = self._mine.flat, self._averaged.flat

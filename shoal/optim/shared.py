@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from blake3 import blake3
 
-from shoal.compression import Compression, TensorRole
+from shoal.compression import Compression, TensorRole, plan_codecs
 from shoal.flat import FlatBuffer, Layout, bytes_of
 
 
@@ -31,7 +31,7 @@ class SharedTensors:
         kinds: Sequence[str] | None = None,
     ) -> None:
         self.layout, self._roles = layout, tuple(roles)
-        self.codecs = compression.plan(layout, roles, kinds=kinds)
+        self.codecs = plan_codecs(compression, layout, roles, kinds=kinds)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 from blake3 import blake3
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.compression import Compression, TensorRole
+from shoal.compression import Compression, TensorRole, plan_codecs
 from shoal.flat import FlatBuffer, Layout, bytes_of
 from shoal.optim.group_options import KERNELS
 from shoal.optim.plain import plain, restored
@@ -155,7 +155,7 @@ class TrainingState:
         kinds = [""] * len(self.parameters) + [one.name for one in statistics] + [""] * len(self.extra_tensors)
         first = len(self.parameters)
         exact = {first + number for number, one in enumerate(statistics) if one.name not in averaged}
-        codecs = compression.plan(memory.layout, roles, exact=exact, kinds=kinds)
+        codecs = plan_codecs(compression, memory.layout, roles, exact=exact, kinds=kinds)
         return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(scalars), codecs)
 
     def load(self, state: Downloaded) -> None:

@@ -12,21 +12,21 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Callable, Generator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from shoal.p2p import forks, frames, greeting, tcp
+from shoal.p2p.budget import Budget
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.frames import Kind
 from shoal.p2p.identity import PeerID
 from shoal.p2p.lane import Address, Lane
+from shoal.p2p.limit import Limit
 from shoal.p2p.movement import LARGE_BYTES
-
-if TYPE_CHECKING:
-    from shoal.p2p.sockets import SocketTransport
 
 log = logging.getLogger(__name__)
 
@@ -41,43 +41,85 @@ _STEPS = 64  # of TLS at a time, before the loop may do something else
 
 
 class Stage(Enum):
-    """What a link can do. It goes on to the next, or to `ENDED` from any."""
+    """What a link can do. A link goes from each stage to the next, and from any stage to `ENDED`."""
 
-    CONNECTING = auto()  # dialled; TCP is not there yet
-    SECURING = auto()  # the TLS handshake is under way
-    GREETING = auto()  # encrypted; only the two transports talk
-    OPEN = auto()  # messages pass
-    FINISHING = auto()  # what is queued leaves, nothing is heard any more
-    ENDED = auto()
+    CONNECTING = auto()  # this side has dialled; TCP has not connected yet
+    SECURING = auto()  # TCP has connected; the TLS handshake is under way
+    GREETING = auto()  # the handshake is complete; only control messages of the two transports pass
+    OPEN = auto()  # both sides have proven who they are; messages pass
+    FINISHING = auto()  # `finish` was called; queued bytes are sent, incoming ones are dropped
+    ENDED = auto()  # `end` was called, or the connection was lost
+
+
+class LinkEvents(ABC):
+    """What is told of the events of links. All methods are called on the loop's thread."""
+
+    @abstractmethod
+    def secured(self, link: Link) -> None:
+        """The TLS handshake is complete. Only control messages may pass until `Link.open` is called."""
+
+    @abstractmethod
+    def heard(self, link: Link, payload: memoryview) -> None:
+        """A control message of the other side's transport has arrived.
+
+        Raises:
+            ValueError: if the other side may not say that now; `broke` is called then.
+        """
+
+    @abstractmethod
+    def received(self, link: Link, header: memoryview, buffers: Sequence[memoryview]) -> None:
+        """A message has arrived over an open link."""
+
+    @abstractmethod
+    def broke(self, link: Link, reason: str) -> None:
+        """The other side has sent what it may not send. The link goes on until somebody ends it."""
+
+    @abstractmethod
+    def lane_came(self, link: Link, token: bytes) -> None:
+        """The accepted connection is no link: it begins with the token of a lane."""
+
+    @abstractmethod
+    def ended(self, link: Link, reason: str) -> None:
+        """The link has ended. Called once, last, and never from within a call of the link's methods."""
 
 
 class Link:
-    """A connection, from its beginning to its end, of which `owner` is told.
+    """A connection, from its beginning to its end.
 
     Args:
-        owner: told what happens: `secured`, `heard`, `received`, `broke`, `lane_came`; and `ended`, once, never from
-            within a call.
-        connection: a socket that does not block; this link's alone.
+        events: told what happens.
+        connection: a socket that does not block; only this link uses it.
         context: of TLS.
-        address: whom this side dials; None if the other side has.
+        address: the address that this side dials; None if the other side has dialled.
+        limits: the limits of upload and download that this link shares with others.
+        budget: the memory for large messages that this link shares with others.
 
     Attributes:
-        peer: who is at the other end: whom it must be if this side dialled, None until that is proven if not.
-        instance: which start of that peer; b"" until it is known.
+        peer: the peer at the other end. If this side dialled, it is the peer that was dialled; if not, it is None until
+            the other side has proven who it is.
+        instance: which start of that peer it is; b"" until it is known.
         nonce: what the dialler signs.
-        certificate: of a dialled link: the other side's, DER.
-        challenged, outcome: of a dialled link: done when the listener has challenged, and when messages pass or never
-            will.
+        certificate: of a dialled link: the other side's certificate, as DER.
+        challenged: of a dialled link: done when the listener has sent its challenge.
+        outcome: of a dialled link: done when messages can pass, or never will.
         said_hello: of a dialled link: whether the listener may keep it.
-        error: what `ended` means for who dialled.
-        lane: beside it, if there is one.
-        keys: what this side seals with on each of the lane's connections; `dialled_lanes` of them are in use, if this
-            side dialled, which dials `more` when the first has opened.
-        asked: the other side's keys for connections of the lane that it may not dial yet, and from where it will.
+        error: of a dialled link: the error that the dialler gets when the link has ended.
+        lane: the lane beside this link, if there is one.
+        keys: the keys with which this side seals what it sends, one for each connection of the lane.
+        dialled_lanes: if this side dialled: how many of the keys are in use.
+        more: if this side dialled: how many connections it dials when the first has opened.
+        asked: the other side's keys for connections of the lane that it may not dial yet, and the address from which it
+            will dial each.
     """
 
     def __init__(
-        self, owner: SocketTransport, connection: socket.socket, context: ssl.SSLContext, address: Address | None
+        self,
+        events: LinkEvents,
+        connection: socket.socket,
+        context: ssl.SSLContext,
+        address: Address | None,
+        limits: tuple[Limit, Limit],
+        budget: Budget[Link],
     ) -> None:
         self.socket = connection
         self.dialled = address is not None
@@ -90,7 +132,8 @@ class Link:
         self.dialled_lanes = self.more = 0
         self.asked: list[tuple[greeting.Key, str]] = []
         self.stage = Stage.CONNECTING
-        self._owner = owner
+        self._events = events
+        self._budget = budget
         self._loop = asyncio.get_running_loop()
         self.challenged: asyncio.Future[None] = self._loop.create_future()
         self.outcome: asyncio.Future[None] = self._loop.create_future()
@@ -101,7 +144,7 @@ class Link:
         self._unsent = bytearray()  # of these, what the kernel has not taken
         self._sent_at = self._loop.time()  # the last of what the kernel has taken
         self._deaf = False  # the other side takes nothing any more
-        self._upload, self._download = owner.shared.upload, owner.shared.download
+        self._upload, self._download = limits
         self._paying = False  # for what was sent
         self._large_in = self._large_out = 0  # bytes of large messages that came, and that were queued
         self._steps = 0
@@ -124,8 +167,8 @@ class Link:
     # -- end
 
     def finish(self, seconds: float, reason: str) -> None:
-        """End it when what is queued has left and the other side has closed, or after `seconds`. Nothing is heard
-        meanwhile."""
+        """Ends the link when all queued bytes are sent and the other side has closed, or after `seconds`. Bytes that
+        arrive meanwhile are dropped."""
         if self.stage not in (Stage.FINISHING, Stage.ENDED):
             self.stage, self._life = Stage.FINISHING, self._drain()
             self._timer.cancel()
@@ -134,7 +177,7 @@ class Link:
             self._flush()
 
     def end(self, reason: str, error: type[PeerUnreachable] = PeerUnreachable) -> None:
-        """End it now; what is queued is dropped."""
+        """Ends the link now. Queued bytes are dropped."""
         if self.stage is not Stage.ENDED:
             self.stage, self.error = Stage.ENDED, error
             self._timer.cancel()
@@ -143,17 +186,17 @@ class Link:
             self.socket.close()
             self._unsent.clear()
             del self._life  # and the part of a message that it has
-            self._loop.call_soon(self._owner.ended, self, reason)
+            self._loop.call_soon(self._events.ended, self, reason)
 
     # -- out
 
     def say(self, said: greeting.Said) -> None:
-        """Tell the other transport something."""
+        """Sends a control message to the other transport."""
         self.send(frames.encode(Kind.CONTROL, greeting.encode(said)))
 
     def send(self, frame: bytes) -> None:
-        """Queue a frame; if the queue is full, the link ends. One to a link without TLS, or that ended, is
-        dropped."""
+        """Queues a frame. If the queue is full, the link ends. The frame is dropped if the TLS handshake is not
+        complete, or the link has ended."""
         if self.stage in (Stage.GREETING, Stage.OPEN) and not self._deaf:
             with suppress(ssl.SSLError):  # TLS has failed, which ends the link
                 self._tls.write(frame)
@@ -161,7 +204,7 @@ class Link:
             self._flush()
 
     def _flush(self) -> None:
-        """Give the kernel what it has room for."""
+        """Gives the kernel as many bytes as it has room for."""
         sealed = self._outgoing.read()
         self._sealed += len(sealed)
         self._unsent += sealed
@@ -179,7 +222,7 @@ class Link:
         except BlockingIOError:
             pass
         except OSError:
-            # What had come from it before is still to be read, and then its end.
+            # Bytes that arrived before must still be read, and then the end of the connection.
             self._deaf = True
             self._unsent.clear()
         if self._unsent and not self._paying:
@@ -195,7 +238,7 @@ class Link:
             self._flush()
 
     def queued(self, seconds: float = 0.0) -> int:
-        """Bytes that the kernel has not taken, if it has taken none for so long."""
+        """The number of queued bytes, if the kernel has taken none of them for `seconds`; else 0."""
         return len(self._unsent) if self._loop.time() - self._sent_at >= seconds else 0
 
     def moved(self) -> int:
@@ -206,7 +249,7 @@ class Link:
     # -- in
 
     def resume(self) -> None:
-        """Go on, if it has not ended meanwhile."""
+        """Continues to read, unless the link has ended meanwhile."""
         if self.stage is not Stage.ENDED:
             self._loop.add_reader(self.socket, self._go_on)
             self._go_on()
@@ -215,9 +258,9 @@ class Link:
         try:
             next(self._life)
         except ssl.SSLError as error:
-            self._owner.broke(self, f"it does not speak TLS 1.3: {error.reason}")
+            self._events.broke(self, f"it does not speak TLS 1.3: {error.reason}")
         except ValueError as error:
-            self._owner.broke(self, str(error))
+            self._events.broke(self, str(error))
         except OSError as error:
             self.end(f"its connection was lost: {error.strerror}")
         except StopIteration:
@@ -226,8 +269,8 @@ class Link:
             log.exception("a link failed")
             self.end("this side has failed")
 
-    # What follows is a generator, not a task: those need a turn of the loop more for each message. It yields until
-    # something has come, or until it is resumed.
+    # The life of a link is a generator and not a task: a task needs one more turn of the loop for each message. The
+    # generator yields until bytes have arrived, or until it is resumed.
 
     def _run(self, address: Address | None) -> Wait[None]:
         if address is not None:
@@ -246,32 +289,32 @@ class Link:
         while not self.dialled and len(first) < (greeting.TOKEN_BYTES if first[:1] == greeting.LANE_BYTE else 1):
             first += yield from self._bytes(greeting.TOKEN_BYTES - len(first))
         if first[:1] == greeting.LANE_BYTE:
-            return self._owner.lane_came(self, first)
+            return self._events.lane_came(self, first)
         self._incoming.write(first)
         yield from self._step(self._tls.do_handshake)
         self.stage = Stage.GREETING
         self.certificate = self._tls.getpeercert(binary_form=True) or b""
-        self._owner.secured(self)
+        self._events.secured(self)
         while self.stage in (Stage.GREETING, Stage.OPEN):
             yield from self._hear()
 
     def _hear(self) -> Wait[None]:
-        """A frame, every part received into memory of its own."""
+        """Receives a frame, each of its parts into memory of its own."""
         head = yield from self._read(frames.HEAD_BYTES)
         kind, sizes = frames.announced(head, opened=self.stage is Stage.OPEN)
         large = sum(sizes) >= LARGE_BYTES
-        while large and not self._owner.budget.take(self, sum(sizes)):
+        while large and not self._budget.take(self, sum(sizes), self.resume):
             self._loop.remove_reader(self.socket)
             yield
         parts = []
         for size in sizes:
             parts.append((yield from self._read(size, large=large)))
         if large:
-            self._owner.budget.give(self)
+            self._budget.give(self)
         if kind is Kind.MESSAGE:
-            self._owner.received(self, parts[0], parts[1:])
+            self._events.received(self, parts[0], parts[1:])
         else:
-            self._owner.heard(self, parts[0])
+            self._events.heard(self, parts[0])
 
     def _read(self, size: int, *, large: bool = False) -> Wait[memoryview]:
         whole = rest = memoryview(bytearray(size))
@@ -284,7 +327,7 @@ class Link:
         return whole
 
     def _step(self, step: Callable[[], T]) -> Wait[T]:
-        """Let TLS do something, as soon as what it needs has come."""
+        """Calls a function of TLS, as soon as the bytes that it needs have arrived."""
         while True:
             self._steps += 1
             if not self._steps % _STEPS:

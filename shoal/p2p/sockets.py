@@ -23,7 +23,7 @@ from shoal.p2p.lane import Address, Shared
 from shoal.p2p.lanes import Lanes
 from shoal.p2p.leases import Leases
 from shoal.p2p.limit import Limit
-from shoal.p2p.link import Link, Stage
+from shoal.p2p.link import Link, LinkEvents, Stage
 from shoal.p2p.listener import Admission, Listener, most_connections
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.race import first_to_succeed
@@ -61,7 +61,7 @@ class _Rival:
     timer: asyncio.TimerHandle
 
 
-class SocketTransport(Transport):
+class SocketTransport(Transport, LinkEvents):
     """Links over TCP.
 
     The dialled peer is proven by its certificate, whose key must be the peer id that was dialled, the dialling one by a
@@ -106,7 +106,7 @@ class SocketTransport(Transport):
         self._certificate = b""
         self._dialling: ssl.SSLContext | None = None
         self._admission = Admission(0)
-        self.budget = Budget(UNFINISHED_BYTES)
+        self.budget: Budget[Link] = Budget(UNFINISHED_BYTES)
         self._next_look: asyncio.TimerHandle | None = None
         self._closed = False
         self._emptied: asyncio.Event = asyncio.Event()
@@ -137,7 +137,8 @@ class SocketTransport(Transport):
         self._admission.enter(self._link(connection, self._listening), where)
 
     def _link(self, connection: socket.socket, context: ssl.SSLContext, address: Address | None = None) -> Link:
-        link = Link(self, connection, context, address)
+        limits = self.shared.upload, self.shared.download
+        link = Link(self, connection, context, address, limits, self.budget)
         self._links.add(link)
         if self._next_look is None:
             self._look()
@@ -477,7 +478,8 @@ class SocketTransport(Transport):
         for link in list(self._links):
             if link.stage not in (Stage.CONNECTING, Stage.ENDED) and tcp.is_silent(link.socket):
                 link.end("its machine does not answer")
-        self.budget.look()
+        if (late := self.budget.overdue()) is not None:
+            late.end("its message took too long")
         if sum(link.queued() for link in self._links) > QUEUES_BYTES:
             most = max(self._links, key=lambda link: link.queued(STUCK_SECONDS))
             if most.queued(STUCK_SECONDS):

@@ -146,7 +146,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             RemoteOptimizerError: if a worker failed or did not answer within torch's `rpc_timeout`, in which case it
                 may still make the step. The others have made it.
         """
-        dist_autograd._is_valid_context(context_id)
+        dist_autograd.get_gradients(context_id)  # raises if there is no such context
         options = self._options()
         call_all(
             f"the step of {self._name}",

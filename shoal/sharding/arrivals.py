@@ -14,6 +14,8 @@ from functools import partial
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from shoal.sharding._torch import version_of
+
 
 class Arrivals:
     """The gradients of one bucket, in each backward pass. Begins with a hook into each parameter.
@@ -59,7 +61,7 @@ class Arrivals:
 
     def remember_sums(self) -> None:
         """Notes what is in ``param.grad``, to which the next pass adds."""
-        self._before = {n: (p.grad, p.grad._version) for n, p in self._params.items() if p.grad is not None}
+        self._before = {n: (p.grad, version_of(p.grad)) for n, p in self._params.items() if p.grad is not None}
 
     def begin(self) -> None:
         """A pass begins, or its first gradients have come."""
@@ -94,7 +96,7 @@ class Arrivals:
         if gradient is None or number not in self._before:
             return gradient is not None
         before, version = self._before[number]
-        return gradient is not before or gradient._version != version
+        return gradient is not before or version_of(gradient) != version
 
     def _hook(self, numbers: Iterable[int]) -> None:
         for number in numbers:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.flat import bytes_of
 from shoal.sharding.communication import Communication, Finish, chunks_of, run_in_window
-from shoal.sharding.memory import flat_like, shaped_like
+from shoal.sharding.flat_views import flat_like, shaped_like
 from shoal.sharding.shard import Piece, Shard
 from shoal.sharding.state_dict import is_per_element
 from shoal.sharding.tree import decode, encode

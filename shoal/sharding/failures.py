@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
+
+from shoal.sharding._torch import store_of
 
 _NOTE_BYTES = 2000
 
@@ -35,7 +36,7 @@ class Failures:
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
-        self._store = _get_process_group_store(group)
+        self._store = store_of(group)
         self._ranks = group.size()
         self._rank = rank
         self._noted = False

@@ -30,11 +30,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable as Joinable
 from torch.distributed.algorithms.join import JoinHook as JoinHook
-from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from shoal.sharding._torch import JoinConfig, join_config_of, set_join_config
 from shoal.sharding.join_ddp import divide_by_all_ranks, divide_by_live
 from shoal.sharding.join_optimizer import Companion
 from shoal.sharding.join_state import Stepped, hand_over
@@ -68,7 +68,7 @@ class LendingJoinHook(JoinHook):
     """A hook that gets, by its own messages, what the live ranks step with."""
 
 
-class _Config(_JoinConfig):
+class _Config(JoinConfig):
     """What torch's code reads, and what Shoal's may ask for.
 
     Attributes:
@@ -82,7 +82,7 @@ class _Config(_JoinConfig):
 
 def all_live_of(joinable: Joinable) -> Callable[[], bool] | None:
     """What says whether anybody had joined at the last announcement of this optimizer; None if it announces nothing."""
-    found: Callable[[], bool] | None = getattr(joinable._join_config, "all_live", None)
+    found: Callable[[], bool] | None = getattr(join_config_of(joinable), "all_live", None)
     return found
 
 
@@ -97,7 +97,7 @@ def raise_if_joined(joinable: Joinable, live: int, ranks: int) -> None:
     Raises:
         RuntimeError: it is in a `Join` with ``throw_on_early_termination``, and a rank has run out.
     """
-    config = joinable._join_config
+    config = join_config_of(joinable)
     if config.enable and config.throw_on_early_termination and live < ranks:
         raise RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
 
@@ -218,23 +218,25 @@ class Join:
             RuntimeError: a rank has run out, with ``throw_on_early_termination``.
         """
         work: dist.Work | None = TorchJoin.notify_join_context(joinable)
-        for model in getattr(joinable._join_config, "models", ()):
+        for model in getattr(join_config_of(joinable), "models", ()):
             divide_by_live(model, work)
         return work
 
     def __enter__(self) -> Self:
         leader = self._heard[0] if self._needs_messages and self._heard else None
+        configs: dict[int, _Config] = {}
         for n, joinable in enumerate(self._joinables):
-            self._as_before.callback(setattr, joinable, "_join_config", joinable._join_config)
-            joinable._join_config = _Config(self._enable, self._throw, is_first_joinable=n == leader)
+            self._as_before.callback(set_join_config, joinable, join_config_of(joinable))
+            configs[n] = _Config(self._enable, self._throw, is_first_joinable=n == leader)
             if n == leader:
-                joinable._join_config.models = self._models
+                configs[n].models = self._models
+            set_join_config(joinable, configs[n])
         if self._enable:
             if leader is not None and isinstance(self._joinables[leader], DistributedDataParallel):
                 self._announcing.callback(self._lead(self._joinables[leader]).remove)
             for order, n in enumerate(self._announced):
                 optimizer: Any = self._joinables[n]
-                optimizer._join_config.all_live = self._all_live
+                configs[n].all_live = self._all_live
                 handle = optimizer.register_step_pre_hook(partial(self._before_step, order))
                 self._announcing.callback(handle.remove)
         return self
@@ -254,9 +256,10 @@ class Join:
 
     def _lead(self, model: Any) -> RemovableHandle:
         """Lets Join, and not `model` itself, send its heartbeats: so every model is told how many ranks are live."""
-        config = model._join_config
-        model._join_config = _Config(config.enable, config.throw_on_early_termination, is_first_joinable=False)
-        heart: Any = SimpleNamespace(_join_config=config, join_device=self._device, join_process_group=self._group)
+        config = join_config_of(model)
+        set_join_config(model, _Config(config.enable, config.throw_on_early_termination, is_first_joinable=False))
+        heart: Any = SimpleNamespace(join_device=self._device, join_process_group=self._group)
+        set_join_config(heart, config)
 
         def beat(*_: Any) -> None:
             Join.notify_join_context(heart)

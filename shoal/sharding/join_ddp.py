@@ -1,9 +1,11 @@
-"""What torch's `DistributedDataParallel` does not do by itself in a `Join`; the only place that reaches inside it."""
+"""What torch's `DistributedDataParallel` does not do by itself in a `Join`."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from shoal.sharding._torch import divides_by_all_ranks, set_divisor
 
 
 def divide_by_live(model: DistributedDataParallel, work: dist.Work | None) -> None:
@@ -14,8 +16,7 @@ def divide_by_live(model: DistributedDataParallel, work: dist.Work | None) -> No
         work: the heartbeat, whose result is that number.
     """
     if work is not None:
-        by_initial: bool = vars(model)["_divide_by_initial_world_size"]
-        model.reducer._set_forward_pass_work_handle(work, by_initial)
+        set_divisor(model, work, all_ranks=divides_by_all_ranks(model))
 
 
 def divide_by_all_ranks(model: DistributedDataParallel, work: dist.Work) -> None:
@@ -25,4 +26,4 @@ def divide_by_all_ranks(model: DistributedDataParallel, work: dist.Work) -> None
         model: which got its count from heartbeats.
         work: any that is done; `model` must have one, and does not look at it.
     """
-    model.reducer._set_forward_pass_work_handle(work, True)
+    set_divisor(model, work, all_ranks=True)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.sharding.options import numbers_of, take_numbers
+from shoal.sharding.option_numbers import numbers_of, take_numbers
 
 
 class Companion:

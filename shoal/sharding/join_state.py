@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.sharding.join_optimizer import first_of
-from shoal.sharding.options import numbers_of, take_numbers, with_numbers
+from shoal.sharding.option_numbers import numbers_of, take_numbers, with_numbers
 
 Stepped = LRScheduler | GradScaler
 """What a loop steps for every batch. What it counts are numbers of its state dict; the rest is equal on all ranks."""

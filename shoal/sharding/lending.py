@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shoal.sharding.communication import Communication, Finish
-from shoal.sharding.memory import flat_like
-from shoal.sharding.options import Groups, numbers_of, take_numbers
+from shoal.sharding.flat_views import flat_like
+from shoal.sharding.option_numbers import Groups, numbers_of, take_numbers
 from shoal.sharding.parameters import Parameters
 from shoal.sharding.partition import Slice
 

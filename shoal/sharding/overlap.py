@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.sharding._torch import in_backward, join_config_of, mark_as_stepped
 from shoal.sharding.communication import OVERLAP, Finish
-from shoal.sharding.memory import flat, flat_like
-from shoal.sharding.options import copy_options, numbers_of, take_numbers
+from shoal.sharding.flat_views import flat, flat_like
+from shoal.sharding.option_numbers import numbers_of, take_numbers
 from shoal.sharding.partition import Parcel, parcels_of
 from shoal.sharding.shard import Piece
 from shoal.sharding.zero import ZeroRedundancyOptimizer
@@ -55,7 +56,7 @@ def hook_with_zero_step(
         reductions.append((bucket, future))
         if bucket.is_last():
             for one, reduced in reductions:
-                overlap.step(one, reduced.wait(), live=_in_backward())
+                overlap.step(one, reduced.wait(), live=in_backward())
             reductions.clear()
         return future
 
@@ -72,26 +73,22 @@ def hook_with_zero_step_interleaved(
     overlap = _Overlap(zero, ddp)
 
     def reduce(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
-        live = _in_backward()
+        live = in_backward()
         return hook(state, bucket).then(lambda reduced: overlap.step(bucket, reduced.wait(), live=live))
 
     return reduce
-
-
-def _in_backward() -> bool:
-    """Whether a hook of DDP is called by the backward pass, and not to shadow those of others in a `Join`."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class _Overlap:
     """One step, bucket by bucket, in whatever order and thread their reductions end."""
 
     def __init__(self, zero: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> None:
-        if not zero._overlap_with_ddp:
+        if not zero.overlap_with_ddp:
             raise ValueError("make the ZeroRedundancyOptimizer with overlap_with_ddp=True to step it in a hook of DDP")
         if ddp.process_group != zero.process_group:
             raise ValueError("the model and its ZeroRedundancyOptimizer are of different process groups")
         self._zero, self._ddp = zero, ddp
+        self._sharded = zero.sharded_step
         self._lock = Lock()
         self._buckets: int | None = None  # of this pass, once the last is known
         self._stepped = 0
@@ -108,12 +105,12 @@ class _Overlap:
         """
         buffer = bucket.buffer()
         result: Tensor = reduced if isinstance(reduced, Tensor) else reduced[0]
-        with self._lock, torch.no_grad(), self._zero._failures.named("stepping in the backward pass of DDP"):
+        with self._lock, torch.no_grad(), self._sharded.failures.named("stepping in the backward pass of DDP"):
             if result.data_ptr() != buffer.data_ptr():
                 buffer.copy_(result.view_as(buffer))
             if bucket.is_last():
                 self._buckets = bucket.index() + 1
-            if self._stepped == 0 and (self._ddp._join_config.enable or self._zero._join_config.enable):
+            if self._stepped == 0 and (join_config_of(self._ddp).enable or self._sharded.join_config.enable):
                 self._follow_live(live)
             self._stepped += 1
             try:
@@ -124,55 +121,56 @@ class _Overlap:
                     self._buckets, self._stepped = None, 0
                     for finish in sending:
                         finish()
-                    self._zero._shard.settle()
+                    self._sharded.shard.settle()
         return result
 
     def _follow_live(self, live: bool) -> None:
-        groups = self._zero.param_groups
+        groups = self._sharded.groups
         header = torch.cat([torch.tensor([live], dtype=torch.float64, device="cpu"), numbers_of(groups)])
-        headers = self._zero._communication.exchange(header)()
+        headers = self._sharded.communication.exchange(header)()
         if not live:
             take_numbers(groups, next(other for other in headers if other[0])[1:])
 
     def _step(self, bucket: dist.GradBucket) -> None:
-        zero = self._zero
-        copy_options(zero.param_groups, zero.optim.param_groups)
-        zero._consolidated = None
-        numbers = {id(param): number for number, param in enumerate(zero._all_params)}
+        sharded = self._sharded
+        params, shard = sharded.parameters.params, sharded.shard
+        sharded.take_options()
+        sharded.consolidated = None
+        numbers = {id(param): number for number, param in enumerate(params)}
         gradients = {
             numbers[id(param)]: gradient
             for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
             if id(param) in numbers
         }
-        pieces: list[Piece] = [piece for piece in zero._shard.all_pieces if piece.part.tensor in gradients]
+        pieces: list[Piece] = [piece for piece in shard.all_pieces if piece.part.tensor in gradients]
         for piece in pieces:
             piece.follow()
             gradient = flat_like(gradients[piece.part.tensor], piece.param)
             piece.take_gradient(gradient[piece.part.span.slice])
-        zero.optim.step()
+        shard.optimizer.step()
         for piece in pieces:
             piece.write_back()
             piece.local.grad = None
-        copy_options(zero.optim.param_groups, zero.param_groups)
-        vars(zero)["_opt_called"] = True  # what schedulers ask for
+        sharded.show_options()
+        mark_as_stepped(self._zero)
 
         chosen = tuple(sorted(gradients))
         if chosen not in self._parcels:
             self._parcels[chosen] = self._parcels_for(set(chosen))
-        tensors = {number: flat(zero._all_params[number]) for number in chosen}
+        tensors = {number: flat(params[number]) for number in chosen}
         # A tag for each bucket: their reductions may end in another order on another rank.
         tag = OVERLAP + bucket.index()
-        self._sending += [zero._communication.share(parcel, tensors, tag) for parcel in self._parcels[chosen]]
+        self._sending += [sharded.communication.share(parcel, tensors, tag) for parcel in self._parcels[chosen]]
 
     def _parcels_for(self, chosen: set[int]) -> list[Parcel]:
-        zero = self._zero
+        parameters = self._sharded.parameters
         shares = [
             tuple(
                 part
-                for bucket in zero._parameters.buckets
+                for bucket in parameters.buckets
                 for part in bucket.shares[rank]
                 if part.tensor in chosen and part.span
             )
-            for rank in range(zero.world_size)
+            for rank in range(self._sharded.communication.ranks)
         ]
-        return parcels_of(shares, zero._all_params[next(iter(chosen))].itemsize) if chosen else []
+        return parcels_of(shares, parameters.params[next(iter(chosen))].itemsize) if chosen else []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.flat import FlatBuffer, Span
 from shoal.sharding.communication import Communication, run_in_window
-from shoal.sharding.memory import flat, is_dense, shaped_like
+from shoal.sharding.flat_views import flat, is_dense, shaped_like
 from shoal.sharding.partition import (
     Bucket,
     Parcel,

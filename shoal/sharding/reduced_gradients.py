@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, Final
+from functools import reduce
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from shoal.sharding.buffers import Buffers
 from shoal.sharding.clipping import clip, unscale
-from shoal.sharding.gradients import Gradients
-from shoal.sharding.join import CountingJoinHook, Join, JoinHook, raise_if_joined
+from shoal.sharding.gradient_source import GradientSource
+from shoal.sharding.join import CountingJoinHook, JoinHook
 from shoal.sharding.lending import agree
-from shoal.sharding.options import numbers_of, take_numbers
+from shoal.sharding.module_buffers import ModuleBuffers
+from shoal.sharding.option_numbers import numbers_of, take_numbers
 from shoal.sharding.partition import Slice
 from shoal.sharding.reduction import Reduction
-from shoal.sharding.shard import Shard
-
-if TYPE_CHECKING:
-    from shoal.sharding.zero import ZeroRedundancyOptimizer
+from shoal.sharding.sharded_step import ShardedStep
 
 # What the first live rank tells those that have joined to do with the reduced gradients.
 STEP: Final = 0.0
@@ -31,58 +27,62 @@ DROP: Final = 2.0
 UNSCALE: Final = 3.0
 
 
-class ReducedGradients(Gradients):
-    """Reduces in every backward pass; all ranks begin with the parameters of rank 0.
+class ReducedGradients(GradientSource):
+    """Reduces gradients in every backward pass. All ranks begin with the parameters of rank 0.
 
     Args:
-        zero: whose gradients.
-        buffers: given to all ranks after every step, and at the start.
+        step: of the optimizer.
+        buffers: given to all ranks at the start and after every step.
+
+    Attributes:
+        reduction: what reduces.
     """
 
     are_lent = True
 
-    def __init__(self, zero: ZeroRedundancyOptimizer, buffers: Buffers) -> None:
-        super().__init__(zero)
+    def __init__(self, step: ShardedStep, buffers: ModuleBuffers) -> None:
+        self._step = step
         self._buffers = buffers
-        # To those that have joined, an iteration begins with the first bucket and not with the step.
-        self.reduction = Reduction(zero._parameters, zero._communication, partial(_notify, weakref.ref(zero)))
+        # For joined ranks an iteration begins with the first bucket, and not with the step.
+        self.reduction = Reduction(step.parameters, step.communication, step.notify_join)
 
     @torch.no_grad()
     def watch(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Gives the parameters of rank 0 to all, and reduces their gradients from now on."""
-        self._zero._parameters.spread(self._zero._communication, groups)
-        self._buffers.share(self._zero._communication, owner=0)
+        self._step.parameters.spread(self._step.communication, groups)
+        self._buffers.share(self._step.communication, owner=0)
         self.reduction.watch()
 
-    def prepare(self, shard: Shard) -> list[int]:
+    def prepare(self) -> list[int]:
         """Waits for the reduced gradients."""
         gradients, updated = self._take()
         self._tell(STEP)
-        shard.prepare(gradients)
+        self._step.shard.prepare(gradients)
         return updated
 
     def lend(self) -> None:
-        """Nothing to do: those that have joined were told before."""
+        """Nothing to do: joined ranks were told before."""
 
-    def arriving(self, shard: Shard) -> Iterator[int]:
-        """Gives gradients to the local optimizer bucket by bucket, as they come; gives the numbers of those buckets."""
+    def arriving(self) -> Iterator[int]:
+        """Gives gradients to the local optimizer bucket by bucket, as they arrive; yields the numbers of the
+        buckets."""
         told = False
         for number in self.reduction.arriving():
             if not told:
                 self._tell_step()
                 told = True
-            shard.prepare(self.reduction.of_bucket(number))
+            self._step.shard.prepare(self.reduction.of_bucket(number))
             yield number
         if not told:
             self._tell_step()
 
     def _tell_step(self) -> None:
-        raise_if_joined(self._zero, len(self.reduction.live), self._zero.world_size)
+        self._step.raise_if_joined(len(self.reduction.live))
         self._tell(STEP)
 
     def used(self) -> None:
         """Gives buffers to all ranks, and forgets gradients."""
-        self._buffers.share(self._zero._communication, owner=self.reduction.live[0])
+        self._buffers.share(self._step.communication, owner=self.reduction.live[0])
         self.reduction.forget()
 
     def drop(self) -> None:
@@ -95,79 +95,76 @@ class ReducedGradients(Gradients):
         return self.reduction.paused()
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
-        """Every rank its own, by the norm of all."""
+        """Each rank scales its own gradients, by the norm of all."""
         gradients, _ = self._take()
         self._tell(CLIP, max_norm, norm_type)
-        return clip(gradients, max_norm, norm_type, self._zero._communication, self.norm_dtype)
+        return clip(gradients, max_norm, norm_type, self._step.communication, self.norm_dtype)
 
     @property
     def norm_dtype(self) -> torch.dtype:
-        """Of the norm of all gradients: the widest of the parameters' dtypes, at least float32."""
-        return reduce(torch.promote_types, {param.dtype for param in self._zero._all_params}, torch.float32)
+        """The dtype of the norm of all gradients: the widest of the parameters' dtypes, at least float32."""
+        dtypes = {param.dtype for param in self._step.parameters.params}
+        return reduce(torch.promote_types, dtypes, torch.float32)
 
     def unscale(self, factor: float) -> bool:
-        """Multiplies them with ``factor``; whether all were finite before, on all ranks."""
+        """Multiplies the gradients with ``factor``; returns whether all were finite before, on all ranks."""
         gradients, _ = self._take()
         self._tell(UNSCALE, factor)
-        return unscale(gradients, factor, self._zero._communication)
+        return unscale(gradients, factor, self._step.communication)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Takes part in reductions, and in what follows.
 
         Args:
-            kwargs: of `Join`; ``divide_by_initial_world_size`` (default True) is for this one.
+            kwargs: of `Join`; ``divide_by_initial_world_size`` (default True) is for this hook.
         """
         self.reduction.divide_by_live = not kwargs.get("divide_by_initial_world_size", True)
-        return CountingHook(self._zero, self)
+        return CountingHook(self._step, self)
 
     def _take(self) -> tuple[dict[Slice, Tensor | None], list[int]]:
         taken = self.reduction.take()
-        raise_if_joined(self._zero, len(self.reduction.live), self._zero.world_size)
+        self._step.raise_if_joined(len(self.reduction.live))
         return taken
 
     def _tell(self, what: float, first: float = 0.0, second: float = 0.0) -> None:
-        """In a `Join`, the first live rank tells those that have joined what comes next, and its options."""
-        zero, live = self._zero, self.reduction.live
-        if zero._join_config.enable and live[0] == zero.rank:
+        """In a `Join`, the first live rank tells joined ranks what comes next, and gives them its options."""
+        step, live = self._step, self.reduction.live
+        communication = step.communication
+        if step.join_config.enable and live[0] == communication.rank:
             head = torch.tensor([what, first, second], dtype=torch.float64, device="cpu")
-            for rank in set(range(zero.world_size)).difference(live):
-                zero._communication.send_all(torch.cat([head, numbers_of(zero.param_groups)]), rank)
+            for rank in set(range(communication.ranks)).difference(live):
+                communication.send_all(torch.cat([head, numbers_of(step.groups)]), rank)
 
     def listen(self) -> tuple[float, float, float]:
-        """On a rank that has joined: what the first live rank tells; takes its options."""
-        zero = self._zero
-        message = torch.cat([torch.zeros(3, dtype=torch.float64, device="cpu"), numbers_of(zero.param_groups)])
-        zero._communication.receive_all(message, self.reduction.live[0])
-        take_numbers(zero.param_groups, message[3:])
+        """On a joined rank: receives what the first live rank tells, and takes its options."""
+        step = self._step
+        message = torch.cat([torch.zeros(3, dtype=torch.float64, device="cpu"), numbers_of(step.groups)])
+        step.communication.receive_all(message, self.reduction.live[0])
+        take_numbers(step.groups, message[3:])
         what, first, second = message[:3].tolist()
         return what, first, second
-
-
-def _notify(zero: weakref.ref[ZeroRedundancyOptimizer]) -> None:
-    if (alive := zero()) is not None:
-        Join.notify_join_context(alive)
 
 
 class CountingHook(CountingJoinHook):
     """Shadows an iteration: the reduction, then what is done with the gradients.
 
     Args:
-        zero: whose iterations.
+        step: of the optimizer.
         gradients: of the same optimizer.
     """
 
-    def __init__(self, zero: ZeroRedundancyOptimizer, gradients: ReducedGradients) -> None:
-        self._zero = zero
+    def __init__(self, step: ShardedStep, gradients: ReducedGradients) -> None:
+        self._step = step
         self._gradients = gradients
 
     def shadow(self) -> int:
-        """One iteration, with nothing to add. Returns how many ranks were live."""
-        zero, reduction = self._zero, self._gradients.reduction
-        with zero._failures.named("in Join"):
-            self._gradients.drop()  # what this rank reduced last when it was live, and never stepped
+        """Makes one iteration, with nothing to add. Returns how many ranks were live."""
+        step, reduction = self._step, self._gradients.reduction
+        with step.failures.named("in Join"):
+            self._gradients.drop()  # what this rank reduced last while it was live, and never stepped
             reduction.shadow()
             live = len(reduction.live)
-            if live == 0 or zero._join_config.throw_on_early_termination:
+            if live == 0 or step.join_config.throw_on_early_termination:
                 reduction.forget()
                 return live
             while True:
@@ -177,15 +174,16 @@ class CountingHook(CountingJoinHook):
                     return live
                 gradients, updated = reduction.take()
                 if what == STEP:
-                    zero._shadow(gradients, updated)
+                    step.shadow(gradients, updated, drop_gradients=True)
+                    self._gradients.used()
                     return live
                 if what == UNSCALE:
-                    unscale(gradients, numbers[0], zero._communication)
+                    unscale(gradients, numbers[0], step.communication)
                 else:
-                    clip(gradients, numbers[0], numbers[1], zero._communication, self._gradients.norm_dtype)
+                    clip(gradients, numbers[0], numbers[1], step.communication, self._gradients.norm_dtype)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """The mean is over all ranks again, and all have the options of one that joined last."""
+        """The mean is over all ranks again, and all take the options of one that joined last."""
         self._gradients.reduction.divide_by_live = False
-        with self._zero._failures.named("leaving Join"):
-            agree(self._zero._communication, self._zero.param_groups, was_last=is_last_joiner)
+        with self._step.failures.named("leaving Join"):
+            agree(self._step.communication, self._step.groups, was_last=is_last_joiner)

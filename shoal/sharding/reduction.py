@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shoal.sharding._torch import call_after_backward
 from shoal.sharding.arrivals import Arrivals
 from shoal.sharding.communication import Communication, Finish, run_in_window
-from shoal.sharding.memory import flat_like
+from shoal.sharding.flat_views import flat_like
 from shoal.sharding.parameters import Parameters
 from shoal.sharding.partition import Bucket, Parcel, Slice, parcels_of
 from shoal.sharding.worker import Worker
@@ -242,13 +243,13 @@ class Reduction:
         for arrivals in self._arrivals:
             arrivals.begin()
 
-    def _arrived(self, bucket: int, number: int) -> None:
+    def arrived(self, bucket: int, number: int) -> None:
+        """Called by the hook of a parameter of a bucket, in the backward pass."""
         if self._paused:
             return
         if self._pending is None:
             self._begin()
-            # The engine's own way to be called when the whole backward pass is done; DDP uses it as well.
-            torch.autograd.Variable._execution_engine.queue_callback(self._send_rest)
+            call_after_backward(self._send_rest)
         assert self._pending is not None
         self._arrivals[bucket].came(number)
         while self._pending and self._arrivals[self._pending[0]].complete:
@@ -359,7 +360,7 @@ class Reduction:
 
 def _tell(reduction: weakref.ref[Reduction], bucket: int, number: int) -> None:
     if (alive := reduction()) is not None:
-        alive._arrived(bucket, number)
+        alive.arrived(bucket, number)
 
 
 def _unhook(arrivals: list[Arrivals]) -> None:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.sharding.memory import flat, flat_like, shaped_like
-from shoal.sharding.options import Groups
+from shoal.sharding._torch import version_of
+from shoal.sharding.flat_views import flat, flat_like, shaped_like
+from shoal.sharding.option_numbers import Groups
 from shoal.sharding.partition import Slice
 
 MASTER = "master_weights"
@@ -57,9 +58,9 @@ class Piece:
     def follow(self) -> None:
         """Makes ``local`` the parameter as it is now, should someone have given it other memory or values."""
         if self.is_copy:
-            if self.param._version != self._version:
+            if version_of(self.param) != self._version:
                 self._flat_local.copy_(self.home)
-                self._version = self.param._version
+                self._version = version_of(self.param)
         elif self.local is not self.param:
             self.local.data = self.param.detach() if self.whole else self.home
 
@@ -88,7 +89,7 @@ class Piece:
 
     def keep(self) -> None:
         """Takes the values of ``local`` for those of the parameter as it is now, until someone writes to that."""
-        self._version = self.param._version
+        self._version = version_of(self.param)
 
     @property
     def _flat_local(self) -> Tensor:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shoal.flat import Span
+from shoal.sharding._torch import make_wrapper
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,7 @@ class ShardedState(torch.Tensor):
     def of(shape: torch.Size, parts: Sequence[tuple[Span, Tensor]]) -> ShardedState:
         """A tensor of ``shape`` with these spans of its elements, each with a 1-D tensor that is read and written."""
         first = parts[0][1]
-        wrapper: ShardedState = torch.Tensor._make_wrapper_subclass(
-            ShardedState, shape, dtype=first.dtype, device=first.device
-        )
+        wrapper: ShardedState = make_wrapper(ShardedState, shape, dtype=first.dtype, device=first.device)
         wrapper._parts = list(parts)
         return wrapper
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.sharding.memory import flat_like
+from shoal.sharding.flat_views import flat_like
 from shoal.sharding.shard import Piece, Shard
 from shoal.sharding.sharded_state import ShardedState
 

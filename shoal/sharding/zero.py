@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,22 +14,21 @@ from torch.optim import Optimizer
 
 from shoal.sharding import consolidation
 from shoal.sharding.arguments import Partition, checked, checked_class, may_cut
-from shoal.sharding.buffers import Buffers
 from shoal.sharding.communication import Communication
 from shoal.sharding.element_wise import is_element_wise
 from shoal.sharding.failures import Failures
-from shoal.sharding.gradients import Gradients
+from shoal.sharding.gradient_source import GradientSource
 from shoal.sharding.join import Join, JoinHook
-from shoal.sharding.options import copy_options
-from shoal.sharding.own_gradients import AgreeingHook, OwnGradients
+from shoal.sharding.module_buffers import ModuleBuffers
 from shoal.sharding.parameters import Parameters
-from shoal.sharding.partition import Slice
 from shoal.sharding.reduced_gradients import ReducedGradients
+from shoal.sharding.replicated_gradients import AgreeingHook, ReplicatedGradients
 from shoal.sharding.shard import Shard
+from shoal.sharding.sharded_step import JoinableOptimizer, ShardedStep
 from shoal.sharding.state_dict import pack_groups, read, sharded
 
 
-class ZeroRedundancyOptimizer(Optimizer, Joinable):
+class ZeroRedundancyOptimizer(JoinableOptimizer):
     """Any optimizer, with its state divided over the ranks of a process group (ZeRO, arXiv:1910.02054).
 
     A drop-in for ``torch.distributed.optim.ZeroRedundancyOptimizer``. Each rank steps its share of the parameters, then
@@ -68,6 +67,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Attributes:
         optim: the local optimizer.
+        overlap_with_ddp: as given.
         process_group, rank, world_size, global_rank: as torch's.
 
     Raises:
@@ -106,24 +106,26 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.world_size = dist.get_world_size(group)
         self.global_rank = dist.get_global_rank(group, self.rank)
         self.parameters_as_bucket_view = parameters_as_bucket_view
-        self._overlap_with_ddp = overlap_with_ddp
-        self._all_params: list[Tensor] = [param for entry in self.param_groups for param in entry["params"]]
-        self._default_device = self._all_params[0].device
+        self.overlap_with_ddp = overlap_with_ddp
+        devices: list[torch.device] = [param.device for entry in self.param_groups for param in entry["params"]]
+        self._default_device = devices[0]
         self._element_wise = is_element_wise(optimizer_class)
-        self._communication = Communication(group, self._default_device)
-        self._failures = Failures(group, self.rank)
-        self._parameters = Parameters(
-            self.world_size,
-            cut=may_cut(partition, self._element_wise, self.world_size),
-            flat_buffers=parameters_as_bucket_view,
+        self._sharded = ShardedStep(
+            self,
+            Communication(group, self._default_device),
+            Failures(group, self.rank),
+            Parameters(
+                self.world_size,
+                cut=may_cut(partition, self._element_wise, self.world_size),
+                flat_buffers=parameters_as_bucket_view,
+            ),
+            Shard(optimizer_class, defaults, alias=overlap_with_ddp, offload=offload, master_weights=master_weights),
         )
-        self._gradients: Gradients = (
-            ReducedGradients(self, Buffers(buffers_of)) if reduce_scatter else OwnGradients(self)
+        self._gradients: GradientSource = (
+            ReducedGradients(self._sharded, ModuleBuffers(buffers_of))
+            if reduce_scatter
+            else ReplicatedGradients(self._sharded)
         )
-        self._shard = Shard(
-            optimizer_class, defaults, alias=overlap_with_ddp, offload=offload, master_weights=master_weights
-        )
-        self._consolidated: dict[int, dict[str, Any]] | None = None
         self._updated: list[int] | None = None
         if reduce_scatter and overlap_with_ddp:
             raise ValueError("reduce_scatter reduces gradients in the place of DDP: leave out overlap_with_ddp")
@@ -136,15 +138,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def optim(self) -> Optimizer:
         """The local optimizer, over this rank's slices."""
-        return self._shard.optimizer
+        return self._sharded.shard.optimizer
 
     def _add_to_shard(self, groups: list[dict[str, Any]]) -> None:
         params = [group["params"] for group in groups]
-        slices = self._parameters.add(params, self.rank)
-        with self._failures.named("making ZeroRedundancyOptimizer"):
+        parameters = self._sharded.parameters
+        slices = parameters.add(params, self.rank)
+        with self._sharded.failures.named("making ZeroRedundancyOptimizer"):
             self._gradients.watch(params)
-        self._shard.add(groups, slices, self._parameters.params)
-        copy_options(self.optim.param_groups, self.param_groups)
+        self._sharded.shard.add(groups, slices, parameters.params)
+        self._sharded.show_options()
         self.state = self.optim.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -154,7 +157,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         super().add_param_group(param_group)
         if self._built:
-            self._all_params.extend(self.param_groups[-1]["params"])
             self._add_to_shard(self.param_groups[-1:])
 
     # --- stepping ----------------------------------------------------------------------------------
@@ -173,11 +175,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: if a rank was lost, names it; within the timeout of the process group.
         """
-        if self._overlap_with_ddp:
+        if self.overlap_with_ddp:
             return None
         if not isinstance(self._gradients, ReducedGradients):
             Join.notify_join_context(self)
-        with self._failures.named("in step() of ZeroRedundancyOptimizer"):
+        with self._sharded.failures.named("in step() of ZeroRedundancyOptimizer"):
             if closure is None and self._element_wise and isinstance(self._gradients, ReducedGradients):
                 return self._step_as_they_come(self._gradients, kwargs)
             if callable(closure):
@@ -197,16 +199,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Steps bucket by bucket, while other gradients are still on their way here and parameters away from here."""
 
         def stepped() -> Iterator[int]:
-            for number in gradients.arriving(self._shard):
+            for number in gradients.arriving():
                 self.optim.step(**kwargs)
-                self._shard.finish(drop_gradients=True)
+                self._sharded.shard.finish(drop_gradients=True)
                 yield number
 
-        self._follow()
-        with torch.no_grad():
-            self._parameters.gather(self._communication, stepped())
-        self._shard.settle()
-        copy_options(self.optim.param_groups, self.param_groups)
+        self._sharded.follow()
+        self._sharded.gather(stepped())
+        self._sharded.show_options()
         gradients.used()
 
     def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -219,40 +219,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         return evaluate
 
-    def _follow(self) -> None:
-        """Takes over what changed since the last step: options, and where parameters lie."""
-        self._consolidated = None
-        self._parameters.follow()
-        self._shard.follow()
-        copy_options(self.param_groups, self.optim.param_groups)
-
     def _prepare(self) -> None:
         """Gives the local optimizer the options and gradients of now."""
-        self._follow()
-        self._updated = self._gradients.prepare(self._shard)
+        self._sharded.follow()
+        self._updated = self._gradients.prepare()
 
     def _finish(self, updated: list[int]) -> None:
         """After the local step: brings the parameters in the buckets ``updated`` to all ranks."""
         self._gradients.lend()
-        self._shard.finish(drop_gradients=self._gradients.are_lent)
-        copy_options(self.optim.param_groups, self.param_groups)
-        with torch.no_grad():
-            self._parameters.gather(self._communication, updated)
-        self._shard.settle()
+        self._sharded.shard.finish(drop_gradients=self._gradients.are_lent)
+        self._sharded.show_options()
+        self._sharded.gather(updated)
         self._gradients.used()
-
-    def _shadow(self, gradients: Mapping[Slice, Tensor | None], updated: list[int]) -> None:
-        """The step of a rank that has joined, with what the live ranks gave it."""
-        self._follow()
-        self._shard.prepare(gradients)
-        self.optim.step()
-        self._finish(updated)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, those that were reduced already included."""
         super().zero_grad(set_to_none)
         if self._built:
-            with self._failures.named("in zero_grad() of ZeroRedundancyOptimizer"):
+            with self._sharded.failures.named("in zero_grad() of ZeroRedundancyOptimizer"):
                 self._gradients.drop()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -278,7 +262,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: if the norm is not finite and that was to be an error, or a rank was lost.
         """
-        with self._failures.named("in clip_grad_norm_() of ZeroRedundancyOptimizer"):
+        with self._sharded.failures.named("in clip_grad_norm_() of ZeroRedundancyOptimizer"):
             norm = self._gradients.clip(max_norm, norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}: it cannot be clipped")
@@ -294,7 +278,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         ``torch.distributed.checkpoint`` saves and loads as the whole ones, on any number of ranks; ``torch.save``
         refuses them. It does not communicate.
         """
-        state = sharded(self._shard, self._all_params) if self._consolidated is None else self._consolidated
+        own = self._sharded
+        state = sharded(own.shard, own.parameters.params) if own.consolidated is None else own.consolidated
         return {"state": dict(state), "param_groups": pack_groups(self.param_groups)}
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -310,13 +295,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if not 0 <= to < self.world_size:
             raise ValueError(f"the process group has ranks 0 to {self.world_size - 1}, got to={to}")
-        copy_options(self.param_groups, self.optim.param_groups)
-        with self._failures.named("in consolidate_state_dict()"):
+        own = self._sharded
+        own.take_options()
+        with own.failures.named("in consolidate_state_dict()"):
             if self.rank == to:
-                self._consolidated = consolidation.collect(self._communication, self._shard, self._all_params)
+                own.consolidated = consolidation.collect(own.communication, own.shard, own.parameters.params)
             else:
-                self._consolidated = None
-                consolidation.give(self._communication, self._shard, to)
+                own.consolidated = None
+                consolidation.give(own.communication, own.shard, to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes this rank's share of a state dict; the dictionary stays as it is and shares no memory with it.
@@ -328,10 +314,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: if it is of another model, says where; then nothing was changed.
         """
-        states, options = read(state_dict, self.param_groups, self._shard.pieces, element_wise=self._element_wise)
-        self._consolidated = None
-        self._shard.load(states, options)
-        copy_options(self.optim.param_groups, self.param_groups)
+        own = self._sharded
+        states, options = read(state_dict, self.param_groups, own.shard.pieces, element_wise=self._element_wise)
+        own.consolidated = None
+        own.shard.load(states, options)
+        own.show_options()
         self.state = self.optim.state
 
     # --- Join --------------------------------------------------------------------------------------
@@ -346,7 +333,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             kwargs: of `Join`. With ``reduce_scatter``, ``divide_by_initial_world_size`` (default True) says whether
                 gradients are divided by the number of ranks, or by the number of live ones.
         """
-        return AgreeingHook(self) if self._overlap_with_ddp else self._gradients.join_hook(**kwargs)
+        return AgreeingHook(self._sharded) if self.overlap_with_ddp else self._gradients.join_hook(**kwargs)
+
+    @property
+    def sharded_step(self) -> ShardedStep:
+        """The division over the ranks, which `hook_with_zero_step` and `GradScaler` work with."""
+        return self._sharded
+
+    @property
+    def gradient_source(self) -> GradientSource:
+        """Where the gradients for a step come from."""
+        return self._gradients
 
     @property
     def join_device(self) -> torch.device:

@@ -13,7 +13,7 @@ from typing import Any
 from blake3 import blake3
 
 from shoal.p2p.identity import Identity, PeerID
-from shoal.p2p.memory import MemoryNetwork, MemoryTransport
+from shoal.p2p.memory_transport import MemoryNetwork, MemoryTransport
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
 from shoal.p2p.transport import LostHandler, MessageHandler

@@ -13,7 +13,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal.compression import CodecPlan
-from shoal.flat.memory import forget_spares
+from shoal.flat.allocation import forget_spares
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Node, Reply, Service

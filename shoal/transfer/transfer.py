@@ -18,7 +18,8 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal.compression import CodecPlan, CodecSpan, NoCompression, codec_by_name
-from shoal.flat.memory import bytes_of, empty
+from shoal.flat.allocation import empty
+from shoal.flat.memory_views import bytes_of
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Leases, Target

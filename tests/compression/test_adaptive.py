@@ -27,6 +27,7 @@ from shoal.compression import (
     Uniform8BitQuantization,
     codec_by_name,
     compression_by_spec,
+    plan_codecs,
 )
 from shoal.compression.kind import KindCodec
 from shoal.compression.statistic import StatisticCodec
@@ -143,7 +144,7 @@ def test_plan_covers_buffers_and_joins_neighbours() -> None:
         torch.zeros(3000, dtype=torch.float64),
     ]
     layout = Layout.of([*tensors, torch.zeros(7)])
-    spans = BY_SIZE.plan(layout).spans
+    spans = plan_codecs(BY_SIZE, layout).spans
     starts = [layout.entries[i].span.start for i in (0, 2, 5)]
     assert [(s.buffer, s.start, s.stop, s.codec) for s in spans] == [
         (0, 0, starts[1], Float16Compression()),
@@ -155,18 +156,18 @@ def test_plan_covers_buffers_and_joins_neighbours() -> None:
 
 def test_plan_follows_roles_and_keys() -> None:
     layout = Layout.of([torch.zeros(5000), torch.zeros(5000)])
-    by_role = BY_ROLE.plan(layout, [TensorRole.OPTIMIZER, TensorRole.GRADIENT])
+    by_role = plan_codecs(BY_ROLE, layout, [TensorRole.OPTIMIZER, TensorRole.GRADIENT])
     assert [span.codec for span in by_role.spans] == [
         StatisticCodec(BlockwiseQuantization()),
         KindCodec(Uniform8BitQuantization(), 1),
     ]
-    by_key = BY_KEY.plan(layout, keys=["a", 3])
+    by_key = plan_codecs(BY_KEY, layout, keys=["a", 3])
     assert [span.codec for span in by_key.spans] == [Float16Compression(), NoCompression()]
-    assert len(Float16Compression().plan(layout).spans) == 1
+    assert len(plan_codecs(Float16Compression(), layout).spans) == 1
     with pytest.raises(ValueError, match="no compression is given for tensor 0"):
-        BY_KEY.plan(layout)
+        plan_codecs(BY_KEY, layout)
     with pytest.raises(ValueError, match="2 tensors, but there are 1 roles, 2 keys and 2 kinds"):
-        BY_ROLE.plan(layout, [TensorRole.GRADIENT])
+        plan_codecs(BY_ROLE, layout, [TensorRole.GRADIENT])
 
 
 @st.composite
@@ -181,7 +182,7 @@ def flat(draw: st.DrawFn) -> tuple[Layout, list[Codec]]:
 @given(flat(), st.integers(100, 2000))
 def test_chunks_are_encoded_as_their_tensors_want(given: tuple[Layout, list[Codec]], elements: int) -> None:
     layout, codecs = given
-    plan = PerTensorCompression(codecs).plan(layout)
+    plan = plan_codecs(PerTensorCompression(codecs), layout)
     for number, spec in enumerate(layout.buffers):
         memory = torch.randn(spec.numel).mul(100).to(spec.dtype)
         for start in range(0, spec.numel, elements):
@@ -202,7 +203,7 @@ def test_chunks_are_encoded_as_their_tensors_want(given: tuple[Layout, list[Code
 
 def test_pieces_of_a_codec_are_encoded_as_one() -> None:
     layout = Layout.of([torch.zeros(2048), torch.zeros(64), torch.zeros(2048)])
-    plan = SizeAdaptiveCompression(100, NoCompression(), Uniform8BitQuantization()).plan(layout)
+    plan = plan_codecs(SizeAdaptiveCompression(100, NoCompression(), Uniform8BitQuantization()), layout)
     memory = torch.randn(layout.buffers[0].numel)
     codec = plan.codec_of(0, 1000, 3000)
     assert isinstance(codec, PiecewiseCodec)
@@ -218,11 +219,11 @@ def test_pieces_of_a_codec_are_encoded_as_one() -> None:
 
 
 def test_chunk_that_is_not_in_the_plan_is_refused() -> None:
-    plan = NoCompression().plan(Layout.of([torch.zeros(64), torch.zeros(64, dtype=torch.int64)]))
+    plan = plan_codecs(NoCompression(), Layout.of([torch.zeros(64), torch.zeros(64, dtype=torch.int64)]))
     for buffer, start, stop in [(0, 0, 65), (0, 3, 3), (1, -1, 3), (2, 0, 1), (-1, 0, 1)]:
         with pytest.raises(ValueError, match="are not in the plan"):
             plan.codec_of(buffer, start, stop)
     mixed = SizeAdaptiveCompression(65, Float16Compression(), NoCompression())
-    codec = mixed.plan(Layout.of([torch.zeros(64), torch.zeros(128)])).codec_of(0, 0, 192)
+    codec = plan_codecs(mixed, Layout.of([torch.zeros(64), torch.zeros(128)])).codec_of(0, 0, 192)
     with pytest.raises(ValueError, match="is not for a chunk of 64 elements"):
         codec.encode(torch.zeros(64))

@@ -15,6 +15,7 @@ from shoal.compression import (
     TensorRole,
     Uniform8BitQuantization,
     codec_by_name,
+    plan_codecs,
 )
 from shoal.compression.kind import KindCodec
 from shoal.compression.statistic import StatisticCodec
@@ -98,7 +99,7 @@ def test_values_of_different_kinds_share_no_block(codec: Codec) -> None:
     tensors = [torch.randn(numel, generator=generator) * size for size in sizes]
     tensors[2].square_()
     layout = Layout.of(tensors)
-    plan = codec.plan(layout, roles, kinds=["", "exp_avg", "exp_avg_sq", ""])
+    plan = plan_codecs(codec, layout, roles, kinds=["", "exp_avg", "exp_avg_sq", ""])
     memory = torch.zeros(layout.buffers[0].numel)
     for entry, tensor in zip(layout.entries, tensors, strict=True):
         memory[entry.span.slice] = tensor
@@ -114,9 +115,9 @@ def test_values_of_different_kinds_share_no_block(codec: Codec) -> None:
 def test_tensors_of_one_kind_are_encoded_as_one() -> None:
     layout = Layout.of([torch.zeros(100)] * 6)
     roles = [TensorRole.PARAMETER] * 2 + [TensorRole.OPTIMIZER] * 4
-    plan = Uniform8BitQuantization().plan(layout, roles, kinds=["", "", "a", "a", "b", "b"])
+    plan = plan_codecs(Uniform8BitQuantization(), layout, roles, kinds=["", "", "a", "a", "b", "b"])
     assert [(span.stop - span.start) // 100 for span in plan.spans] == [2, 2, 2]
-    exact = NoCompression().plan(layout, roles, kinds=["", "", "a", "a", "b", "b"])
+    exact = plan_codecs(NoCompression(), layout, roles, kinds=["", "", "a", "a", "b", "b"])
     assert [span.codec for span in exact.spans] == [NoCompression()]
 
 

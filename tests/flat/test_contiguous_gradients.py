@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grad_norm_
 
-from shoal.flat import ContiguousParams, gradients, step_hook
-from shoal.flat.gradients import LARGE
+from shoal.flat import ContiguousParams
+from shoal.flat._torch import call_after_backward, compiler_is_near, version_of
+from shoal.flat.gradient_views import LARGE
 from tests.flat.test_contiguous_missing_gradients import four_layers, some_layers
 from tests.flat.twins import Twins, small_model
 
@@ -398,12 +399,12 @@ def test_a_parameter_may_be_given_the_gradient_of_one_of_another_group(give: Cal
 def test_private_names_of_torch_are_there() -> None:
     """Without `get_eval_frame_callback` every step counts as compiled, and without `queue_callback` nothing works."""
     assert torch._C._dynamo.eval_frame.get_eval_frame_callback() is None
-    assert not step_hook._compiler_is_near()
-    assert callable(gradients._at_end_of_backward)
+    assert not compiler_is_near()
+    assert callable(call_after_backward)
     view = torch.zeros(3)
-    before = view._version
+    before = version_of(view)
     view.add_(1)
-    assert view._version == before + 1
+    assert version_of(view) == before + 1
 
 
 def test_a_newer_home_stops_the_older_one() -> None:

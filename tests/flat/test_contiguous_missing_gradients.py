@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grad_norm_
 
-from shoal.flat import ContiguousParams, flat_parameter
-from shoal.flat.gradients import grad_of
+from shoal.flat import ContiguousParams, flat_parameter, grad_of
 from tests.flat.twins import Twins
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.flat import bytes_of, tensor_from
-from shoal.flat.memory import empty, forget_spares, zeros
+from shoal.flat.allocation import empty, forget_spares, zeros
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.int8, torch.bool])

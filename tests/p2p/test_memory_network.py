@@ -8,7 +8,7 @@ import pytest
 
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.identity import Identity
-from shoal.p2p.memory import MemoryNetwork, MemoryTransport
+from shoal.p2p.memory_transport import MemoryNetwork, MemoryTransport
 from tests.p2p.recorder import LOOPBACK, Recorder
 
 

@@ -18,7 +18,7 @@ import shoal.p2p.node
 import shoal.p2p.race
 from shoal.p2p.errors import MessageTooLarge, P2PError, PeerLost, PeerUnreachable, Refused
 from shoal.p2p.identity import Identity, PeerID
-from shoal.p2p.memory import MemoryNetwork, MemoryTransport
+from shoal.p2p.memory_transport import MemoryNetwork, MemoryTransport
 from shoal.p2p.node import Envelope, Node, Reply, Service
 from shoal.p2p.sockets import SocketTransport
 from shoal.p2p.transport import MAX_BUFFER_BYTES

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.p2p.errors import HandshakeFailed, MessageTooLarge, PeerUnreachable
 from shoal.p2p.identity import Identity
-from shoal.p2p.memory import MemoryNetwork, MemoryTransport
+from shoal.p2p.memory_transport import MemoryNetwork, MemoryTransport
 from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_HEADER_BYTES
 from tests.p2p.recorder import LOOPBACK, Recorder, sockets
 

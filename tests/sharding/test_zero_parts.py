@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import shoal
 from shoal.flat import Span
-from shoal.sharding.memory import flat, flat_like, is_dense, shaped_like
-from shoal.sharding.options import numbers_of, take_numbers
+from shoal.sharding.flat_views import flat, flat_like, is_dense, shaped_like
+from shoal.sharding.option_numbers import numbers_of, take_numbers
 from shoal.sharding.partition import (
     ALIGNMENT,
     PARCEL_BYTES,

@@ -121,7 +121,7 @@ def check_one_hook_for_each_bucket() -> None:
     with hooks_called() as called:
         with mock.patch.object(partition, "BUCKET_BYTES", 5100):
             zero = Zero(network.parameters(), torch.optim.SGD, reduce_scatter=True, lr=0.1)
-        buckets = len(zero._parameters.buckets)
+        buckets = len(zero.sharded_step.parameters.buckets)
         assert buckets == 4
         counts = []
         for _ in range(4):

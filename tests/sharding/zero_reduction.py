@@ -225,7 +225,7 @@ def check_gradient_memory_is_one_share() -> None:
     network = nn.Sequential(*(nn.Linear(300, 300) for _ in range(20)))
     zero: Any = shoal.ZeroRedundancyOptimizer(network.parameters(), torch.optim.SGD, reduce_scatter=True)
     network(torch.randn(2, 300)).sum().backward()
-    gradients, _ = zero._gradients.reduction.take()
+    gradients, _ = zero.gradient_source.reduction.take()
     held = {
         gradient.untyped_storage().data_ptr(): gradient.untyped_storage().nbytes() for gradient in gradients.values()
     }

@@ -185,7 +185,7 @@ def check_copies_on_the_cpu_and_master_weights_in_many_buckets() -> None:
         zero: Any = shoal.ZeroRedundancyOptimizer(
             low.parameters(), torch.optim.AdamW, reduce_scatter=True, offload=True, master_weights=True, lr=1e-4
         )
-    assert len(zero._parameters.buckets) > 2
+    assert len(zero.sharded_step.parameters.buckets) > 2
     optimizer = torch.optim.AdamW(exact.parameters(), lr=1e-4)
     for number in range(4):
         generator = torch.Generator().manual_seed(number)

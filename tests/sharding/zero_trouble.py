@@ -37,7 +37,7 @@ def make(**options: Any) -> tuple[torch.nn.Module, Any]:
 
 def step(zero: Any) -> None:
     """One step with gradients that are equal on all ranks."""
-    for param in zero._all_params:
+    for param in zero.sharded_step.parameters.params:
         param.grad = torch.ones_like(param)
     zero.step()
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from shoal.compression import PerTensorCompression, TensorRole
+from shoal.compression import PerTensorCompression, TensorRole, plan_codecs
 from shoal.flat import Layout
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
@@ -22,7 +22,7 @@ PIECEWISE = PerTensorCompression([COMPRESSIONS[name] for name in ("uniform", "no
 @pytest.mark.parametrize("seed", seeds(4))
 def test_a_kill_at_any_moment_of_a_lossy_round(seed: int) -> None:
     compression = PIECEWISE if seed % 2 else COMPRESSIONS["uniform"]
-    codecs = compression.plan(Layout.of([torch.zeros(size) for size in SIZES]), TensorRole.GRADIENT)
+    codecs = plan_codecs(compression, Layout.of([torch.zeros(size) for size in SIZES]), TensorRole.GRADIENT)
 
     async def scenario() -> None:
         world = World(seed, bandwidth=1.5e6)

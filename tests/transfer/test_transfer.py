@@ -14,7 +14,7 @@ import torch
 from shoal.compression import Codec, Float16Compression
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import Identity, PeerID
-from shoal.p2p.memory import MemoryNetwork, MemoryTransport
+from shoal.p2p.memory_transport import MemoryNetwork, MemoryTransport
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Answer, Node, Reply
 from shoal.simulation.clock import run

@@ -4,46 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.sharding.communication import Finish
-from shoal.sharding.gradients import Gradients
-from shoal.sharding.join import JoinHook, LendingJoinHook, all_live_of
+from shoal.sharding.gradient_source import GradientSource
+from shoal.sharding.join import JoinHook, LendingJoinHook
 from shoal.sharding.lending import agree, borrow, lend
 from shoal.sharding.reduction import take_from_others
-from shoal.sharding.shard import Shard
-
-if TYPE_CHECKING:
-    from shoal.sharding.zero import ZeroRedundancyOptimizer
+from shoal.sharding.sharded_step import ShardedStep
 
 
-class OwnGradients(Gradients):
-    """Nothing but in a `Join`, where the first live rank lends its gradients to those that have joined.
+class ReplicatedGradients(GradientSource):
+    """Communicates in a `Join` only, where the first live rank lends its gradients to those that have joined.
 
     Args:
-        zero: whose gradients.
+        step: of the optimizer.
     """
 
     are_lent = False
 
-    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
-        super().__init__(zero)
+    def __init__(self, step: ShardedStep) -> None:
+        self._step = step
         self._lending: Finish | None = None
 
     def watch(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Takes the parameters from optimizers that would take their gradients away."""
         take_from_others((param for group in groups for param in group), None)
 
-    def prepare(self, shard: Shard) -> list[int]:
+    def prepare(self) -> list[int]:
         """Gives each slice its part of ``param.grad``."""
-        zero = self._zero
-        if zero._join_config.enable:
-            self._lending = lend(zero._communication, zero._parameters, zero.param_groups, all_live_of(zero))
-        shard.prepare()
-        return zero._parameters.updated()
+        step = self._step
+        if step.join_config.enable:
+            self._lending = lend(step.communication, step.parameters, step.groups, step.all_live)
+        step.shard.prepare()
+        return step.parameters.updated()
 
     def lend(self) -> None:
         """In a `Join`, gives options and gradients to those that have joined."""
@@ -58,32 +55,32 @@ class OwnGradients(Gradients):
         """Nothing to do."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing to do: it is DDP that synchronises."""
+        """Nothing to do: DDP synchronises."""
         return nullcontext()
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
-        """As torch's, since every rank has all gradients."""
-        return torch.nn.utils.clip_grad_norm_(self._zero._all_params, max_norm, norm_type)
+        """As torch's, because every rank has all gradients."""
+        return torch.nn.utils.clip_grad_norm_(self._step.parameters.params, max_norm, norm_type)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Steps with what the live ranks lend."""
-        return StepHook(self._zero)
+        return StepHook(self._step)
 
 
 class AgreeingHook(LendingJoinHook):
-    """Shadows nothing; when all have joined, all have the options of one that joined last.
+    """Shadows nothing. When all ranks have joined, all take the options of one that joined last.
 
     Args:
-        zero: whose options.
+        step: of the optimizer.
     """
 
-    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
-        self._zero = zero
+    def __init__(self, step: ShardedStep) -> None:
+        self._step = step
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Takes the options."""
-        with self._zero._failures.named("leaving Join"):
-            agree(self._zero._communication, self._zero.param_groups, was_last=is_last_joiner)
+        with self._step.failures.named("leaving Join"):
+            agree(self._step.communication, self._step.groups, was_last=is_last_joiner)
 
 
 class StepHook(AgreeingHook):
@@ -95,9 +92,9 @@ class StepHook(AgreeingHook):
         Raises:
             RuntimeError: if a rank was lost, or none is live.
         """
-        zero = self._zero
-        with zero._failures.named("in Join"):
-            lent = borrow(zero._communication, zero._parameters, zero.param_groups)
+        step = self._step
+        with step.failures.named("in Join"):
+            lent = borrow(step.communication, step.parameters, step.groups)
             if lent is None:
                 raise RuntimeError("a rank that has joined found no live one to learn from")
-            zero._shadow(lent.gradients, lent.updated)
+            step.shadow(lent.gradients, lent.updated, drop_gradients=False)

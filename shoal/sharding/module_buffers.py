@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from shoal.flat import Span
 from shoal.sharding.communication import Communication, run_in_window
-from shoal.sharding.memory import flat, is_dense
+from shoal.sharding.flat_views import flat, is_dense
 from shoal.sharding.partition import Share, Slice, parcels_of
 
 
-class Buffers:
-    """The buffers that a module has at the time.
+class ModuleBuffers:
+    """The buffers that a module has when they are shared.
 
     Args:
-        module: whose; None for none.
+        module: the module; None for no buffers.
 
     Raises:
         ValueError: if a buffer does not fill its memory.
@@ -33,7 +33,7 @@ class Buffers:
 
     @torch.no_grad()
     def share(self, communication: Communication, owner: int) -> None:
-        """Gives those of rank ``owner`` to all."""
+        """Gives the buffers of rank ``owner`` to all ranks."""
         if self._module is None:
             return
         alike: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}

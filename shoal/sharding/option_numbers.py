@@ -15,23 +15,23 @@ Groups = Sequence[dict[str, Any]]
 
 
 def copy_options(source: Groups, target: Groups) -> None:
-    """Gives the groups of ``target`` the options of those of ``source``, one by one."""
+    """Copies the options of each group of ``source`` to the group of ``target`` in the same place."""
     for giving, taking in zip(source, target, strict=True):
         taking.update({name: value for name, value in giving.items() if name not in _NOT_OPTIONS})
 
 
 def numbers_of(groups: Groups | dict[str, Any]) -> Tensor:
-    """The numbers in parameter groups, or in a scheduler's state dict, as one float64 vector: also those in tensors of
-    one element, sequences and dictionaries.
+    """Collects the numbers in parameter groups, or in a scheduler's state dict, as one float64 vector.
 
-    Groups with equal keys have them in equal places. Everything that a scheduler changes is among them. Booleans are
-    not: they choose kernels.
+    Numbers in tensors of one element, in sequences and in dictionaries count too. Groups with equal keys have the
+    numbers in equal places. Everything that a scheduler changes is among them. Booleans are not: they choose kernels.
     """
     return torch.tensor([float(value) for value in _leaves(groups)], dtype=torch.float64, device="cpu")
 
 
 def take_numbers(groups: Groups, numbers: Tensor) -> None:
-    """Sets the options to what :func:`numbers_of` gave on a rank with equal groups; a tensor is written to."""
+    """Sets the options to the numbers that :func:`numbers_of` gave on a rank with equal groups. Tensors are written
+    in place."""
     for group, taken in zip(groups, with_numbers(groups, numbers), strict=True):
         for name, value in taken.items():
             if isinstance(value, Tensor):

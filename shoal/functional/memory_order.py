@@ -1,4 +1,4 @@
-"""How tensors lie in memory, where kernels care."""
+"""The order in which elements lie in memory, where kernels depend on it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ or copying them would cost another pass over memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any, Final
@@ -29,11 +29,9 @@ from torch import Tensor, distributed
 from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_dynamo_compiling
 
-grad_of: Callable[[Tensor], Tensor | None] = vars(torch._C.TensorBase)["grad"].__get__
-"""`tensor.grad` without the lookup of the name."""
+from shoal.flat._torch import call_after_backward, foreach_copy_, foreach_zero_, grad_of, version_of
 
 _strided = torch.strided
-_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 
 LARGE: Final = 1 << 18
 """Bytes. From here on, a fused kernel that takes one more tensor costs less than to clear or copy the gradient first:
@@ -121,7 +119,7 @@ class GradientViews:
         self.free(views)
         given = [grad.detach() for index in indices if (grad := self.parameters[index].grad) is not None]
         grads = [grad if grad.layout is _strided else grad.to_dense() for grad in given]
-        torch._foreach_copy_(views, grads)
+        foreach_copy_(views, grads)
         self.kept = list(filter(is_large, grads))
         set_grads([self.parameters[index] for index in indices], views)
         if 2 * len(views) > len(self._views) > 0:
@@ -155,7 +153,7 @@ class GradientViews:
         if placed is None or (self._marked and not any(map(_has_mark, self._samples))):
             return
         for parameter, view, version in zip(self._parameters, self._views, placed, strict=True):
-            if view._version == version and parameter.grad is view:
+            if version_of(view) == version and parameter.grad is view:
                 parameter.grad = None
 
     def place(self, first: int) -> None:
@@ -177,7 +175,7 @@ class GradientViews:
         for parameter, own in zip(parameters, views, strict=True):
             if parameter.grad is None:
                 parameter.grad = own
-                placed.append(own._version)
+                placed.append(version_of(own))
             else:
                 placed.append(-1)
         there = placed.count(-1)
@@ -193,10 +191,10 @@ class GradientViews:
         else:
             cleared = [own for own, version in zip(views, placed, strict=True) if version >= 0]
             self.free(cleared)
-            torch._foreach_zero_(cleared)
-            placed = [own._version if version >= 0 else -1 for own, version in zip(views, placed, strict=True)]
+            foreach_zero_(cleared)
+            placed = [version_of(own) if version >= 0 else -1 for own, version in zip(views, placed, strict=True)]
         self._placed, self._marked = placed, only_first and bool(self._samples)
-        _at_end_of_backward(self.settle)
+        call_after_backward(self.settle)
 
     def retire(self) -> None:
         """Leaves the gradients alone from now on: other flat memory has some of the parameters."""

@@ -1,23 +1,18 @@
-"""Where the gradients for a step come from: the interface of `OwnGradients` and `ReducedGradients`."""
+"""Where the gradients for a step come from: the interface of `ReplicatedGradients` and `ReducedGradients`."""
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from shoal.sharding.join import JoinHook
-from shoal.sharding.shard import Shard
-
-if TYPE_CHECKING:
-    from shoal.sharding.zero import ZeroRedundancyOptimizer
 
 
-class Gradients(ABC):
+class GradientSource(ABC):
     """The gradients of one `ZeroRedundancyOptimizer`.
 
     Attributes:
@@ -26,28 +21,17 @@ class Gradients(ABC):
 
     are_lent: ClassVar[bool]
 
-    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
-        # Weak, so that the optimizer goes with its last reference, and its hooks with it, and not when somebody
-        # collects garbage.
-        self._owner = weakref.ref(zero)
-
-    @property
-    def _zero(self) -> ZeroRedundancyOptimizer:
-        zero = self._owner()
-        assert zero is not None
-        return zero
-
     @abstractmethod
     def watch(self, groups: Sequence[Sequence[Tensor]]) -> None:
-        """Takes note of the parameters of new groups. Communicates."""
+        """Takes the parameters of new groups. Communicates."""
 
     @abstractmethod
-    def prepare(self, shard: Shard) -> list[int]:
-        """Gives the gradients to the local optimizer; returns the buckets that the step may change, on any rank."""
+    def prepare(self) -> list[int]:
+        """Gives the local optimizer its gradients; returns the buckets that the step may change, on any rank."""
 
     @abstractmethod
     def lend(self) -> None:
-        """After the local step, before the parameters go to all ranks: helps those that have joined to theirs."""
+        """After the local step, before the parameters go to all ranks: gives joined ranks what they step with."""
 
     @abstractmethod
     def used(self) -> None:
@@ -63,7 +47,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
-        """Scales them so that their norm is at most ``max_norm``; returns the norm before."""
+        """Scales the gradients so that their norm is at most ``max_norm``; returns the norm before."""
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -1,0 +1,66 @@
+"""The records that a DHT node keeps, and which records it accepts. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shoal.dht.records import MAX_SECONDS_AHEAD, NO_SUBKEY, DHTRecord, decode_subkey, decode_value
+from shoal.dht.storage import LocalStorage
+from shoal.dht.validation import CompositeValidator
+
+CLOCK_DIFFERENCE = 60.0  # seconds by which another node's clock may be ahead when it stores a record for a whole day
+
+
+class KeptRecords:
+    """The stores of one DHT node, with the rules for what enters them.
+
+    Args:
+        storage: the records that this node is responsible for.
+        cache: copies of other records, which are not passed on.
+        validator: the rules for records.
+        clock: seconds in which expiration times are measured.
+    """
+
+    def __init__(
+        self, storage: LocalStorage, cache: LocalStorage, validator: CompositeValidator, clock: Callable[[], float]
+    ) -> None:
+        self._storage, self._cache = storage, cache
+        self._validator, self._clock = validator, clock
+
+    def is_valid(self, record: DHTRecord) -> bool:
+        """Whether `record` may be kept, shown to the user and passed on. Records that are kept are not checked
+        again."""
+        if self._storage.holds(record) or self._cache.holds(record):
+            return True
+        if record.expiration_time > self._clock() + MAX_SECONDS_AHEAD + CLOCK_DIFFERENCE:
+            return False
+        if not self._validator.validate(record):
+            return False
+        try:
+            decode_value(self._validator.strip_value(record))
+            if record.subkey != NO_SUBKEY:
+                decode_subkey(record.subkey)
+        except ValueError:
+            return False
+        return True
+
+    def known(self, key: int) -> list[DHTRecord]:
+        """The records under the id of a key: those that are stored, or else the cached ones."""
+        now = self._clock()
+        return self._storage.get(key, now) or self._cache.get(key, now)
+
+    def stored(self, key: int) -> list[DHTRecord]:
+        """The records under the id of a key that this node is responsible for."""
+        return self._storage.get(key, self._clock())
+
+    def store(self, record: DHTRecord) -> bool:
+        """Stores a valid record; returns whether it is kept."""
+        return self._storage.store(record, self._clock())
+
+    def cache(self, record: DHTRecord) -> bool:
+        """Caches a valid record; returns whether it is kept."""
+        return self._cache.store(record, self._clock())
+
+    def count(self) -> int:
+        """How many keys have stored records."""
+        return len(self._storage.key_ids())

@@ -1,0 +1,81 @@
+"""The private names of torch that this room uses. No other file of the room reaches for one.
+
+"torch has it since" was read from the sources of torch 2.0.1, 2.4.0 and 2.6.0; Shoal supports 2.6 and later.
+
+| name | what for | torch has it since | where it is missing |
+|---|---|---|---|
+| ``torch._foreach_copy_``, ``torch._foreach_zero_`` | one operation over many small gradients | 2.4, ``zero_`` 2.0 | importing the room raises AttributeError |
+| ``torch._C.TensorBase`` | torch's own slot of ``.grad``, past the lookup of the name and past a subclass's property | 2.4, not in 2.0 | importing the room raises AttributeError |
+| ``Variable._execution_engine.queue_callback`` | a call at the end of the backward pass, as DDP has | 2.0 or before | importing the room raises AttributeError |
+| ``Tensor._version`` | whether somebody has written to a tensor | 2.0 or before | AttributeError in the backward pass |
+| ``Tensor._make_subclass`` | a parameter of a subclass over given memory | 2.0 or before | AttributeError in `contiguous()` |
+| ``torch._C._dynamo.eval_frame.get_eval_frame_callback`` | whether a compiler is at work | 2.6, not in 2.4 | it counts as at work: steps are prepared for it |
+| ``Module._parameters``, ``Module._buffers`` | the places in which modules hold tensors, to see who replaces one | 2.0 or before | no replacement is found in that place |
+| ``RNNBase._flat_weights``, ``RNNBase._flat_weights_names`` | the list that recurrent modules compute with | 2.0 or before | AttributeError for recurrent modules |
+| ``Module._load_from_state_dict`` | the frame by which a registration is known to come from `load_state_dict` | 2.0 or before | ``assign=True`` replaces parameters, which `assert_buffer_is_valid` tells |
+"""  # noqa: E501  # a table has no other way to break its lines
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from types import CodeType
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+foreach_copy_ = torch._foreach_copy_
+foreach_zero_ = torch._foreach_zero_
+
+grad_of: Callable[[Tensor], Tensor | None] = vars(torch._C.TensorBase)["grad"].__get__
+"""`tensor.grad` without the lookup of the name, and without the property of a subclass."""
+
+set_grad_slot: Callable[[Tensor, Tensor | None], None] = vars(torch._C.TensorBase)["grad"].__set__
+"""Sets `tensor.grad` without the property of a subclass."""
+
+call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""Called within a backward pass: has a function called when the whole pass is done."""
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was written to."""
+
+make_subclass = torch.Tensor._make_subclass
+"""Makes a tensor of a subclass over the memory of another, without its graph."""
+
+_PLACES: Final = ("_parameters", "_buffers")
+
+
+def compiler_is_near() -> bool:
+    """Whether what is called from here is compiled: torch.compile does not compile all of a step, but what follows."""
+    callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    return callback is None or callback() is not None
+
+
+def places_in(module: nn.Module) -> list[dict[str, Tensor | None]]:
+    """The dictionaries in which a module holds its own parameters and buffers; none that another thread has still to
+    make."""
+    return [vars(module)[name] for name in _PLACES if name in vars(module)]
+
+
+def held_by(module: nn.Module, name: str) -> Tensor | None:
+    """The parameter or buffer of that name of the module itself."""
+    parameter: Tensor | None = module._parameters.get(name)
+    return module._buffers.get(name) if parameter is None else parameter
+
+
+def recurrent_weights(module: nn.RNNBase) -> list[Tensor | None]:
+    """The list of weights that a recurrent module computes with. It is the module's own."""
+    weights: list[Tensor | None] = module._flat_weights
+    return weights
+
+
+def place_in_weights(module: nn.RNNBase, name: str) -> int | None:
+    """Where the parameter of that name is in `recurrent_weights`."""
+    names = module._flat_weights_names
+    return names.index(name) if name in names else None
+
+
+def loads_state_dict(code: CodeType) -> bool:
+    """Whether this is the code of the method that loads a module's own parameters."""
+    return code.co_name == "_load_from_state_dict"

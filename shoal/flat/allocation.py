@@ -1,0 +1,89 @@
+"""Allocation of large CPU tensors: in huge pages, and in memory that was used before."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import queue
+import weakref
+from contextlib import suppress
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_LARGE_BYTES: Final = 4 << 20
+_MAX_SPARES: Final = 2  # as many as a donor holds states
+
+
+def zeros(numel: int, dtype: torch.dtype, recycled: bool = False) -> Tensor:
+    """Allocates a 1-D CPU tensor of zeros, in memory like that of `empty`.
+
+    Args:
+        numel: how many elements it has.
+        dtype: of the elements.
+        recycled: whether a large tensor may take the memory of an earlier recycled one to which nobody refers any more,
+            and leaves its own to later ones (see `forget_spares`): for copies that are made one after the other. On a
+            virtual machine that gives free pages back to its host, fresh memory costs 1 s per 400 MB.
+    """
+    nbytes = numel * dtype.itemsize
+    if nbytes < _LARGE_BYTES:
+        return torch.zeros(numel, dtype=dtype, device="cpu")
+    spare = _spare(nbytes) if recycled else None
+    memory = spare or _mapped(nbytes)
+    lent = (ctypes.c_ubyte * nbytes).from_buffer(memory)
+    if recycled:
+        weakref.finalize(lent, _let_go, memory, _spares).atexit = False
+    tensor = torch.frombuffer(lent, dtype=dtype)
+    return tensor.zero_() if spare else tensor
+
+
+def empty(numel: int, dtype: torch.dtype) -> Tensor:
+    """Allocates a 1-D CPU tensor with any content. A large one lies in huge pages, if the kernel has them: 400 MB are
+    filled in 0.065 s instead of 0.2."""
+    nbytes = numel * dtype.itemsize
+    if nbytes < _LARGE_BYTES:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+    return torch.frombuffer(_mapped(nbytes), dtype=dtype)
+
+
+def _mapped(nbytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # a kernel, or a system, without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+_spares: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+
+
+def forget_spares() -> None:
+    """Gives memory that is kept for recycled tensors back to the kernel: spare memory at once, the rest when nobody
+    refers to it any more."""
+    global _spares
+    forgotten, _spares = _spares, queue.SimpleQueue()
+    _shorten(forgotten, 0)
+
+
+def _let_go(memory: mmap.mmap, spares: queue.SimpleQueue[mmap.mmap]) -> None:
+    """Called in any thread, in the middle of anything: so without a lock."""
+    spares.put(memory)
+    _shorten(spares, _MAX_SPARES if spares is _spares else 0)
+
+
+def _shorten(spares: queue.SimpleQueue[mmap.mmap], length: int) -> None:
+    with suppress(queue.Empty):  # another thread was quicker
+        while spares.qsize() > length:
+            spares.get_nowait()
+
+
+def _spare(nbytes: int) -> mmap.mmap | None:
+    """Memory of that size that was let go of."""
+    spares = _spares
+    for _ in range(spares.qsize()):
+        with suppress(queue.Empty):  # another thread was quicker
+            memory = spares.get_nowait()
+            if len(memory) == nbytes:
+                return memory
+            spares.put(memory)
+    return None

@@ -1,0 +1,69 @@
+"""Views of one memory: as a memoryview, as a tensor, as a storage of its own. Nothing is copied."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor of any dtype as a writable memoryview of bytes (format ``"B"``).
+
+    Nothing is copied: what is written to one is seen by the other. The memoryview and every slice of it keep the
+    tensor's memory alive.
+
+    Raises:
+        ValueError: if the tensor is not on the CPU or not contiguous.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"only contiguous CPU memory has bytes, got a tensor of shape {tuple(tensor.shape)}, "
+            f"stride {tensor.stride()} on {tensor.device}: copy it to the CPU first"
+        )
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:  # a memoryview of zero ctypes elements cannot be cast to bytes
+        return memoryview(bytearray())
+    array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    # A memoryview holds the object it was made of, and that object must hold the memory: the storage, not the tensor,
+    # which `tensor.data = other` can give other memory.
+    array.owner = tensor.untyped_storage()  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
+
+
+def tensor_from(data: memoryview, dtype: torch.dtype) -> Tensor:
+    """The bytes of ``data`` as a 1-D CPU tensor of ``dtype``: the inverse of :func:`bytes_of`.
+
+    Nothing is copied: what is written to one is seen by the other. The tensor keeps ``data`` alive.
+
+    Raises:
+        ValueError: if ``data`` is read-only, is not a whole number of elements, or starts at an address that is not
+            aligned for ``dtype`` (C++ code may assume that it is, whatever the processor allows).
+    """
+    itemsize = dtype.itemsize
+    if data.nbytes % itemsize:
+        raise ValueError(f"{data.nbytes} bytes are not a whole number of {dtype} elements of {itemsize} bytes")
+    if data.nbytes == 0:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    if data.readonly:
+        raise ValueError("a tensor cannot share read-only memory: copy it into a bytearray first")
+    raw = torch.frombuffer(data, dtype=torch.uint8)
+    if raw.data_ptr() % itemsize:
+        raise ValueError(f"memory at {raw.data_ptr():#x} is not aligned for {dtype}, which needs {itemsize} bytes")
+    return raw.view(dtype)
+
+
+def own_storage(part: Tensor) -> Tensor:
+    """The memory of a contiguous 1-D tensor, in general a slice, as a 1-D tensor that has a storage of its own.
+
+    Code that compares storages takes slices of one tensor for the same tensor: safetensors saves only one of them, and
+    `torch.save` saves the whole memory with each. So Shoal gives users tensors with storages of their own. What is
+    written to one is seen by the other, but each has its own version counter. The result keeps the memory alive. A
+    tensor on the meta device has no memory, and is returned as it is.
+    """
+    if part.is_meta:
+        return part
+    if not part.numel():
+        return torch.empty_like(part)
+    return torch.from_dlpack(part.detach())
