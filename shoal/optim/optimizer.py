@@ -5,33 +5,35 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.compression import Compression
+from shoal.compression import Compression, NoCompression
 from shoal.dht.dht import DHT
-from shoal.optim import epoch_scheduler, options
-from shoal.optim.accumulation import Accumulation
-from shoal.optim.assembly import make_gradients, make_run, rules_of, tensors_of, terms_of
-from shoal.optim.assistant import Assistant
-from shoal.optim.epochs import Epochs
-from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
+from shoal.optim._torch import scale_by_own_rules
+from shoal.optim.accumulator import EpochGradients
+from shoal.optim.epoch import Accumulation, Epoch
+from shoal.optim.epoch_round import Gradients, make_run
+from shoal.optim.epoch_scheduler import wraps
+from shoal.optim.grad_averager import AveragerGradients, GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.handover import Handover
-from shoal.optim.machine import Machine
-from shoal.optim.own_gradients import AveragerGradients
-from shoal.optim.progress import LocalProgress, RunProgress
-from shoal.optim.refresh import refresh_of
-from shoal.optim.replica import Replica
+from shoal.optim.progress import LocalProgress, RunProgress, refresh_of
 from shoal.optim.reports import Event, ReachabilityReport, reachability_report_of
-from shoal.optim.settings import Settings, check_samples, check_times
-from shoal.optim.update import Background, EpochEnd
-from shoal.optim.vector import EpochVector
-from shoal.swarm.protocol.errors import AveragingError
-from shoal.swarm.protocol.tip import Tip
+from shoal.optim.settings import (
+    OptimizerFactory,
+    Params,
+    SchedulerFactory,
+    Settings,
+    check_samples,
+    check_times,
+    host_copy,
+    make_optimizer,
+    make_scheduler,
+)
+from shoal.optim.state import Replica
 
 log = logging.getLogger(__name__)
 
@@ -142,9 +144,9 @@ class Optimizer(torch.optim.Optimizer):
         run_id: str,
         target_batch_size: int,
         batch_size_per_step: int | None = None,
-        optimizer: torch.optim.Optimizer | options.OptimizerFactory,
-        params: options.Params | None = None,
-        scheduler: LRScheduler | options.SchedulerFactory | None = None,
+        optimizer: torch.optim.Optimizer | OptimizerFactory,
+        params: Params | None = None,
+        scheduler: LRScheduler | SchedulerFactory | None = None,
         matchmaking_time: float = 15.0,
         averaging_timeout: float = 60.0,
         allreduce_timeout: float | None = None,
@@ -186,15 +188,15 @@ class Optimizer(torch.optim.Optimizer):
         refresh = refresh_of(tracker_opts)
         if verbose:
             _show_what_happens()
-        self._host = options.host_copy(optimizer, params) if settings.offload_optimizer else None
+        self._host = host_copy(optimizer, params) if settings.offload_optimizer else None
         params = params if self._host is None else self._host.groups
-        self.optimizer = wrapped = options.make_optimizer(optimizer, params)
-        self.scheduler = options.make_scheduler(scheduler, wrapped)
-        epoch_scheduler.wraps(self, wrapped)
+        self.optimizer = wrapped = make_optimizer(optimizer, params)
+        self.scheduler = make_scheduler(scheduler, wrapped)
+        wraps(self, wrapped)
         self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
         self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
         self.use_local_updates, self.reuse_grad_buffers = use_local_updates, reuse_grad_buffers
-        self._step_supports_amp_scaling = reuse_grad_buffers  # so torch's own scaler comes to `step`, which refuses it
+        scale_by_own_rules(self, reuse_grad_buffers)  # so torch's own scaler comes to `step`, which refuses it
         self.on_event: Callable[[Event], None] | None = None
         self._ready = self._closed = self._begun = False
         self._trainer = threading.RLock()  # held by the thread that is in one of the trainer's methods
@@ -203,16 +205,7 @@ class Optimizer(torch.optim.Optimizer):
         self.param_groups, self.state = groups, wrapped.state
         self._ready = True
 
-        extra_tensors = list(extra_tensors)
-        self._replica = replica = Replica(
-            wrapped,
-            self.scheduler,
-            extra_tensors,
-            Tip.genesis(run_id),
-            host=self._host,
-            statistics=settings.average_opt_statistics,
-            compression=settings.state_averaging_compression,
-        )
+        self._replica = replica = Replica(wrapped, self.scheduler, list(extra_tensors), settings, self._host)
         if replica.placement.unshared and not auxiliary:
             layers = ", ".join(f"{count} {kind}" for kind, count in replica.placement.unshared.items())
             log.warning(
@@ -220,32 +213,22 @@ class Optimizer(torch.optim.Optimizer):
                 "own, and a newcomer begins without any; give extra_tensors=list(model.buffers())",
                 layers,
             )
-        self._gradients = gradients = make_gradients(settings, grad_averager_factory, replica.trained, dht)
-        rules = rules_of(settings, replica, gradients)
-        terms = terms_of(settings, wrapped, self.scheduler, extra_tensors, replica, gradients)
-        self._run = run = make_run(settings, dht, terms, rules, tensors_of(wrapped, extra_tensors, replica))
-        machine, vector = Machine(run.me), EpochVector(run.me, rules, replica, gradients)
-        self._end = end = EpochEnd(settings, run, rules, replica, vector, gradients, machine)
-        self._background = background = Background(end, steps=not use_local_updates)
-        handover = Handover(settings, run, replica, background, machine)
-        run.start(handover.take_snapshot, lambda: replica.tip, handover.priority)
+        self._gradients = _make_gradients(settings, grad_averager_factory, replica.trained, dht)
+        self._run = run = make_run(settings, dht, replica, self._gradients)
         self.tracker = RunProgress(
-            run.swarm,
-            dht.reactor,
+            run,
             target_batch_size,
             performance_ema_alpha=performance_ema_alpha,
             refresh=refresh,
             may_wait=not settings.in_background,
         )
-        self._accumulation = accumulation = Accumulation(self, replica, gradients, run, reuse=reuse_grad_buffers)
-        self._epochs = Epochs(
-            settings, run, replica, accumulation, end, background, handover, self.tracker, machine, self._tell
-        )
-        self._assistant = Assistant(settings, run, vector, self._epochs, replica, self.tracker, self._tell)
+        accumulation = Accumulation(self, settings, run, replica, self._gradients)
+        self._epoch = Epoch(settings, run, replica, accumulation, self.tracker, self._tell)
+        run.start(self._epoch)
         self.tracker.start()
         try:
-            self._epochs.begin()
-        except BaseException:  # Ctrl-C too: an optimizer that was not made must not be counted by the others
+            self._epoch.begin()
+        except BaseException:  # Ctrl-C, too: the others must not count an optimizer that was not made
             self.shutdown()
             raise
 
@@ -255,7 +238,7 @@ class Optimizer(torch.optim.Optimizer):
     def local_epoch(self) -> int:
         """How many epochs the model's parameters have behind them. While the end of an epoch is computed in the
         background, the optimizer's own copy may be one further."""
-        return self._epochs.applied.epoch
+        return self._epoch.applied.epoch
 
     @property
     def local_progress(self) -> LocalProgress:
@@ -310,26 +293,27 @@ class Optimizer(torch.optim.Optimizer):
         if self.auxiliary:
             if closure is not None or batch_size is not None or grad_scaler is not None:
                 raise ValueError("auxiliary=True trains nothing: call step() without arguments")
-            self._assistant.step()
+            self._epoch.assist()
             return None
         if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
             raise ValueError(f"grad_scaler= is a {type(grad_scaler).__name__}: give a shoal.GradScaler")
         batch_size = self.batch_size_per_step if batch_size is None else batch_size
         if batch_size is None:
             raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
-        check_samples({"batch_size": batch_size}, least=0)
+        if not (isinstance(batch_size, int) and batch_size >= 0):
+            check_samples({"batch_size": batch_size}, least=0)
         if not self._begun:  # by now, frameworks have done to the model what they do
             self._replica.placement.refuse_ranks()
             self._replica.take_over()
             self._begun = True
         if not self.use_local_updates:
             self._replica.options.look(self.local_epoch)
-        self._epochs.take_result(wait=False)
+        self._epoch.take_result(wait=False)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._epochs.advance(batch_size, grad_scaler)
+        self._epoch.advance(batch_size, grad_scaler)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -357,7 +341,7 @@ class Optimizer(torch.optim.Optimizer):
         check_times({"timeout": timeout})
         with self._in_trainer("load_state_from_peers"):
             self._check_dht()
-            return self._epochs.load_state(timeout)
+            return self._epoch.load_state(timeout)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict, with the epoch (`["state"]["local_epoch"]`), the run's lineage and the
@@ -369,7 +353,7 @@ class Optimizer(torch.optim.Optimizer):
         that it had (`DHT(identity_path=…)`), since gradients are summed in the order of the peers' keys; without, to
         rounding."""
         with self._in_trainer("state_dict"):
-            return self._epochs.state_dict()
+            return self._epoch.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict of this class, or of the wrapped optimizer's (then at the present epoch). Load the
@@ -380,7 +364,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         with self._in_trainer("load_state_dict"):
             self._check_dht()
-            self._epochs.load_state_dict(state_dict)
+            self._epoch.load_state_dict(state_dict)
         if self._host is None:
             self.param_groups = self.optimizer.param_groups
         else:
@@ -455,19 +439,11 @@ class Optimizer(torch.optim.Optimizer):
             return
         self._closed = True
         timeout = self._settings.shutdown_timeout
-        self._end.stop()
         if self.dht.is_alive():
             self.tracker.stop()
-        self._run.stop(timeout)
-        self._accumulation.stop()
-        self._background.stop(timeout)
-        if self._background.done:
-            try:
-                self._background.take()
-            except AveragingError as error:
-                log.info("the end of an epoch was given up: %s", error)
-            self._replica.publish()
-            self._epochs.applied = self._replica.tip
+        if not self._run.stop(timeout):
+            log.warning("leaving the run took longer than %g s", timeout)
+        self._epoch.close(timeout)
 
     def __repr__(self) -> str:
         return f"shoal.Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, optimizer={self.optimizer!r})"
@@ -478,3 +454,37 @@ def _show_what_happens() -> None:
     logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
+
+
+def _make_gradients(
+    settings: Settings, factory: GradientAveragerFactory | None, parameters: Sequence[torch.Tensor], dht: DHT
+) -> Gradients | None:
+    """What accumulates and averages the gradients of `parameters`; None with local updates. Raises as
+    `AveragerGradients`, for a `factory`."""
+    if settings.use_local_updates:
+        return None
+    if factory is None:
+        return EpochGradients(
+            parameters,
+            settings.grad_compression or NoCompression(),
+            apart=bool(settings.delay_optimizer_step),
+            reuse=settings.reuse_grad_buffers,
+        )
+    given = settings.averager_opts
+    return AveragerGradients(
+        dht.peer_id.key,
+        factory,
+        parameters,
+        dht=dht,
+        prefix=f"{settings.run_id}/grad",
+        min_group_size=1,
+        min_matchmaking_time=settings.matchmaking_time,
+        allreduce_timeout=settings.allreduce_timeout,
+        next_chunk_timeout=settings.next_chunk_timeout,
+        shutdown_timeout=settings.shutdown_timeout,
+        client_mode=settings.client_mode,
+        reuse_grad_buffers=settings.reuse_grad_buffers,
+        compression=settings.grad_compression,
+        bandwidth=given.get("bandwidth"),
+        **{name: given[name] for name in ("request_timeout", "sender_timeout", "reducer_timeout") if name in given},
+    )

@@ -7,7 +7,7 @@ import torch
 
 from shoal.compression import NoCompression, TensorRole
 from shoal.flat import Layout
-from shoal.optim.shared import SharedTensors
+from shoal.optim.state import SharedTensors
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
 from tests.optim.processes import Pool, by_epoch, events, training, wait_until
 

@@ -20,8 +20,7 @@ from shoal.compression import (
     Uniform8BitQuantization,
 )
 from shoal.flat import Layout
-from shoal.optim.shared import SharedTensors
-from shoal.optim.state import TrainingState
+from shoal.optim.state import SharedTensors, TrainingState
 from shoal.swarm.protocol.tip import Tip
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
 from tests.optim.processes import Pool, by_epoch, events, training
