@@ -23,7 +23,7 @@ from shoal.optim.grad_averager import AveragerGradients
 from shoal.optim.group_options import structure
 from shoal.optim.reports import EpochReport
 from shoal.optim.run import Place, Run
-from shoal.optim.settings import Settings
+from shoal.optim.settings import PLACE_TIMES, Settings
 from shoal.optim.state import Replica
 from shoal.p2p.identity import PeerID
 from shoal.swarm.contribution import Contribution, Fault, Outcome, SendTo
@@ -68,9 +68,7 @@ def make_run(settings: Settings, dht: DHT, replica: Replica, gradients: Gradient
         role=settings.role,
         bandwidth=given.get("bandwidth"),
         chunk_timeout=settings.next_chunk_timeout,
-        sender_timeout=given.get("sender_timeout"),
-        reducer_timeout=given.get("reducer_timeout"),
-        request_timeout=given.get("request_timeout"),
+        **{name: given.get(name) for name in PLACE_TIMES},
         keeps_state=settings.role is not Role.AUXILIARY,
         shares_state=given.get("allow_state_sharing", True),
         tensors=[

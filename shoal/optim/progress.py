@@ -358,7 +358,7 @@ class RunProgress:
 
     def start_epoch(self, tip: Tip) -> None:
         """Begin a new epoch, with no samples, from the state `tip`. The coordinator hears that a step is begun."""
-        self._outbox.take()
+        self._outbox.report = None
         self._mine, self._pending = self._progress(tip, 0.0, another=True), None
         if self._step.samples:
             self._pending = self._reactor.submit(self._reports.tell(self._mine))
@@ -385,8 +385,7 @@ class RunProgress:
 
     def stop(self) -> None:
         """Ask and report nothing more."""
-        self._running = False
-        self._outbox.take()
+        self._running, self._outbox.report = False, None
         self._reactor.loop.call_soon_threadsafe(self._reports.look, False)
 
     def is_alive(self) -> bool:
@@ -394,7 +393,7 @@ class RunProgress:
         return self._running
 
     def _tell(self, report: Progress, now: float, *, another: bool, at_once: bool) -> None:
-        self._outbox.take()  # this report includes it
+        self._outbox.report = None  # this report includes it
         if self._pending is not None and self._pending.done():
             pending, self._pending = self._pending, None
             _take(pending)
@@ -452,23 +451,28 @@ class RunProgress:
 
 
 class _Outbox:
-    """Hands the newest report from the trainer's thread to the reactor."""
+    """Hands the newest report from the trainer's thread to the reactor.
+
+    Attributes:
+        report: the report to send, or None. The trainer's thread writes it, and the reactor reads it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._report: Progress | None = None
+        self._is_expected = False  # whether a coroutine is on its way that takes the report
+        self.report: Progress | None = None
 
     def put(self, report: Progress) -> bool:
-        """Replace the report; whether there was none, so that somebody has to come and take this one."""
+        """Replace the report; whether a coroutine has to be sent that takes it."""
         with self._lock:
-            was_empty, self._report = self._report is None, report
-        return was_empty
+            self.report, was_expected, self._is_expected = report, self._is_expected, True
+        return not was_expected
 
     def take(self) -> Progress | None:
-        """The report, which is in it no more."""
+        """The report; the next one needs another coroutine."""
         with self._lock:
-            report, self._report = self._report, None
-        return report
+            self._is_expected = False
+            return self.report
 
 
 class _Reports:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -88,7 +88,7 @@ class Run:
 
     def __init__(self, dht: DHT, run_id: str, terms: Terms, rules: Rules, place: Place) -> None:
         visible = () if place.role is Role.CLIENT else dht.get_visible_maddrs()
-        addresses = tuple(str(address) for address in visible)[:MAX_ADDRESSES]
+        addresses = tuple(map(str, visible))[:MAX_ADDRESSES]
         self.dht, self.rules, self._place = dht, rules, place
         self.member = Member(dht.peer_id.key, addresses, place.role, place.bandwidth)
         self.swarm = Swarm(
@@ -242,27 +242,19 @@ class Run:
             How many there are.
         """
 
-        async def waited() -> int:
-            neighbourhood, found = self.swarm.neighbourhood, 0
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    while (found := sum(member.contributes for member in neighbourhood.connected())) < count:
-                        await neighbourhood.seen()
-            return found
+        neighbourhood = self.swarm.neighbourhood
 
-        return self._wait(waited())
+        def found() -> int:
+            return sum(member.contributes for member in neighbourhood.connected())
+
+        self._wait(_until(lambda: found() >= count, neighbourhood.seen, timeout))
+        return self._call(found)
 
     def wait_for_call(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds until the round of the swarm's tip is called; whether it was."""
 
-        async def waited() -> bool:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    while not self.called:
-                        await self.news()
-            return self.called
-
-        return self._wait(waited())
+        self._wait(_until(lambda: self.called, self.news, timeout))
+        return self.called
 
     def donors(self) -> list[PeerID]:
         """The peers that could be asked for the state now."""
@@ -337,12 +329,7 @@ class Run:
 
     def past(self, tip: Tip) -> Future[None]:
         """A future that is done when the swarm is no longer at this tip. Cancel it when it is no longer needed."""
-
-        async def past() -> None:
-            while self.tip == tip:
-                await self.news()
-
-        return self._submit(past())
+        return self._submit(_until(lambda: self.tip != tip, self.news, None))
 
     def _call(self, function: Callable[[], T]) -> T:
         async def call() -> T:
@@ -380,6 +367,14 @@ class Run:
             log.debug("%s", error)  # the DHT was shut down since `is_over` looked
         coroutine.close()
         raise AveragingError("the run was left" if self._left else "the DHT was shut down")
+
+
+async def _until(is_so: Callable[[], bool], news: Callable[[], Awaitable[None]], timeout: float | None) -> None:
+    """Wait until something is so, at most `timeout` seconds; it may become so whenever there is news."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout):
+            while not is_so():
+                await news()
 
 
 def begin_of(swarm: Swarm) -> Begin | None:

@@ -24,13 +24,17 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 MAX_SECONDS = 86400
 
 COMPRESSIONS = ("grad_compression", "state_averaging_compression", "load_state_compression")
+MODES = (
+    "delay_optimizer_step", "delay_grad_averaging", "delay_state_averaging", "average_state_every", "use_local_updates"
+)  # fmt: skip
 # Options of an averager that stand for an argument of the optimizer.
 IN_PLACE_OF = {
     "min_matchmaking_time": "matchmaking_time",
     "next_chunk_timeout": "next_chunk_timeout",
     "min_group_size": "min_peers",
 }
-AVERAGER_TIMES = ("min_matchmaking_time", "next_chunk_timeout", "request_timeout", "sender_timeout", "reducer_timeout")
+PLACE_TIMES = ("request_timeout", "sender_timeout", "reducer_timeout")
+AVERAGER_TIMES = ("min_matchmaking_time", "next_chunk_timeout", *PLACE_TIMES)
 AVERAGER_OPTIONS = (*AVERAGER_TIMES, "bandwidth", "min_group_size", "allow_state_sharing")
 # Options of hivemind's averagers that have no effect here: the peers of a run average all together, in chunks of a size
 # that suits the model and in shares by bandwidth; who has the state is known; no process is started.
@@ -198,23 +202,14 @@ class Settings:
         """Every option here that must be equal in a run, by its name: the number of samples, the modes, the codecs, and
         what a round averages and of how many peers. Each peer chooses the others for itself: every time-out,
         `performance_ema_alpha`, and `averager_opts` except `min_group_size`, which is compared as `min_peers`."""
-        specs = {}
-        for name in COMPRESSIONS:
-            compression = getattr(self, name)
-            assert compression is not None
-            specs[name] = term_of(compression.spec)
         return {
             "target_batch_size": _number(self.target_batch_size),
-            "delay_optimizer_step": str(self.delay_optimizer_step),
-            "delay_grad_averaging": str(self.delay_grad_averaging),
-            "delay_state_averaging": str(self.delay_state_averaging),
-            "average_state_every": str(self.average_state_every),
-            "use_local_updates": str(self.use_local_updates),
+            **{name: str(getattr(self, name)) for name in MODES},
             "grad_averager_factory": str(self.own_averager),
             "average_opt_statistics": term_of(", ".join(self.average_opt_statistics)),
             "max_grad_norm": _number(self.max_grad_norm),
             "min_peers": str(self.min_peers),
-            **specs,
+            **{name: term_of(getattr(self, name).spec) for name in COMPRESSIONS},
         }
 
 

@@ -291,7 +291,7 @@ def test_near_the_target_everything_is_told(swarm: FakeRun, tracker: RunProgress
     for samples in range(1, 10):
         clock.sleep(0.002)  # at 1,000 a second the 31 that are missing take 31 ms, and soon is 20
         tracker.report_local_progress(2.0 * samples)
-        assert (tracker._outbox._report is None) == (samples > 5)
+        assert (tracker._outbox.report is None) == (samples > 5)
 
 
 def test_what_was_kept_is_not_told_after_what_came_later(
