@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import torch
+
 import shoal.optim
+from shoal.optim import _torch
 
 PRIVATE = re.compile(
     r"torch\._[a-z]\w*|from torch[\w.]* import .*\b_[a-z]\w*|"
@@ -24,9 +27,7 @@ def test_only_one_file_reaches_for_them() -> None:
 
 
 def test_each_is_there() -> None:
-    from shoal.optim import _torch
-
-    parameter = _torch.torch.zeros(2)
+    parameter = torch.zeros(2)
     before = _torch.writes_of(parameter)
-    _torch.foreach_copy_([parameter], [_torch.torch.ones(2)])
+    _torch.foreach_copy_([parameter], [torch.ones(2)])
     assert _torch.writes_of(parameter) > before
