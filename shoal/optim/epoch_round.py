@@ -263,10 +263,10 @@ class EpochRound:
             parts.append((self._gradients.mine, self._gradients.averaged, self._gradients.codecs))
         if self._rules.due_sizes and self._rules.is_due(epoch):
             buffers = self._replica.buffers
-            parts.append((buffers.mine, buffers.averaged, buffers.codecs))
+            parts.append((buffers.mine.flat, buffers.averaged.flat, buffers.codecs))
         if begin.with_state:
             state = self._replica.shared
-            parts.append((state.mine, state.averaged, state.codecs))
+            parts.append((state.mine.flat, state.averaged.flat, state.codecs))
         inputs = [flat for mine, _, _ in parts for flat in mine]
         outputs = [flat for _, averaged, _ in parts for flat in averaged]
         plan = sum((codecs for _, _, codecs in parts), CodecPlan((), 0))

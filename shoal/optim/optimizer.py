@@ -30,9 +30,7 @@ from shoal.optim.settings import (
     Settings,
     check_samples,
     check_times,
-    host_copy,
-    make_optimizer,
-    make_scheduler,
+    make_trained,
 )
 from shoal.optim.state import Replica
 
@@ -189,10 +187,9 @@ class Optimizer(torch.optim.Optimizer):
         refresh = refresh_of(tracker_opts)
         if verbose:
             _show_what_happens()
-        self._host = host_copy(optimizer, params) if settings.offload_optimizer else None
-        params = params if self._host is None else self._host.groups
-        self.optimizer = wrapped = make_optimizer(optimizer, params)
-        self.scheduler = make_scheduler(scheduler, wrapped)
+        made = make_trained(optimizer, params, scheduler, on_host=bool(settings.offload_optimizer))
+        self.optimizer, self.scheduler, self._host = made
+        wrapped = self.optimizer
         wraps(self, wrapped)
         self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
         self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step

@@ -267,26 +267,34 @@ def check_times(arguments: Mapping[str, object]) -> None:
             raise ValueError(f"{name}={value!r}: give a positive number of seconds, at most a day (86400)")
 
 
-def host_copy(optimizer: torch.optim.Optimizer | OptimizerFactory, params: Params | None) -> HostCopy:
-    """The parameters on the host from which an offloaded optimizer is made.
+def make_trained(
+    optimizer: torch.optim.Optimizer | OptimizerFactory,
+    params: Params | None,
+    scheduler: LRScheduler | SchedulerFactory | None,
+    *,
+    on_host: bool,
+) -> tuple[torch.optim.Optimizer, LRScheduler | None, HostCopy | None]:
+    """The local optimizer and its scheduler; `on_host`, with the copy of the parameters that the optimizer steps.
 
     Raises:
-        ValueError: without a function and parameters to make the optimizer from.
+        ValueError: if `optimizer` and `params` do not go together, if the optimizer's step needs a closure, or if
+            `scheduler` is not a scheduler of this optimizer.
     """
-    if isinstance(optimizer, torch.optim.Optimizer) or params is None:
-        raise ValueError(
-            "offload_optimizer=True makes the optimizer over parameters of its own: give optimizer= as a function, and "
-            "params="
-        )
-    return HostCopy(params)
+    host: HostCopy | None = None
+    if on_host:
+        if isinstance(optimizer, torch.optim.Optimizer) or params is None:
+            raise ValueError(
+                "offload_optimizer=True makes the optimizer over parameters of its own: give optimizer= as a function, "
+                "and params="
+            )
+        host = HostCopy(params)
+    made = _make_optimizer(optimizer, params if host is None else host.groups)
+    return made, _make_scheduler(scheduler, made), host
 
 
-def make_optimizer(optimizer: torch.optim.Optimizer | OptimizerFactory, params: Params | None) -> torch.optim.Optimizer:
-    """The local optimizer.
-
-    Raises:
-        ValueError: if `optimizer` and `params` do not go together, or if the optimizer's step needs a closure.
-    """
+def _make_optimizer(
+    optimizer: torch.optim.Optimizer | OptimizerFactory, params: Params | None
+) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ValueError("optimizer= is a ready optimizer, which has its parameters: leave params= out")
@@ -311,14 +319,9 @@ def _steps_by_itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def make_scheduler(
+def _make_scheduler(
     scheduler: LRScheduler | SchedulerFactory | None, optimizer: torch.optim.Optimizer
 ) -> LRScheduler | None:
-    """The scheduler of the local optimizer.
-
-    Raises:
-        ValueError: for what is not a scheduler of this optimizer.
-    """
     if scheduler is None:
         return None
     if not isinstance(scheduler, LRScheduler):

@@ -520,40 +520,32 @@ class SharedTensors:
         return tuple(spec.numel for spec in self.layout.buffers)
 
     @cached_property
-    def _mine(self) -> FlatBuffer:
+    def mine(self) -> FlatBuffer:
+        """What this peer brings."""
         return FlatBuffer(self.layout)
 
     @cached_property
-    def _average(self) -> FlatBuffer:
+    def averaged(self) -> FlatBuffer:
+        """What all peers get."""
         return FlatBuffer(self.layout)
-
-    @property
-    def mine(self) -> list[torch.Tensor]:
-        """What this peer brings, flat."""
-        return self._mine.flat
-
-    @property
-    def averaged(self) -> list[torch.Tensor]:
-        """What all peers get, flat."""
-        return self._average.flat
 
     @torch.no_grad()
     def take(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Copy the tensors as they are now. A tensor that this peer does not have counts as zeros."""
-        for mine, tensor in zip(self._mine.views(), tensors, strict=True):
+        for mine, tensor in zip(self.mine.views(), tensors, strict=True):
             mine.zero_() if tensor is None else mine.copy_(tensor)
 
     @torch.no_grad()
     def put(self, tensors: Sequence[torch.Tensor | None], *, keep_changes: bool) -> None:
         """Set the tensors to their average; with `keep_changes` by the delta rule, see `put_average`."""
-        views = zip(tensors, self._average.views(), self._mine.views(), self._roles, strict=True)
+        views = zip(tensors, self.averaged.views(), self.mine.views(), self._roles, strict=True)
         for tensor, average, mine, role in views:
             if tensor is not None:
                 put_average(tensor, average, mine if keep_changes else None, role)
 
     def digest(self) -> bytes:
         """The blake3 hash of the average, 32 bytes."""
-        return _hash_of(self.averaged)
+        return _hash_of(self.averaged.flat)
 
 
 @torch.no_grad()

@@ -20,15 +20,7 @@ from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
 from shoal.flat import Places
 from shoal.optim._torch import foreach_copy_
-from shoal.optim.settings import (
-    OptimizerFactory,
-    Params,
-    SchedulerFactory,
-    check_names,
-    host_copy,
-    make_optimizer,
-    make_scheduler,
-)
+from shoal.optim.settings import OptimizerFactory, Params, SchedulerFactory, check_names, make_trained
 from shoal.optim.state import TrainingState, put_average
 from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.errors import AveragingError
@@ -111,9 +103,7 @@ class TrainingStateAverager(DecentralizedAverager):
         self.reuse_tensors, self.delta_rule_averaging = reuse_tensors, delta_rule_averaging
         self.sync_epoch_when_averaging, self.status_loglevel = sync_epoch_when_averaging, status_loglevel
         self.opt_keys_for_averaging, self.extra_tensors = tuple(average_opt_statistics), list(extra_tensors)
-        host = host_copy(optimizer, params) if offload_optimizer else None
-        self.optimizer = make_optimizer(optimizer, params if host is None else host.groups)
-        self.scheduler = make_scheduler(scheduler, self.optimizer)
+        self.optimizer, self.scheduler, host = make_trained(optimizer, params, scheduler, on_host=offload_optimizer)
         if initialize_optimizer or (initialize_optimizer is None and not any(self.optimizer.state.values())):
             _initialize_state(self.optimizer)
         self._local = LocalState(self, None if host is None else host.model, parameter_names)
