@@ -1,19 +1,19 @@
-"""Training together: the optimizer that users hold, and what it is made of. Leans on every room below it.
+"""Training together: the optimizer that users hold, and its parts. It uses every room below it.
 
 What this room promises to its users:
 
 - N peers that split one batch end where one process with that batch ends, to float rounding, and bit-identical to each
   other on machines that compute alike;
-- `step` may raise only what is the caller's to mend; what goes wrong on the network is dealt with and logged;
-- a peer that is late, or has fallen out of step, downloads the state and goes on; a step that failed changes nothing.
+- `step` raises only errors that the caller can mend; it deals with errors of the network and logs them;
+- a peer that is late, or has fallen out of step, downloads the state and continues; a step that failed changes nothing.
 
-How to read it: `optimizer.py` is the public face, `settings.py` its options, `assembly.py` what they ask for. From step
-to step: `epochs.py` counts (`progress.py`) what `accumulation.py` has, has `update.py` end the epoch, at once or in the
-background, and `handover.py` download the state where others are past it; `assistant.py` is a step of who trains
-nothing. `vector.py` says what a round averages: `gradients.py` (or `own_gradients.py`) and `shared.py`; `replica.py` is
-this peer's state (`state.py`), which may be on the host (`offload.py`); `run.py` is its part in the run.
-`grad_averager.py`, `power_sgd_averager.py`, `state_averager.py` and
-`progress_tracker.py` are for those who train without an `Optimizer`.
+How to read it: `optimizer.py` is the public face, and `settings.py` checks its arguments. `epoch.py` goes from epoch to
+epoch: it accumulates (`accumulator.py`), reports samples (`progress.py`), joins the round that ends the epoch
+(`epoch_round.py`) and steps the state (`state.py`), whose parameters live in flat memory, possibly on the host
+(`placement.py`), and whose parameter groups have options that peers vote on (`group_options.py`). `run.py` is this
+peer's part in the run. `grad_averager.py`, `power_sgd_averager.py`, `state_averager.py` and `progress_tracker.py` are
+for users who train without an `Optimizer`; they share the accumulator, the state and the progress with it. `_torch.py`
+has the private names of torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from shoal.optim.grad_averager import GradientAverager as GradientAverager
     from shoal.optim.grad_scaler import GradScaler as GradScaler
     from shoal.optim.optimizer import Optimizer as Optimizer
-    from shoal.optim.performance import PerformanceEMA as PerformanceEMA
     from shoal.optim.power_sgd_averager import PowerSGDGradientAverager as PowerSGDGradientAverager
+    from shoal.optim.progress import PerformanceEMA as PerformanceEMA
     from shoal.optim.progress_tracker import ProgressTracker as ProgressTracker
     from shoal.optim.reports import DownloadReport as DownloadReport
     from shoal.optim.reports import EpochReport as EpochReport
@@ -41,7 +41,7 @@ _HOMES = {
     "GradScaler": "grad_scaler",
     "GradientAverager": "grad_averager",
     "Optimizer": "optimizer",
-    "PerformanceEMA": "performance",
+    "PerformanceEMA": "progress",
     "PowerSGDGradientAverager": "power_sgd_averager",
     "ProgressTracker": "progress_tracker",
     "ReachabilityReport": "reports",
@@ -51,7 +51,7 @@ __all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when it is used: importing one of the rest must not load all of them.
+    # Names are imported when they are used: importing one of them must not load all.
     if name not in _HOMES:
         raise AttributeError(f"module 'shoal.optim' has no attribute {name!r}")
     return getattr(import_module(f"shoal.optim.{_HOMES[name]}"), name)

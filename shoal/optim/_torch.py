@@ -1,32 +1,28 @@
-"""The private names of torch that this room uses. No other file of the room is to reach for one.
+"""The private names of torch that this room uses. No other file of the room reaches for one.
 
-"torch has it since" was read from the sources of torch 2.0.1, 2.4.0 and 2.6.0; Shoal supports 2.6 and later.
+Shoal supports torch 2.6 and later. "torch has it since" was read from the sources of torch 2.0.1, 2.4.0 and 2.6.0.
 
 | name | what for | torch has it since | where it is missing |
 |---|---|---|---|
-| ``torch._foreach_*`` | one operation over many small gradients | 2.0, ``copy_`` 2.4 | importing the room raises AttributeError |
-| ``Optimizer._opt_called`` | schedulers warn if the optimizer has made no step before them | 2.4, not in 2.0 | it is only set: schedulers may warn |
-| ``LRScheduler._step_count`` | how many steps a scheduler has made | 2.0 or before | AttributeError when an `EpochScheduler` steps |
-| ``Tensor._version`` | whether somebody has written to a tensor | 2.0 or before | AttributeError at the first step |
-| ``batchnorm._NormBase`` | the class of all modules with running statistics | 2.0 or before | importing the room raises ImportError |
-| ``grad_scaler._refresh_per_optimizer_state`` | the state of a scaler for one optimizer, as new | 2.0 or before | importing the room raises ImportError |
-| ``GradScaler._per_optimizer_states``, ``GradScaler._scale``, ``GradScaler._check_inf_per_device``, ``GradScaler._check_scale_growth_tracker``, ``GradScaler._unscale_grads_`` | to unscale the averaged gradients, and to skip the step on all peers | 2.0 or before | AttributeError at the scaler's first step |
+| ``torch._foreach_*`` | one call for many tensors instead of one for each | 2.0, ``copy_`` 2.4 | importing the room raises AttributeError |
+| ``Tensor._version`` | how often a tensor was written in place | 2.0 or before | AttributeError at the first step |
+| ``batchnorm._NormBase`` | the class of all layers with running statistics | 2.0 or before | importing the room raises ImportError |
+| ``Optimizer._opt_called`` | keeps schedulers from warning that no step came before them | 2.4 | it is only set: schedulers may warn |
+| ``Optimizer._step_supports_amp_scaling`` | makes torch's scaler hand itself to ``step`` | 2.0 or before | it is only set: torch's scaler unscales the gradients itself |
+| ``LRScheduler._step_count`` | how many steps a scheduler has made, for Accelerate | 2.0 or before | AttributeError where it is read |
+| ``GradScaler._per_optimizer_states``, ``GradScaler._check_inf_per_device``, ``grad_scaler._refresh_per_optimizer_state`` | whether gradients overflowed, for each optimizer | 2.0 or before | importing the room raises ImportError, or AttributeError at the first step of a scaler |
+| ``GradScaler._scale``, ``GradScaler._check_scale_growth_tracker``, ``GradScaler._unscale_grads_`` | one message for a loss that was not scaled; averaged gradients of float16 | 2.0 or before | the user gets torch's own assertion |
 """  # noqa: E501  # a table has no other way to break its lines
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import attrgetter
-
 import torch
-from torch import Tensor
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.nn.modules.batchnorm import _NormBase
-from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-NormBase = _NormBase
-refresh_per_optimizer_state = _refresh_per_optimizer_state
-
+# Operations on lists of tensors: one call for all parameters, where a loop in Python would cost one call for each. The
+# public `torch.optim` classes are built on them. torch has no public name for them.
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
@@ -34,10 +30,89 @@ foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_zero_ = torch._foreach_zero_
 
-version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""How often a tensor was written to."""
+NormBase = _NormBase
+"""The base class of all layers that keep running statistics; torch has no public one."""
 
 
-def mark_as_stepped(optimizer: Optimizer) -> None:
-    """Says to schedulers that the optimizer has made a step."""
-    vars(optimizer)["_opt_called"] = True
+def writes_of(tensor: torch.Tensor) -> int:
+    """How often the tensor was written in place (`_version`). Autograd relies on it; torch has no public name for it.
+    Where it is missing, reading it raises an AttributeError."""
+    return tensor._version
+
+
+def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Keep torch from warning that a scheduler was stepped before its optimizer (`_opt_called`). A torch that does not
+    read the mark ignores it."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def scale_by_own_rules(optimizer: torch.optim.Optimizer, yes: bool) -> None:
+    """Have `torch.amp.GradScaler.step` hand itself to `optimizer.step(grad_scaler=…)` (`_step_supports_amp_scaling`,
+    as torch's fused optimizers do). A torch that does not read it unscales the gradients itself."""
+    optimizer._step_supports_amp_scaling = yes  # type: ignore[attr-defined]
+
+
+class OpenGradScaler(torch.amp.GradScaler):
+    """A `torch.amp.GradScaler` whose inner workings subclasses reach by public names.
+
+    torch keeps a record for each optimizer (`_per_optimizer_states`): its stage since the last `update`, and whether
+    its gradients overflowed (`_check_inf_per_device` looks). Where one of these is missing, its user here raises an
+    AttributeError.
+    """
+
+    def overflows_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """For each device of the optimizer's gradients, a tensor that is not 0 if they overflowed; empty before
+        anybody has looked."""
+        return list(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+    def all_overflows(self) -> list[torch.Tensor]:
+        """The same of all optimizers."""
+        return [value for one in self._per_optimizer_states.values() for value in one["found_inf_per_device"].values()]
+
+    def look_for_overflow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note whether the optimizer's gradients overflowed, and leave them as they are."""
+        self._check_inf_per_device(optimizer)
+
+    def may_unscale(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer's gradients were not unscaled since the last `update`."""
+        return bool(self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY)
+
+    def forget_overflows(self) -> None:
+        """Begin the records anew, as `update` does, and leave the scale as it is."""
+        for key in self._per_optimizer_states:
+            self._per_optimizer_states[key] = _refresh_per_optimizer_state()
+
+    def allows_float16(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer's parameters may be float16; torch refuses to unscale their gradients. To be
+        overridden."""
+        return False
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
+        # torch calls it first wherever it needs the scale, which the first call of `scale` makes (2.6 to 2.13). Where
+        # it does not, the user gets torch's own assertion instead of this message.
+        if self._scale is None:
+            raise RuntimeError(
+                "the loss of these gradients was not scaled: call GradScaler.scale(loss) before backward"
+            )
+        return super()._check_scale_growth_tracker(funcname)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        allow_fp16 = allow_fp16 or self.allows_float16(optimizer)
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+
+class StepCounted:
+    """Passes a scheduler's `_step_count` on, which Accelerate reads and writes. Where a scheduler has none, reading it
+    raises an AttributeError."""
+
+    scheduler: LRScheduler
+
+    @property
+    def _step_count(self) -> int:
+        return self.scheduler._step_count
+
+    @_step_count.setter
+    def _step_count(self, count: int) -> None:
+        self.scheduler._step_count = count

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-if TYPE_CHECKING:
-    from shoal.optim.optimizer import Optimizer
-
-_wrapped: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
+from shoal.optim._torch import StepCounted, mark_as_stepped
 
 
-def wraps(optimizer: Optimizer, wrapped: torch.optim.Optimizer) -> None:
-    """A scheduler of `wrapped` is one of `optimizer`."""
+class HasEpoch(Protocol):
+    """The part of a `shoal.Optimizer` that a scheduler follows."""
+
+    @property
+    def local_epoch(self) -> int: ...
+
+
+_wrapped: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[HasEpoch]] = weakref.WeakKeyDictionary()
+
+
+def wraps(optimizer: HasEpoch, wrapped: torch.optim.Optimizer) -> None:
+    """Say that a scheduler of `wrapped` is one of `optimizer`."""
     _wrapped[wrapped] = weakref.ref(optimizer)
 
 
-class EpochScheduler(LRScheduler):
+class EpochScheduler(StepCounted, LRScheduler):
     """Advances a scheduler once per epoch of the run, however often its `step` is called.
 
     Frameworks (Trainer, Lightning, Accelerate) step a scheduler after each batch or so. Made on a `shoal.Optimizer`
     it would follow this peer's own batches, of which other peers make more or fewer. Wrapped, it follows
-    `optimizer.local_epoch`: also of a peer that comes late, or that has downloaded a state.
+    `optimizer.local_epoch`, also on a peer that comes late or that has downloaded a state.
 
     >>> scheduler = shoal.EpochScheduler(torch.optim.lr_scheduler.LambdaLR(optimizer, warmup))
     >>> for batch in data:
@@ -37,17 +44,18 @@ class EpochScheduler(LRScheduler):
     state with newcomers.
 
     Args:
-        scheduler: any of torch's but ReduceLROnPlateau, of a `shoal.Optimizer` or of its `optimizer`. Where steps are
-            delayed, make it of the former.
+        scheduler: any of torch's schedulers but ReduceLROnPlateau, of a `shoal.Optimizer` or of its `optimizer`. Where
+            steps are delayed, make it of the former.
 
     Attributes:
-        scheduler: as given. What else a scheduler has (`base_lrs`, `last_epoch`, …) is had of it.
-        epoch: up to which it was advanced.
+        scheduler: as given. Other attributes of a scheduler (`base_lrs`, `last_epoch`, …) are read from it.
+        epoch: the epoch to which it was advanced.
 
-    Raises ValueError for a scheduler of anything else.
+    Raises:
+        ValueError: for a scheduler of anything else.
     """
 
-    def __init__(self, scheduler: LRScheduler) -> None:  # not that of the base: there is a scheduler already
+    def __init__(self, scheduler: LRScheduler) -> None:  # does not call the base's: there is a scheduler already
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau | EpochScheduler):
             raise ValueError(
                 f"EpochScheduler of a {type(scheduler).__name__}: give a torch scheduler that steps by itself, without "
@@ -58,28 +66,28 @@ class EpochScheduler(LRScheduler):
         self.epoch = int(getattr(scheduler, "last_epoch", 0))
 
     def step(self, epoch: int | None = None) -> None:
-        """Advance the scheduler as often as epochs have passed; do nothing within an epoch, or if the run has gone back
-        to an earlier one. `epoch` is what torch's schedulers take, and has no use here."""
+        """Advance the scheduler as often as epochs have passed. Do nothing within an epoch, or if the run has gone back
+        to an earlier one. torch's schedulers take `epoch`; it has no effect here."""
         missing = self._shoal_optimizer.local_epoch - self.epoch
         if missing <= 0:
             return
-        # Many schedulers multiply the present rate: it has to be the one that they have made, not that of a download.
+        # Many schedulers multiply the present rate: it has to be the one that they made, not that of a download.
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a scheduler that goes first
+        mark_as_stepped(self.optimizer)
         for _ in range(missing):
             self.scheduler.step()
         self.epoch += missing
 
     def get_last_lr(self) -> list[Any]:
-        """The learning rates that it has set last, one for each group."""
+        """The learning rates that it set last, one for each group."""
         return self.scheduler.get_last_lr()
 
     def get_lr(self) -> list[Any]:
-        """As of the scheduler."""
+        """The scheduler's `get_lr`."""
         return self.scheduler.get_lr()
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,7 +95,11 @@ class EpochScheduler(LRScheduler):
         return {"epoch": self.epoch, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned. Raises ValueError for the state of another scheduler."""
+        """Continue from what `state_dict` returned.
+
+        Raises:
+            ValueError: for the state of another scheduler.
+        """
         if set(state_dict) != {"epoch", "scheduler"}:
             raise ValueError(
                 f"the state of an EpochScheduler has epoch and scheduler, and this one {', '.join(state_dict)}: load "
@@ -96,21 +108,13 @@ class EpochScheduler(LRScheduler):
         self.scheduler.load_state_dict(state_dict["scheduler"])
         self.epoch = state_dict["epoch"]
 
-    @property
-    def _step_count(self) -> int:  # Accelerate reads and writes it
-        return self.scheduler._step_count
-
-    @_step_count.setter
-    def _step_count(self, count: int) -> None:
-        self.scheduler._step_count = count
-
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # while it is unpickled
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
 
-def _behind(optimizer: Any) -> Optimizer:
+def _behind(optimizer: Any) -> HasEpoch:
     """The `shoal.Optimizer` of this optimizer, which may be the one that it wraps, or one that wraps it."""
     seen = optimizer
     while seen is not None:

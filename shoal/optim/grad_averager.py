@@ -1,21 +1,26 @@
-"""Gradients that a user accumulates and averages by hand, without a `shoal.Optimizer`."""
+"""Gradients that are averaged in rounds of their own: by a user without a `shoal.Optimizer`, or by an `Optimizer` with
+its `grad_averager_factory`."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from typing import Any, Literal, overload
 
 import torch
+from blake3 import blake3
 
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import Gathered, StepControl
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
 from shoal.flat import FlatBuffer, Layout, is_finite
-from shoal.optim.gradients import HeldGradients, lost_gradient
-from shoal.swarm.protocol.errors import AveragingError
+from shoal.optim._torch import foreach_copy_, foreach_div_, foreach_mul_, foreach_zero_
+from shoal.optim.accumulator import Accumulator, clip, in_grad, lost_gradient
+from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +38,14 @@ class GradientAverager(DecentralizedAverager):
     ...         with averager.use_averaged_gradients():
     ...             optimizer.step()
 
-    There are up to three sets of gradients: those in `.grad`; the accumulated ones, in flat memory beside the
-    parameters; the averaged ones, in flat memory on the host.
+    There are up to three sets of gradients: those in `.grad`; the accumulated gradients, in flat memory beside the
+    parameters; the averaged gradients, in flat memory on the host.
 
     Args:
-        parameters: of the model; those that get no gradient count as having one of zeros.
+        parameters: of the model. A parameter without a gradient counts as one with zeros.
         dht, prefix: see `DecentralizedAverager`.
-        reuse_grad_buffers: accumulate in `.grad` itself: the user must not clear it (`zero_grad`) or change it. Saves
-            memory. Gradients of batches of different sizes then count alike.
+        reuse_grad_buffers: accumulate in `.grad` itself, which saves memory. The user must not clear it (`zero_grad`)
+            or change it. Gradients of batches of different sizes then count alike.
         accumulate_grads_on: the device of the accumulated gradients; by default that of each parameter.
         client_mode: see `DecentralizedAverager`.
         warn: log a warning when averaged gradients were not used before the next step, or accumulated ones not reset.
@@ -49,10 +54,9 @@ class GradientAverager(DecentralizedAverager):
 
     Attributes:
         parameters, reuse_grad_buffers, warn: as given.
-        local_samples_accumulated, local_times_accumulated: samples and calls of `accumulate_grads_` since the last
-            reset.
 
-    Raises ValueError if `averaged_grads` do not fit the parameters, and as `DecentralizedAverager`.
+    Raises:
+        ValueError: if `averaged_grads` do not fit the parameters, and as `DecentralizedAverager`.
     """
 
     def __init__(
@@ -69,17 +73,14 @@ class GradientAverager(DecentralizedAverager):
         **kwargs: Any,
     ) -> None:
         self.parameters = tuple(parameters)
-        self._held = HeldGradients(self.parameters)
         self.reuse_grad_buffers, self.warn = reuse_grad_buffers, warn
-        self.local_samples_accumulated = self.local_times_accumulated = 0
         if reuse_grad_buffers and accumulate_grads_on is not None:
             raise ValueError("accumulate_grads_on= has no meaning with reuse_grad_buffers=True, which has .grad only")
-        self._accumulated: FlatBuffer | None = None
+        memory: list[torch.Tensor] | None = None
         if not reuse_grad_buffers:
             layout = Layout.of(self.parameters)
-            self._accumulated = FlatBuffer(layout if accumulate_grads_on is None else layout.on(accumulate_grads_on))
-            self._accumulators = self._accumulated.views()
-        self._anchor_batch_size: int | None = None  # of the first batch: the others weigh in proportion
+            memory = FlatBuffer(layout if accumulate_grads_on is None else layout.on(accumulate_grads_on)).views()
+        self._accumulator = Accumulator(self.parameters, memory, keeps_mean=False)
         self._used_in_step = self._unused_result = False
         if not averaged_grads:
             averaged_grads = [torch.zeros_like(p, device="cpu", requires_grad=False) for p in self.parameters]
@@ -94,21 +95,33 @@ class GradientAverager(DecentralizedAverager):
 
     # -- accumulating
 
+    @property
+    def local_samples_accumulated(self) -> float:
+        """The number of samples since the last reset."""
+        return self._accumulator.samples
+
+    @property
+    def local_times_accumulated(self) -> int:
+        """The number of calls of `accumulate_grads_` since the last reset."""
+        return self._accumulator.steps
+
     def _grad_accumulators(self) -> Iterator[torch.Tensor]:
-        """The accumulated gradients, summed."""
-        if self.reuse_grad_buffers:
-            for parameter in self.parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                yield parameter.grad
-        else:
-            yield from self._accumulators
+        """The sums of the accumulated gradients."""
+        if self._accumulator.memory is not None:
+            yield from self._accumulator.memory
+            return
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            yield parameter.grad
 
     @torch.no_grad()
     def accumulate_grads_(self, batch_size: int) -> None:
         """Add the parameters' `.grad`, the mean over `batch_size` samples, to the accumulated gradients. (With
-        `reuse_grad_buffers` autograd has done so; it is only counted.) Raises ValueError for a batch without samples,
-        and if gradients that are accumulated in `.grad` were cleared since.
+        `reuse_grad_buffers`, autograd has done so, and the batch is only counted.)
+
+        Raises:
+            ValueError: for a batch without samples, and if gradients that are accumulated in `.grad` were cleared.
         """
         if not batch_size > 0:
             raise ValueError(f"batch_size={batch_size!r}: give the number of samples behind the gradients, at least 1")
@@ -116,24 +129,10 @@ class GradientAverager(DecentralizedAverager):
         if self._used_in_step and self.warn:
             log.warning("accumulated gradients were averaged and not reset: these are added to them")
             self._used_in_step = False
-        if self._anchor_batch_size is None:
-            self._anchor_batch_size = batch_size
-        self.local_samples_accumulated += batch_size
-        self.local_times_accumulated += 1
-        if self.reuse_grad_buffers:
-            self._held.hold()
-            return
-        sums, gradients = [], []
-        for accumulator, parameter in zip(self._accumulators, self.parameters, strict=True):
-            if parameter.grad is not None:
-                gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-                sums.append(accumulator)
-                gradients.append(gradient.to(accumulator.device))
-        if sums:
-            torch._foreach_add_(sums, gradients, alpha=batch_size / self._anchor_batch_size)
+        self._accumulator.add(batch_size)
 
     def _check_held(self) -> None:
-        if (index := self._held.lost()) is not None:
+        if (index := self._accumulator.lost()) is not None:
             self.reset_accumulated_grads_()
             raise lost_gradient(f"parameter {index}")
 
@@ -143,32 +142,25 @@ class GradientAverager(DecentralizedAverager):
 
     @torch.no_grad()
     def load_accumulators_into_averager_(self) -> None:
-        """Write the mean of the accumulated gradients where the next round reads it. Raises ValueError if some that are
-        accumulated in `.grad` were cleared."""
+        """Write the mean of the accumulated gradients where the next round reads it.
+
+        Raises:
+            ValueError: if gradients that are accumulated in `.grad` were cleared.
+        """
         self._check_held()
         with self.get_tensors() as averaged:
-            self._load_accumulators(averaged)
-
-    def _load_accumulators(self, averaged: Sequence[torch.Tensor]) -> None:
-        # Without .grad's own weights, batches count by size: each gradient is a mean over its batch.
-        count: float = self.local_times_accumulated
-        if not self.reuse_grad_buffers and self._anchor_batch_size is not None:
-            count = self.local_samples_accumulated / self._anchor_batch_size
-        torch._foreach_copy_(list(averaged), list(self._grad_accumulators()))
-        torch._foreach_mul_(list(averaged), 1.0 / count if count else 0.0)
+            # Where autograd does not sum them, batches count by size: each gradient is a mean over its batch.
+            count = self._accumulator.batches
+            foreach_copy_(list(averaged), list(self._grad_accumulators()))
+            foreach_mul_(list(averaged), 1.0 / count if count else 0.0)
 
     @torch.no_grad()
     def reset_accumulated_grads_(self) -> None:
-        """Begin anew: no gradients, no samples. With `reuse_grad_buffers` this clears `.grad`."""
+        """Start over: no gradients, no samples. With `reuse_grad_buffers` this clears `.grad`."""
         self._used_in_step = False
-        self._held.release()
-        self.local_samples_accumulated = self.local_times_accumulated = 0
-        self._anchor_batch_size = None
-        if self._accumulated is not None:
-            for flat in self._accumulated.flat:
-                flat.zero_()
-        else:
-            torch._foreach_zero_(list(self._grad_accumulators()))
+        self._accumulator.reset()
+        if self.reuse_grad_buffers:
+            foreach_zero_(list(self._grad_accumulators()))
 
     # -- averaging
 
@@ -177,7 +169,7 @@ class GradientAverager(DecentralizedAverager):
 
         Args:
             scheduled_time: when that will be, in seconds of `get_dht_time()`.
-            kwargs: of `DecentralizedAverager.step`, but `weight`, which is known only then.
+            kwargs: of `DecentralizedAverager.step`, without `weight`, which is known only then.
         """
         if kwargs.get("weight") is not None:
             raise ValueError("weight= is set by step(control=…, weight=…): it is not known when a step is scheduled")
@@ -215,19 +207,21 @@ class GradientAverager(DecentralizedAverager):
         wait: bool = True,
         **kwargs: Any,
     ) -> Gathered | StepControl:
-        """Average the accumulated gradients with peers; the result is had by `use_averaged_gradients`.
+        """Average the accumulated gradients with peers; `use_averaged_gradients` gives the result.
 
         If the round fails, the averaged gradients are this peer's own.
 
         Args:
-            weight: of this peer's gradients; its accumulated samples by default.
-            reset_accumulators: begin anew as soon as the gradients are on their way.
-            control: of `schedule_step`; without it, a group is looked for now.
+            weight: of this peer's gradients; by default the number of its accumulated samples.
+            reset_accumulators: start accumulating over as soon as the gradients are copied for the round.
+            control: from `schedule_step`; without it, the averager looks for a group now.
             timeout: seconds to wait for the result.
-            wait: return what the group gathered; if False, the control.
-            kwargs: of `DecentralizedAverager.step`; not with a `control`, which was given them.
+            wait: return what the group gathered; if False, return the control.
+            kwargs: of `DecentralizedAverager.step`; not with a `control`, which has got them from `schedule_step`.
 
-        Raises AveragingError if there is no result, ValueError for a control that was used.
+        Raises:
+            AveragingError: if there is no result.
+            ValueError: for a control that was used.
         """
         if control is None:
             control = self.schedule_step(timeout=timeout, **kwargs)
@@ -258,7 +252,7 @@ class GradientAverager(DecentralizedAverager):
 
     @property
     def has_averaged_gradients(self) -> bool:
-        """Whether a step was made whose result was not used yet."""
+        """Whether the result of the last step is not used yet."""
         return self._unused_result
 
     def notify_used_averaged_gradients(self) -> None:
@@ -270,29 +264,194 @@ class GradientAverager(DecentralizedAverager):
         """Within, the parameters' `.grad` are the averaged gradients, in the order of the parameters; afterwards what
         they were."""
         self._unused_result = False
-        before = [parameter.grad for parameter in self.parameters]
         with self.get_tensors() as averaged:
-            try:
-                for parameter, average in zip(self.parameters, averaged, strict=True):
-                    parameter.grad = average.to(parameter)
+            pairs = zip(averaged, self.parameters, strict=True)
+            with in_grad(self.parameters, [average.to(parameter) for average, parameter in pairs]):
                 yield averaged
-            finally:
-                for parameter, gradient in zip(self.parameters, before, strict=True):
-                    parameter.grad = gradient
 
     # -- saved and loaded
 
     def state_dict(self) -> dict[str, Any]:
-        """What is carried from one step to the next, plain data and tensors: here nothing. What was accumulated since
-        the last step is not in it. `shoal.Optimizer` saves it with its own state."""
+        """What is carried from one step to the next, as plain data and tensors: here nothing. Gradients that were
+        accumulated since the last step are not in it. `shoal.Optimizer` saves it with its own state."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned; from {} as if no step had been made. Raises ValueError, and changes
-        nothing, if it is another averager's."""
+        """Continue from what `state_dict` returned; from {} as if no step had been made.
+
+        Raises:
+            ValueError: if it is another averager's; then nothing has changed.
+        """
         if state_dict:
             raise ValueError(f"{type(self).__name__} carries nothing on, and was given {', '.join(state_dict)}")
 
 
 GradientAveragerFactory = Callable[..., GradientAverager]
 """What `shoal.Optimizer` takes as `grad_averager_factory`."""
+
+
+class AveragerGradients:
+    """The gradients of an `Optimizer`, averaged by an averager of the user's, in place of `EpochGradients`.
+
+    The averager has rounds of its own, before those of the run, which then average no gradients. A parameter without a
+    gradient counts as one with zeros.
+
+    Its rounds wait for all members that are known, so the averager leaves them while this peer downloads a state
+    (`enter`, `leave`). An average is kept until the step that uses it, however often the end of the epoch is tried
+    meanwhile; what this peer accumulates after that average is dropped.
+
+    Args:
+        me: this peer's key.
+        factory: makes the averager: called with the parameters, `start=False` and `options`.
+        parameters: those that get gradients.
+
+    Attributes:
+        averager: what the factory made.
+
+    Raises:
+        ValueError: if the factory makes something else than a `GradientAverager`.
+    """
+
+    def __init__(
+        self, me: bytes, factory: GradientAveragerFactory, parameters: Sequence[torch.Tensor], **options: Any
+    ) -> None:
+        averager = factory(parameters, start=False, **options)
+        if not isinstance(averager, GradientAverager):
+            raise ValueError(f"grad_averager_factory made a {type(averager).__name__}: make a shoal.GradientAverager")
+        self.averager = averager
+        averager.in_step = True
+        self._me = me
+        self._control: StepControl | None = None  # of the round whose average is not used yet
+        self._samples = 0.0  # that this peer brought to it
+        self._failed = False
+
+    @property
+    def terms(self) -> str:
+        """The terms that must be equal at all peers."""
+        own = ", ".join(f"{name} {value}" for name, value in sorted(self.averager.agreed_options().items()))
+        return f"{type(self.averager).__name__} ({own})"
+
+    @property
+    def samples(self) -> float:
+        """The number of accumulated samples."""
+        return self.averager.local_samples_accumulated
+
+    @property
+    def accumulator(self) -> Accumulator:
+        """Of this peer's gradients."""
+        return self.averager._accumulator
+
+    @property
+    def held(self) -> bool:
+        """Whether a round was begun whose average is not used yet."""
+        return self._control is not None and not self._failed
+
+    def accumulate(self, batch_size: int) -> None:
+        """Add the parameters' `.grad`, the mean over `batch_size` samples."""
+        self.averager.accumulate_grads_(batch_size)
+
+    def reset(self) -> None:
+        """Drop what was accumulated."""
+        self.averager.reset_accumulated_grads_()
+
+    def close(self, scale: float = 1.0) -> float:
+        """Begin the averager's round with what was accumulated, unless this epoch has had one, or the round of the
+        others began without this peer.
+
+        Args:
+            scale: by which the gradients in `.grad` are too large.
+
+        Returns:
+            The number of samples behind what this peer brings: none if an element is not finite.
+        """
+        if self.held:
+            return self._samples
+        averager = self.averager
+        if not averager.is_finite():
+            averager.reset_accumulated_grads_()
+        self._samples, self._failed = self.samples, False
+        scaled = [p.grad for p in averager.parameters if p.grad is not None] if scale != 1.0 else []
+        if scaled:
+            foreach_div_(scaled, scale)
+        if averager.is_alive():
+            self._control = averager.step(reset_accumulators=False, wait=False)
+        else:
+            self._control = None
+            averager.load_accumulators_into_averager_()
+        if scaled:
+            foreach_mul_(scaled, scale)  # should the round fail, more is added to them
+        return self._samples
+
+    def average(self, timeout: float, over: Callable[[], Future[None]]) -> bytes:
+        """Wait for that round. If it fails, the average is this peer's own mean.
+
+        Args:
+            timeout: seconds without any progress.
+            over: makes a future that is done when the others have ended the epoch. The averager's rounds know no
+                epochs: after that, these gradients would be averaged with those of the next epoch.
+
+        Returns:
+            A name of the average, which all peers with the same average have in common.
+
+        Raises:
+            Behind: if the others have ended the epoch.
+            Rejected: if they have another averager.
+        """
+        own = blake3(b"own gradients of " + self._me).digest()
+        if self._control is None or self._failed:
+            return own
+        ended: Future[None] | None = None
+        try:
+            ended = over()
+            either: list[Future[Any]] = [self._control, ended]
+            until = time.monotonic() + timeout
+            while time.monotonic() < until and not wait(either, until - time.monotonic(), FIRST_COMPLETED).done:
+                until = max(until, self.averager.got_on_at + timeout)
+            if not self._control.done() and ended.done() and not ended.cancelled():
+                self._control.cancel()
+                raise Behind("the others have ended the epoch before this peer's gradients were there")
+            self._control.result(0.0)
+        except (Rejected, Behind):
+            raise
+        except (AveragingError, TimeoutError, CancelledError) as error:
+            self._control.cancel()
+            self._failed = True
+            log.warning("the gradients were not averaged (%s): going on with this peer's own", error)
+            return own
+        finally:
+            if ended is not None:
+                ended.cancel()
+        assert self.averager.last_round is not None
+        return bytes.fromhex(self.averager.last_round.digest)
+
+    def enter(self, called: Callable[[], bool]) -> None:
+        """From now on the others wait for this peer's gradients.
+
+        Args:
+            called: whether the end of the epoch has begun. Then their round may have begun, too: they would wait for
+                this peer in the run's round, and this peer for them in the averager's round that follows.
+        """
+        if not self.averager.is_alive() and not called():
+            self.averager.run_in_background()
+            if called():
+                self.averager.shutdown()
+
+    def leave(self) -> None:
+        """Have nobody wait for this peer's gradients: they are of a state that it leaves."""
+        self.averager.shutdown()  # which ends its round
+        self._control = None
+
+    def use_local(self) -> None:
+        """Nothing to do: there was no round of the run, and the averager's result is the best there is."""
+
+    @contextlib.contextmanager
+    def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[None]:
+        """See `EpochGradients.as_grad`."""
+        with self.averager.get_tensors() as averaged:
+            gradients = [tensor.to(target, copy=True) for tensor, target in zip(averaged, targets, strict=True)]
+        self.averager.notify_used_averaged_gradients()
+        self._control = None
+        if max_norm is not None:
+            clip(gradients, max_norm)
+        with in_grad(targets, gradients):
+            yield

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from shoal.optim._torch import OpenGradScaler
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(OpenGradScaler):
     """Used exactly as `torch.amp.GradScaler`, whose arguments it has.
 
     >>> scaler = shoal.GradScaler("cuda")
@@ -19,12 +20,13 @@ class GradScaler(torch.amp.GradScaler):
     ...     scaler.step(optimizer, batch_size=32)
     ...     scaler.update()
 
-    With a `shoal.Optimizer` that has `reuse_grad_buffers=True`, `.grad` holds the sum over an epoch's steps, all by one
-    scale. So `unscale_` only looks for an overflow there, the optimizer itself unscales when it ends the epoch, and
-    `update` changes nothing while gradients are held: the scale grows after the end of an epoch, of which
-    `growth_interval` counts. After an overflow this peer's accumulation is dropped, and the scale shrinks at once.
+    With a `shoal.Optimizer` that has `reuse_grad_buffers=True`, `.grad` holds the sum over an epoch's steps, all with
+    one scale. There, `unscale_` only looks for an overflow, the optimizer unscales the sum when it ends the epoch, and
+    `update` changes nothing while gradients are held: the scale grows after the end of an epoch, which counts as one
+    step of `growth_interval`. After an overflow, this peer's accumulation is dropped and the scale shrinks at once.
 
-    With any other optimizer it does what torch's does, but that parameters of a `shoal.Optimizer` may be float16.
+    With any other optimizer it does what torch's scaler does, except that the parameters of a `shoal.Optimizer` may be
+    float16.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -33,33 +35,33 @@ class GradScaler(torch.amp.GradScaler):
         self._unused = False  # whether an accumulating optimizer was stepped that looked at no gradients
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, or only look for an overflow, as above."""
+        """Divide the gradients by the scale, or only look for an overflow, as described above."""
         if self.is_enabled() and _accumulates(optimizer):
-            self._check_inf_per_device(optimizer)
+            self.look_for_overflow(optimizer)
         else:
             super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Call `optimizer.step(*args, **kwargs)`. If the gradients overflowed they are not used; an optimizer that
-        accumulates in `.grad` is called all the same, because a round may be due."""
+        """Call `optimizer.step(*args, **kwargs)`. Gradients that overflowed are not used; an optimizer that accumulates
+        in `.grad` is called all the same, because a round may be due."""
         if not self.is_enabled() or not _accumulates(optimizer):
             return super().step(optimizer, *args, **kwargs)
         if "closure" in kwargs:
             raise RuntimeError("a closure can't be used with a GradScaler: call backward before")
         step: Callable[..., float | None] = optimizer.step
         loss = step(*args, grad_scaler=self, **kwargs)
-        # Such as one with a batch_size of 0, or which has downloaded the state instead: `update` has nothing to judge.
-        self._unused = not _found_in(self._per_optimizer_states[id(optimizer)])
+        # A step with a batch_size of 0, or one that has downloaded the state instead, leaves `update` nothing to judge.
+        self._unused = not self.overflows_of(optimizer)
         return loss
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Change the scale, unless gradients are held by the present one."""
+        """Change the scale, unless gradients are held that were scaled by the present one."""
         if not self.is_enabled():
             return
-        found = [value for state in self._per_optimizer_states.values() for value in _found_in(state)]
+        found = self.all_overflows()
         unused, self._unused = self._unused and not found, False
         if new_scale is None and (unused or (self._holding and not any(value.item() for value in found))):
-            self._forget_checks()
+            self.forget_overflows()
             return
         before = self.get_scale()
         super().update(new_scale)
@@ -70,17 +72,16 @@ class GradScaler(torch.amp.GradScaler):
                         parameter.grad.mul_(self.get_scale() / before)
 
     def admits(self, optimizer: torch.optim.Optimizer) -> bool:
-        """For `Optimizer.step`: whether the gradients in `.grad` may be used. They are unscaled if so, unless they stay
-        in `.grad`; then the scale stays until `release`."""
+        """For `Optimizer.step`: whether the gradients in `.grad` may be used. This unscales them, unless they stay in
+        `.grad`; then the scale stays as it is until `release`."""
         if not self.is_enabled():
             return True
-        state = self._per_optimizer_states[id(optimizer)]
         if _accumulates(optimizer):
-            if not _found_in(state):
-                self._check_inf_per_device(optimizer)
-        elif state["stage"] is OptState.READY:
+            if not self.overflows_of(optimizer):
+                self.look_for_overflow(optimizer)
+        elif self.may_unscale(optimizer):
             super().unscale_(optimizer)
-        finite = not any(value.item() for value in _found_in(self._per_optimizer_states[id(optimizer)]))
+        finite = not any(value.item() for value in self.overflows_of(optimizer))
         if finite and _accumulates(optimizer):
             self._holding.add(optimizer)
         elif not finite:
@@ -88,36 +89,13 @@ class GradScaler(torch.amp.GradScaler):
         return finite
 
     def release(self, optimizer: torch.optim.Optimizer) -> None:
-        """For `Optimizer.step`: its gradients are not held in `.grad` any more."""
+        """For `Optimizer.step`: its gradients are no longer held in `.grad`."""
         self._holding.discard(optimizer)
 
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
-        # torch (2.6 to 2.13) calls it first wherever it needs the scale, which the first call of `scale` makes.
-        if self._scale is None:
-            raise RuntimeError(
-                "the loss of these gradients was not scaled: call GradScaler.scale(loss) before backward"
-            )
-        return super()._check_scale_growth_tracker(funcname)
-
-    def _forget_checks(self) -> None:
-        for key in self._per_optimizer_states:
-            self._per_optimizer_states[key] = _refresh_per_optimizer_state()
-
-    def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, torch.Tensor]:
-        # The gradients of a shoal.Optimizer are averaged before they are used, so none of torch's reasons holds.
-        allow_fp16 = allow_fp16 or hasattr(optimizer, "reuse_grad_buffers")
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+    def allows_float16(self, optimizer: torch.optim.Optimizer) -> bool:
+        """A `shoal.Optimizer` averages the gradients before it uses them, so none of torch's reasons holds."""
+        return hasattr(optimizer, "reuse_grad_buffers")
 
 
 def _accumulates(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "reuse_grad_buffers", False))
-
-
-def _found_in(state: dict[str, Any]) -> list[torch.Tensor]:
-    return list(state["found_inf_per_device"].values())

@@ -1,23 +1,26 @@
-"""The options of the wrapped optimizer's parameter groups (learning rate, momentum, …): this peer's own, which it tells
-in JOIN, and the run's, which BEGIN tells and every peer steps with.
+"""The options of the wrapped optimizer's parameter groups (learning rate, momentum, …): this peer's own, which JOIN
+carries, and the run's, which BEGIN carries and with which every peer steps.
 
 [Note: whose options are in the groups when]
-Between steps the groups hold this peer's own options: what its user, a scheduler of a framework or `scheduler=` has
-written. They are this peer's vote. The step of an epoch is made with the options that won, and afterwards the groups
-hold this peer's own again. They are not replaced for good, because a vote has to last: a user who changes the learning
-rate of one peer after the other would never get a majority, and a scheduler that multiplies the present rate would go
-on from a rate that it has not made (`CosineAnnealingLR` grows without bound from one that is too large near the end of
-its period). What the step itself has changed in the groups stays. A downloaded state replaces a peer's own options:
-they are where the others are.
+Between steps the groups hold this peer's own options: what its user, a scheduler of a framework or `scheduler=` wrote.
+They are this peer's vote. The step of an epoch is made with the options that won, and afterwards the groups hold this
+peer's own options again. They are not replaced for good, because a vote has to last. Otherwise a user who changes the
+learning rate of one peer after the other would never get a majority, and a scheduler that multiplies the present rate
+would continue from a rate that it did not make (`CosineAnnealingLR` grows without bound from a rate that is too large
+near the end of its period). Changes that the step itself makes in the groups stay. A downloaded state replaces a peer's
+own options by those of the other peers.
 
-In the modes with a delayed step the groups are those of the copy on the host, and the step is made in the background.
-What users see and write meanwhile is set aside (`HostCopy.aside`), so that it reaches no step that is under way.
+In the modes with a delayed step, the groups are those of the copy on the host, and the step is made in the background.
+Meanwhile, users read and write options that are set aside (`HostCopy.aside`), so that no write reaches a step that is
+under way.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import numbers
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,20 +29,20 @@ import torch
 from blake3 import blake3
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.optim.offload import HostCopy
-from shoal.optim.plain import plain
+from shoal.optim._torch import writes_of
+from shoal.optim.placement import HostCopy
 from shoal.swarm.protocol.messages import MAX_OPTIONS_BYTES
 
 log = logging.getLogger(__name__)
 
-# Options that say how a step is computed and not what it does: each machine has its own.
+# Options that choose how a step is computed, and not what it computes: each machine has its own.
 KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-# What torch's schedulers note down in the groups for themselves, and names of parameters: no step reads them.
+# Notes of torch's schedulers in the groups, and the names of parameters: no step reads them.
 NOTES = frozenset(
     {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 )
 HASH_BYTES = 16
-EVERYTHING = "the options"  # the name under which all are hashed, where even one hash for each is too much
+EVERYTHING = "the options"  # the name under which all are hashed, where one hash for each would be too long
 
 Columns = dict[str, list[Any]]
 """The values of each option, one for each group that has it, as plain data."""
@@ -49,16 +52,18 @@ of its column."""
 
 
 class GroupOptions:
-    """Reads and writes them. In the trainer's thread, but for `of_run` and `step_scheduler`, which may be in another.
+    """Reads and writes the options of an optimizer's parameter groups.
+
+    The trainer's thread uses it, except that `of_run` and `step_scheduler` may run in the thread that makes the step.
 
     Args:
         optimizer: the wrapped one.
         scheduler: the one of `scheduler=`, or None.
-        host: whose groups the optimizer is made of, if it steps on the host.
+        host: the copy on the host from whose groups the optimizer is made, or None.
 
     Attributes:
-        at_tip: all that newcomers get of the groups, one dictionary for each: as they were after the last epoch's step,
-            with what `scheduler=` has made since.
+        at_tip: what newcomers get of the groups, one dictionary for each: the options after the last epoch's step, with
+            what `scheduler=` has made since.
     """
 
     def __init__(
@@ -86,14 +91,14 @@ class GroupOptions:
     # -- this peer's own
 
     def own(self, epoch: int) -> bytes:
-        """This peer's own options now, at the end of that epoch, as JOIN tells them. `scheduler=` wins over whoever
-        else has written what it writes."""
+        """This peer's own options now, at the end of that epoch, encoded for JOIN. `scheduler=` wins over other
+        writers of the same options."""
         self._is_current = epoch == self._epoch
         self.enforce()
         return pack({name: self._column(name) for name in self._holders})
 
     def enforce(self) -> None:
-        """Where others have written what `scheduler=` writes, put back what that one has made."""
+        """Put back the values of `scheduler=` where others have overwritten them."""
         for name, values in self._scheduled.items():
             if self._column(name) == values:
                 continue
@@ -111,13 +116,13 @@ class GroupOptions:
                 _put(group, name, value)
 
     def refresh(self) -> None:
-        """Another state was loaded: what the groups hold now is this peer's own, and what `scheduler=` has made."""
+        """Take what the groups hold now as this peer's own, and as made by `scheduler=`: another state was loaded."""
         self._scheduled = {name: self._column(name) for name in self._scheduled}
         self._rates = self._visible_rates()
         self.record()
 
     def record(self) -> None:
-        """What the groups hold now is what newcomers get."""
+        """Give newcomers what the groups hold now."""
         self.at_tip = [
             {key: _plain(value, otherwise=value) for key, value in group.items() if key not in KERNELS | {"params"}}
             for group in self._optimizer.param_groups
@@ -126,7 +131,7 @@ class GroupOptions:
     # -- the run's
 
     def fits(self, options: bytes) -> bool:
-        """Whether these can be the options of the groups that all peers have."""
+        """Whether this peer's groups can have these options."""
         try:
             self._columns_of(options)
         except ValueError:
@@ -134,7 +139,7 @@ class GroupOptions:
         return True
 
     def unknown_of(self, options: bytes) -> str:
-        """The name of an option that is told by its hash alone, and that is another here; "" if there is none."""
+        """The name of an option of which only a hash is sent, and which differs here; "" if there is none."""
         own: Columns | None = None
         for name, told in self._columns_of(options).items():
             if isinstance(told, bytes):
@@ -145,9 +150,10 @@ class GroupOptions:
 
     @contextlib.contextmanager
     def of_run(self, options: bytes) -> Iterator[None]:
-        """Within, the groups hold these options, with which a step is made; then this peer's own again. Says once of
-        each option that this peer's own differs; not where the epoch began in the very call of `step` that ends it, as
-        after a download: then a scheduler of the user's has not come to it."""
+        """Within, the groups hold these options, with which a step is made; afterwards this peer's own again.
+
+        A warning names each option that differs from this peer's own, once. There is none where the epoch began in the
+        same call of `step` that ends it, as after a download: no scheduler of the user has run for it yet."""
         replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
         for name, values in self._columns_of(options).items():
             own = self._column(name) if name in self._holders else []
@@ -184,12 +190,12 @@ class GroupOptions:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Within, what users read and write is kept apart from the groups of an optimizer on the host."""
+        """Within, users read and write copies of the options of an optimizer on the host."""
         with self._host.set_aside(self._optimizer) if self._host is not None else contextlib.nullcontext():
             yield
 
     def step_scheduler(self) -> None:
-        """Step `scheduler=`, from what it has made itself."""
+        """Step `scheduler=`, from the values that it made itself."""
         if self._scheduler is None:
             return
         self.enforce()
@@ -202,8 +208,8 @@ class GroupOptions:
                 self.at_tip[index][name] = value
 
     def look(self, epoch: int) -> None:
-        """At the beginning of each `step`, in the epoch of the model's parameters: learning rates that change more than
-        once in an epoch are set by what follows this peer's own steps. Says so once."""
+        """Warn, once, of learning rates that change more than once in an epoch: they follow this peer's own steps.
+        Called at the beginning of each `step`, with the epoch of the model's parameters."""
         if epoch != self._epoch:
             self._epoch, self._changes = epoch, 0
         if not self._watched:
@@ -222,12 +228,12 @@ class GroupOptions:
     # -- the groups
 
     def _visible_rates(self) -> list[Any]:
-        """The learning rates that users see; of tensors how often they were written, which needs no device."""
+        """The learning rates that users see; for tensors, how often they were written, which reads no device."""
         if not self._watched:
             return []
         aside = None if self._host is None else self._host.aside
         rates = [group.get("lr") for group in aside or self._optimizer.param_groups]
-        return [rate._version if isinstance(rate, torch.Tensor) else rate for rate in rates]
+        return [writes_of(rate) if isinstance(rate, torch.Tensor) else rate for rate in rates]
 
     def _groups(self, name: str) -> list[dict[str, Any]]:
         return [self._optimizer.param_groups[index] for index in self._holders[name]]
@@ -236,8 +242,11 @@ class GroupOptions:
         return [_plain(group.get(name)) for group in self._groups(name)]
 
     def _columns_of(self, options: bytes) -> dict[str, list[Any] | bytes]:
-        """The columns in a message, of those options that this peer's groups have; hashes as they are. Raises
-        ValueError for what can't be such."""
+        """The columns of a message, without options that this peer's groups do not have; hashes as they are.
+
+        Raises:
+            ValueError: if the message can't be decoded, or has options with which no step can be made.
+        """
         columns: dict[str, list[Any] | bytes] = {}
         for name, entry in unpack(options).items():
             if isinstance(entry, bytes):
@@ -254,8 +263,8 @@ class GroupOptions:
 
 
 def pack(columns: Mapping[str, list[Any]]) -> bytes:
-    """Columns as a JOIN tells them: at most 1 kB. Where that is too little, those that take most are told by their hash
-    alone: peers that have another then know the name of what differs, but not the value."""
+    """Columns encoded for JOIN, in at most 1 kB. Where that is too little, the longest are replaced by their hashes:
+    peers that differ then know the name of the option, but not the value."""
     entries: dict[str, Entry] = {name: _entry(columns[name]) for name in sorted(columns)}
     sizes = {name: len(_encode(entry)) for name, entry in entries.items()}
     packed = _encode(entries)
@@ -268,7 +277,11 @@ def pack(columns: Mapping[str, list[Any]]) -> bytes:
 
 
 def unpack(options: bytes) -> dict[str, Entry]:
-    """What `pack` has made. Raises ValueError for anything else."""
+    """The columns that `pack` encoded.
+
+    Raises:
+        ValueError: for anything else.
+    """
     try:
         return _decoder.decode(options)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -276,8 +289,8 @@ def unpack(options: bytes) -> dict[str, Entry]:
 
 
 def structure(groups: Sequence[Mapping[str, Any]]) -> str:
-    """How many tensors each group has, which options only some groups have, and which are None: must be equal in a
-    run."""
+    """How many tensors each group has, which options only some groups have, and which options are None. It must be
+    equal in a run."""
     names = [set(group) - KERNELS - NOTES for group in groups]
     common = set.intersection(*names)
     described = []
@@ -288,7 +301,7 @@ def structure(groups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def shown(values: Sequence[Any]) -> str:
-    """The distinct ones, for a log line."""
+    """The distinct values, for a log line."""
     distinct = list(dict.fromkeys(repr(value) for value in values))
     return ", ".join(distinct[:4]) + (f" and {len(distinct) - 4} more" if len(distinct) > 4 else "")
 
@@ -318,6 +331,44 @@ def _hash(what: Any) -> bytes:
 # -- values
 
 
+def plain(value: Any) -> Any:
+    """`value` as plain data that can be sent: tensors of one element become numbers.
+
+    Raises:
+        TypeError: with the name of a type that can't be sent.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    if isinstance(value, numbers.Real):  # numpy's
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    raise TypeError(f"there is a {type(value).__name__} in it")
+
+
+def restored(value: Any, mine: Any, name: str) -> Any:
+    """`value`, which another peer's `plain` made, in the type that this peer has in its place (`mine`).
+
+    Raises:
+        ValueError: with the `name`, if a number, text, list or dict stands where this peer has something else.
+    """
+    if isinstance(mine, torch.Tensor):
+        if not isinstance(value, int | float):
+            raise ValueError(f"{name} is {value!r:.40}, and a number at this peer")
+        return torch.full_like(mine, value)
+    kinds: tuple[Any, ...] = (bool, (int, float), str, bytes, (list, tuple), dict)
+    for kind in kinds:
+        if isinstance(mine, kind):
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} is {value!r:.40}, and {mine!r:.40} at this peer")
+            break
+    return type(mine)(value) if isinstance(mine, tuple | Counter) else value
+
+
 def _is_plain(value: Any) -> bool:
     try:
         return type(value) is float or bool(_encode(plain(value)))
@@ -326,12 +377,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain(value: Any, otherwise: Any = None) -> Any:
-    """The value as it can be sent; `otherwise` for one that can't."""
+    """The value as plain data; `otherwise` for one that can't be sent."""
     return plain(value) if _is_plain(value) else otherwise
 
 
 def _are_alike(value: Any, mine: Any) -> bool:
-    """Whether two plain values are of one kind, so that a step that can be made with one can be made with the other."""
+    """Whether two plain values are of one kind: a step that can be made with one can be made with the other."""
     if isinstance(value, list) and isinstance(mine, list):
         return len(value) == len(mine) and all(map(_are_alike, value, mine))
     if isinstance(value, dict) and isinstance(mine, dict):
@@ -341,7 +392,7 @@ def _are_alike(value: Any, mine: Any) -> bool:
 
 @torch.no_grad()
 def _put(group: dict[str, Any], name: str, value: Any) -> None:
-    """Set an option to a value, plain or of this peer's. A tensor stays the same one: a graph may have its address."""
+    """Set an option to a value. A tensor is written in place: a CUDA graph may hold its address."""
     mine = group[name]
     if isinstance(mine, torch.Tensor) and isinstance(value, int | float):
         mine.fill_(value)

@@ -5,33 +5,34 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.compression import Compression
+from shoal.compression import Compression, NoCompression
 from shoal.dht.dht import DHT
-from shoal.optim import epoch_scheduler, options
-from shoal.optim.accumulation import Accumulation
-from shoal.optim.assembly import make_gradients, make_run, rules_of, tensors_of, terms_of
-from shoal.optim.assistant import Assistant
-from shoal.optim.epochs import Epochs
-from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
+from shoal.optim._torch import scale_by_own_rules
+from shoal.optim.accumulator import EpochGradients
+from shoal.optim.epoch import Accumulation, Epoch
+from shoal.optim.epoch_round import Gradients, make_run
+from shoal.optim.epoch_scheduler import wraps
+from shoal.optim.grad_averager import AveragerGradients, GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.handover import Handover
-from shoal.optim.machine import Machine
-from shoal.optim.own_gradients import AveragerGradients
-from shoal.optim.progress import LocalProgress, RunProgress
-from shoal.optim.refresh import refresh_of
-from shoal.optim.replica import Replica
+from shoal.optim.progress import LocalProgress, RunProgress, refresh_of
 from shoal.optim.reports import Event, ReachabilityReport, reachability_report_of
-from shoal.optim.settings import Settings, check_samples, check_times
-from shoal.optim.update import Background, EpochEnd
-from shoal.optim.vector import EpochVector
-from shoal.swarm.protocol.errors import AveragingError
-from shoal.swarm.protocol.tip import Tip
+from shoal.optim.settings import (
+    PLACE_TIMES,
+    OptimizerFactory,
+    Params,
+    SchedulerFactory,
+    Settings,
+    check_samples,
+    check_times,
+    make_trained,
+)
+from shoal.optim.state import Replica
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +51,9 @@ class Optimizer(torch.optim.Optimizer):
     ...     optimizer.zero_grad()
 
     `step` adds the gradients in `.grad` to this peer's sum. When all peers together have accumulated
-    `target_batch_size` samples, the next `step` of each averages the gradients, weighted by samples, makes the wrapped
-    optimizer's step with them, steps the scheduler, and a new *epoch* begins. A peer that starts late, or falls out of
-    step, downloads the state from the others in its next `step`, and what it had accumulated is dropped.
+    `target_batch_size` samples, the next `step` of each peer averages the gradients, weighted by samples, makes the
+    wrapped optimizer's step with them and steps the scheduler. Then a new *epoch* begins. A peer that starts late, or
+    falls out of step, downloads the state from the others in its next `step`, and drops what it has accumulated.
 
     The parameters and the optimizer's state move into flat memory (`parameter.data` becomes a view of it). Convert and
     move the model, and change its layers, before; values may be loaded into it afterwards, also with `assign=True`.
@@ -61,78 +62,78 @@ class Optimizer(torch.optim.Optimizer):
         dht: this peer's place in the DHT, started. It stays when the optimizer is shut down.
         run_id: names the run: peers of one run_id train together.
         target_batch_size: samples of all peers per epoch.
-        batch_size_per_step: samples behind the gradients of one `step`, unless it is told otherwise.
-        optimizer: a torch optimizer, or a function that makes one from `params`; one whose step needs no closure. On
+        batch_size_per_step: samples behind the gradients of one `step`, unless `step` is given another number.
+        optimizer: a torch optimizer, or a function that makes one from `params`. Its step must not need a closure. On
             the CPU it steps with torch's fused kernel, where there is one, unless it was made with another
             (`fused=False`).
         params: parameters or parameter groups; only with an `optimizer` function.
         scheduler: a torch scheduler of the (wrapped) optimizer, or a function that makes one from it; stepped once per
-            epoch. What it sets wins over what others write into the parameter groups.
-        matchmaking_time: when a round is called, at most so many seconds are waited for members that have not come.
-        averaging_timeout: seconds without any progress, from joining a round to its result; after that this peer goes
-            on with its own gradients, and downloads the state when it finds the others again.
-        allreduce_timeout: seconds without any progress after which a round is given up, for all members of a round
-            that this peer coordinates; `averaging_timeout` when None.
+            epoch. Its values win over what others write into the parameter groups.
+        matchmaking_time: seconds that a called round waits for missing members at most.
+        averaging_timeout: seconds without any progress, from joining a round to its result. After that, this peer
+            continues with its own gradients, and downloads the state when it finds the others again.
+        allreduce_timeout: seconds without any progress after which a round that this peer coordinates is given up, for
+            all its members; `averaging_timeout` when None.
         next_chunk_timeout: seconds without a sign of life after which a member that holds up a round is left out; 15
-            when None. Bytes that come slowly are a sign of life.
+            when None. Bytes that arrive slowly are a sign of life.
         load_state_timeout: seconds without any progress after which a download is given up.
-        reuse_grad_buffers: accumulate in `.grad` itself, which saves the memory of a second gradient; `zero_grad`
-            raises then, and so does a `step` after `model.zero_grad()`. Each step of an epoch counts alike. Mixed
-            precision needs `shoal.GradScaler` with it.
+        reuse_grad_buffers: accumulate in `.grad` itself, which saves the memory of a second gradient. Then `zero_grad`
+            raises, and so does a `step` after `model.zero_grad()`. Each step of an epoch counts alike. Mixed precision
+            needs `shoal.GradScaler` with it.
         offload_optimizer: keep the optimizer's parameters and state on the host, and step there; the device keeps the
             model's parameters and gradients. Needs `params`. By default only where steps are delayed, which needs it.
-        delay_optimizer_step: step in the background; the trainer goes on with the old parameters, and the new ones are
-            set in a later `step`, at most one epoch late. By default as `delay_grad_averaging`.
-        delay_grad_averaging: average in the background too.
-        delay_state_averaging: with local updates, average in the background; what the trainer changes meanwhile is
-            kept. If False, `step` waits for the average.
-        average_state_every: average parameters (where peers hold unlike ones), chosen statistics and extra tensors at
-            the end of every so-many-th epoch.
-        use_local_updates: every `step` steps the wrapped optimizer with this peer's own gradients, and the state is
-            averaged at the end of an epoch, weighted by samples. The scheduler is still stepped once per epoch.
-        client_mode: never listen and reduce nothing; None: as the DHT.
+        delay_optimizer_step: step in the background. The trainer continues with the old parameters, and a later `step`,
+            at most one epoch late, sets the new ones. By default as `delay_grad_averaging`.
+        delay_grad_averaging: average in the background, too.
+        delay_state_averaging: with local updates, average in the background, and keep what the trainer changes
+            meanwhile. If False, `step` waits for the average.
+        average_state_every: average parameters (where they differ between peers), chosen statistics and extra tensors
+            at the end of every n-th epoch.
+        use_local_updates: every `step` steps the wrapped optimizer with this peer's own gradients, and the end of an
+            epoch averages the state, weighted by samples. The scheduler is still stepped once per epoch.
+        client_mode: never listen, and reduce nothing; None: as the DHT.
         auxiliary: train nothing, and lend bandwidth to those who train: `step()` waits for a round, at most for
-            `matchmaking_time`, and takes part in it.
+            `matchmaking_time`, and joins it.
         grad_compression: how gradients travel.
-        grad_averager_factory: makes an object that accumulates and averages the gradients instead, as
-            `shoal.GradientAverager` does: called with the trained parameters and `dht`, `prefix`, `start=False`, times
-            and more. It is started when this peer trains.
+        grad_averager_factory: makes a `shoal.GradientAverager` that accumulates and averages the gradients instead. It
+            is called with the trained parameters and `dht`, `prefix`, `start=False`, times and more. The optimizer
+            starts the averager when this peer trains.
         state_averaging_compression: how the state travels when it is averaged.
-        load_state_compression: how this peer sends its state to newcomers; statistics of the optimizer only if they are
-            averaged, since nothing else makes them equal again.
+        load_state_compression: how this peer sends its state to newcomers. Statistics of the optimizer that are not
+            averaged are sent exactly, since nothing would make them equal again.
         average_opt_statistics: names of tensors in the optimizer's state, of their parameter's shape, that are averaged
             with the parameters.
-        extra_tensors: shared with newcomers beside the parameters and the optimizer's state; those of floating point
-            are averaged too. For a model with BatchNorm: `list(model.buffers())`.
+        extra_tensors: shared with newcomers beside the parameters and the optimizer's state. Those of floating point
+            are averaged, too. For a model with BatchNorm: `list(model.buffers())`.
         averager_opts: `bandwidth` (of this peer, in any unit that all share), `request_timeout` (seconds that a
             coordinator may take to answer; 10), `sender_timeout` and `reducer_timeout` (seconds of silence after which
-            this peer has one left out that owes it parts, or averages; `next_chunk_timeout`, and twice that),
+            this peer has a member left out that owes it parts, or averages; `next_chunk_timeout`, and twice that),
             `allow_state_sharing` (whether newcomers get this peer's state; True), and in place of
-            arguments `min_matchmaking_time`, `next_chunk_timeout` and `min_group_size` (`min_peers`). Taken, and
-            without a use: `target_group_size` (the peers of a run average all together, at most 1024),
+            arguments `min_matchmaking_time`, `next_chunk_timeout` and `min_group_size` (`min_peers`). Accepted, and
+            without effect: `target_group_size` (the peers of a run average all together, at most 1024),
             `part_size_bytes`, `min_vector_size`, `declare_state_period`, `daemon`. None stands for the default.
         tracker_opts: of `ProgressTracker`.
         performance_ema_alpha: weight of the newest measurement in the moving average of samples per second.
         shutdown_timeout: seconds that `shutdown` waits.
         verbose: log at INFO what happens to the run.
         max_grad_norm: scale the averaged gradient down if its norm over all parameters is larger than this.
-        min_peers: no epoch ends with fewer peers that train. `step` waits for them, at most for `matchmaking_time`, and
-            then goes on accumulating.
+        min_peers: the number of training peers without which no epoch ends. `step` waits for them, at most for
+            `matchmaking_time`, and then continues accumulating.
 
     All peers of a run need equal target_batch_size, modes (delay_optimizer_step, delay_grad_averaging,
     delay_state_averaging, average_state_every, use_local_updates, grad_averager_factory), compressions,
     average_opt_statistics, max_grad_norm, min_peers, classes of optimizer and scheduler, and tensors: a peer that
-    differs is told so by an AveragingError with the name of the option or tensor, here or in its first `step`. Every
-    other option is each peer's own. Learning rates and the other options of the parameter groups are voted on: all step
-    with those that most peers hold. A scheduler that is stepped after each batch is to be wrapped in
-    `shoal.EpochScheduler`.
+    differs gets an AveragingError with the name of the option or tensor, here or in its first `step`. Each peer chooses
+    every other option for itself. Peers vote on learning rates and the other options of the parameter groups: all step
+    with those that most peers hold. Wrap a scheduler that is stepped after each batch in `shoal.EpochScheduler`.
 
     Attributes:
         on_event: called in the trainer's thread, from `step`, with an `EpochReport`, `DownloadReport` or
             `ReachabilityReport`, if it is not None.
         tracker: the run's progress, see `RunProgress`.
 
-    Raises ValueError for arguments that make no sense, alone or together.
+    Raises:
+        ValueError: for arguments that make no sense, alone or together.
     """
 
     def __init__(
@@ -142,9 +143,9 @@ class Optimizer(torch.optim.Optimizer):
         run_id: str,
         target_batch_size: int,
         batch_size_per_step: int | None = None,
-        optimizer: torch.optim.Optimizer | options.OptimizerFactory,
-        params: options.Params | None = None,
-        scheduler: LRScheduler | options.SchedulerFactory | None = None,
+        optimizer: torch.optim.Optimizer | OptimizerFactory,
+        params: Params | None = None,
+        scheduler: LRScheduler | SchedulerFactory | None = None,
         matchmaking_time: float = 15.0,
         averaging_timeout: float = 60.0,
         allreduce_timeout: float | None = None,
@@ -186,15 +187,14 @@ class Optimizer(torch.optim.Optimizer):
         refresh = refresh_of(tracker_opts)
         if verbose:
             _show_what_happens()
-        self._host = options.host_copy(optimizer, params) if settings.offload_optimizer else None
-        params = params if self._host is None else self._host.groups
-        self.optimizer = wrapped = options.make_optimizer(optimizer, params)
-        self.scheduler = options.make_scheduler(scheduler, wrapped)
-        epoch_scheduler.wraps(self, wrapped)
+        made = make_trained(optimizer, params, scheduler, on_host=bool(settings.offload_optimizer))
+        self.optimizer, self.scheduler, self._host = made
+        wrapped = self.optimizer
+        wraps(self, wrapped)
         self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
         self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
         self.use_local_updates, self.reuse_grad_buffers = use_local_updates, reuse_grad_buffers
-        self._step_supports_amp_scaling = reuse_grad_buffers  # so torch's own scaler comes to `step`, which refuses it
+        scale_by_own_rules(self, reuse_grad_buffers)  # so torch's own scaler comes to `step`, which refuses it
         self.on_event: Callable[[Event], None] | None = None
         self._ready = self._closed = self._begun = False
         self._trainer = threading.RLock()  # held by the thread that is in one of the trainer's methods
@@ -203,16 +203,7 @@ class Optimizer(torch.optim.Optimizer):
         self.param_groups, self.state = groups, wrapped.state
         self._ready = True
 
-        extra_tensors = list(extra_tensors)
-        self._replica = replica = Replica(
-            wrapped,
-            self.scheduler,
-            extra_tensors,
-            Tip.genesis(run_id),
-            host=self._host,
-            statistics=settings.average_opt_statistics,
-            compression=settings.state_averaging_compression,
-        )
+        self._replica = replica = Replica(wrapped, self.scheduler, list(extra_tensors), settings, self._host)
         if replica.placement.unshared and not auxiliary:
             layers = ", ".join(f"{count} {kind}" for kind, count in replica.placement.unshared.items())
             log.warning(
@@ -220,32 +211,22 @@ class Optimizer(torch.optim.Optimizer):
                 "own, and a newcomer begins without any; give extra_tensors=list(model.buffers())",
                 layers,
             )
-        self._gradients = gradients = make_gradients(settings, grad_averager_factory, replica.trained, dht)
-        rules = rules_of(settings, replica, gradients)
-        terms = terms_of(settings, wrapped, self.scheduler, extra_tensors, replica, gradients)
-        self._run = run = make_run(settings, dht, terms, rules, tensors_of(wrapped, extra_tensors, replica))
-        machine, vector = Machine(run.me), EpochVector(run.me, rules, replica, gradients)
-        self._end = end = EpochEnd(settings, run, rules, replica, vector, gradients, machine)
-        self._background = background = Background(end, steps=not use_local_updates)
-        handover = Handover(settings, run, replica, background, machine)
-        run.start(handover.take_snapshot, lambda: replica.tip, handover.priority)
+        self._gradients = _make_gradients(settings, grad_averager_factory, replica.trained, dht)
+        self._run = run = make_run(settings, dht, replica, self._gradients)
         self.tracker = RunProgress(
-            run.swarm,
-            dht.reactor,
+            run,
             target_batch_size,
             performance_ema_alpha=performance_ema_alpha,
             refresh=refresh,
             may_wait=not settings.in_background,
         )
-        self._accumulation = accumulation = Accumulation(self, replica, gradients, run, reuse=reuse_grad_buffers)
-        self._epochs = Epochs(
-            settings, run, replica, accumulation, end, background, handover, self.tracker, machine, self._tell
-        )
-        self._assistant = Assistant(settings, run, vector, self._epochs, replica, self.tracker, self._tell)
+        accumulation = Accumulation(self, settings, run, replica, self._gradients)
+        self._epoch = Epoch(settings, run, replica, accumulation, self.tracker, self._tell)
+        run.start(self._epoch)
         self.tracker.start()
         try:
-            self._epochs.begin()
-        except BaseException:  # Ctrl-C too: an optimizer that was not made must not be counted by the others
+            self._epoch.begin()
+        except BaseException:  # Ctrl-C, too: the others must not count an optimizer that was not made
             self.shutdown()
             raise
 
@@ -255,7 +236,7 @@ class Optimizer(torch.optim.Optimizer):
     def local_epoch(self) -> int:
         """How many epochs the model's parameters have behind them. While the end of an epoch is computed in the
         background, the optimizer's own copy may be one further."""
-        return self._epochs.applied.epoch
+        return self._epoch.applied.epoch
 
     @property
     def local_progress(self) -> LocalProgress:
@@ -263,11 +244,11 @@ class Optimizer(torch.optim.Optimizer):
         return self.tracker.local_progress
 
     def is_synchronized_with_peers(self) -> bool:
-        """Whether this peer is at the newest epoch that it has heard of, or the one before."""
+        """Whether this peer is at the newest epoch that it has heard of, or one before it."""
         return self.local_epoch >= self.tracker.global_epoch - 1
 
     def is_alive(self) -> bool:
-        """Whether it takes part in the run: `shutdown` was not called, neither here nor on the DHT."""
+        """Whether it is in the run: `shutdown` was called neither here nor on the DHT."""
         return not self._closed and self.dht.is_alive()
 
     @torch.no_grad()
@@ -281,17 +262,20 @@ class Optimizer(torch.optim.Optimizer):
 
         Args:
             closure: evaluated first, with gradients enabled; its result is returned.
-            batch_size: samples over which `.grad` is the mean; `batch_size_per_step` by default. With 0, `.grad` is not
-                looked at, and what is due is taken part in.
-            grad_scaler: by which the loss was scaled: the gradients are unscaled, and not used if they overflowed.
+            batch_size: samples over which `.grad` is the mean; `batch_size_per_step` by default. With 0, `step` ignores
+                `.grad`, and this peer joins the round if one is due.
+            grad_scaler: the scaler of the loss: the gradients are unscaled, and not used if they overflowed.
 
         Where no parameter has a gradient, the samples do not count, and a WARNING says so once.
 
-        Raises AveragingError if the run refuses this peer, with the argument that differs, and what was raised in the
-        background since the last call; what else goes wrong on the network is logged and dealt with. ValueError if the
-        model's parameters were replaced, converted or moved since the optimizer was made, if a wrapper for several
-        ranks holds them, or if gradients that are accumulated in `.grad` were cleared. RuntimeError if another thread
-        is in `step`, and after a `shutdown` of this optimizer or of its DHT.
+        Raises:
+            AveragingError: if the run refuses this peer, with the argument that differs. Other errors of the network
+                are logged and dealt with.
+            ValueError: if the model's parameters were replaced, converted or moved since the optimizer was made, if a
+                wrapper for several ranks holds them, or if gradients that are accumulated in `.grad` were cleared.
+            RuntimeError: if another thread is in `step`, and after a `shutdown` of this optimizer or of its DHT.
+
+        An error that was raised in the background since the last call is raised, too.
         """
         with self._in_trainer("step"):
             return self._step(closure, batch_size, grad_scaler)
@@ -310,31 +294,35 @@ class Optimizer(torch.optim.Optimizer):
         if self.auxiliary:
             if closure is not None or batch_size is not None or grad_scaler is not None:
                 raise ValueError("auxiliary=True trains nothing: call step() without arguments")
-            self._assistant.step()
+            self._epoch.assist()
             return None
         if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
             raise ValueError(f"grad_scaler= is a {type(grad_scaler).__name__}: give a shoal.GradScaler")
         batch_size = self.batch_size_per_step if batch_size is None else batch_size
         if batch_size is None:
             raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
-        check_samples({"batch_size": batch_size}, least=0)
-        if not self._begun:  # by now, frameworks have done to the model what they do
+        if not (isinstance(batch_size, int) and batch_size >= 0):
+            check_samples({"batch_size": batch_size}, least=0)
+        if not self._begun:  # by now, frameworks have wrapped and changed the model
             self._replica.placement.refuse_ranks()
             self._replica.take_over()
             self._begun = True
         if not self.use_local_updates:
             self._replica.options.look(self.local_epoch)
-        self._epochs.take_result(wait=False)
+        self._epoch.take_result(wait=False)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._epochs.advance(batch_size, grad_scaler)
+        self._epoch.advance(batch_size, grad_scaler)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the parameters' `.grad`, as torch does; what was accumulated by `step` stays. Raises ValueError with
-        `reuse_grad_buffers`, where it would not."""
+        """Clear the parameters' `.grad`, as torch does. What `step` has accumulated stays.
+
+        Raises:
+            ValueError: with `reuse_grad_buffers`, where it would not stay.
+        """
         if self.reuse_grad_buffers:
             raise ValueError(
                 "reuse_grad_buffers=True accumulates in .grad, which zero_grad would lose: do not call it, .grad is "
@@ -345,11 +333,17 @@ class Optimizer(torch.optim.Optimizer):
     # -- the state
 
     def load_state_from_peers(self, **kwargs: Any) -> bool:
-        """Download the state that most peers hold, and go on from it. Returns False, and keeps what is here, if there
-        is nobody to ask or if the peers' state has fewer samples behind it.
+        """Download the state that most peers hold, and continue from it.
 
-        Args: timeout: seconds; `load_state_timeout` by default.
-        Raises AveragingError, with each donor and its reason, if nobody could bring it; then nothing has changed.
+        Args:
+            timeout: seconds; `load_state_timeout` by default.
+
+        Returns:
+            Whether that was done. It is not if there is nobody to ask, or if the peers' state has fewer samples behind
+            it.
+
+        Raises:
+            AveragingError: with each donor and its reason, if nobody could send it; then nothing has changed.
         """
         timeout = kwargs.pop("timeout", self._settings.load_state_timeout)
         if kwargs:
@@ -357,30 +351,33 @@ class Optimizer(torch.optim.Optimizer):
         check_times({"timeout": timeout})
         with self._in_trainer("load_state_from_peers"):
             self._check_dht()
-            return self._epochs.load_state(timeout)
+            return self._epoch.load_state(timeout)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict, with the epoch (`["state"]["local_epoch"]`), the run's lineage and the
         scheduler beside it, and what an averager of `grad_averager_factory` carries from epoch to epoch; all plain data
-        and tensors. What is under way in the background is waited for and applied first, so that the model's parameters
-        belong to it. Gradients of an epoch that has not ended are not in it.
+        and tensors. A step in the background is waited for and applied first, so that the model's parameters belong to
+        the dict. Gradients of an epoch that has not ended are not in it.
 
-        A run of several peers goes on from it bit for bit in the modes without delays, if each peer has the identity
-        that it had (`DHT(identity_path=…)`), since gradients are summed in the order of the peers' keys; without, to
-        rounding."""
+        In the modes without delays, a run of several peers continues from it bit for bit if each peer has the identity
+        that it had (`DHT(identity_path=…)`), since gradients are summed in the order of the peers' keys; otherwise to
+        rounding.
+        """
         with self._in_trainer("state_dict"):
-            return self._epochs.state_dict()
+            return self._epoch.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of this class, or of the wrapped optimizer's (then at the present epoch). Load the
-        model's parameters first. The dict is copied.
+        """Continue from a state dict of this class, or of the wrapped optimizer's (then at the present epoch). Load the
+        model's parameters first. The dict is copied. Without an averager's state in it, the averager begins as in a new
+        run.
 
-        Raises ValueError, as the wrapped optimizer does, if it is of other parameter groups, or if another averager's
-        state is in it; without any, the averager begins as in a new run.
+        Raises:
+            ValueError: if it is of other parameter groups, as the wrapped optimizer does, or has the state of another
+                averager.
         """
         with self._in_trainer("load_state_dict"):
             self._check_dht()
-            self._epochs.load_state_dict(state_dict)
+            self._epoch.load_state_dict(state_dict)
         if self._host is None:
             self.param_groups = self.optimizer.param_groups
         else:
@@ -393,7 +390,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError("the parameters of a run are fixed: give all groups when making the optimizer")
         super().add_param_group(param_group)
 
-    # -- names of the reference, whose optimizer has two averagers with a round each, and makes appointments for them
+    # -- names of hivemind, whose optimizer has two averagers and schedules a round for each
 
     scheduled_grads = scheduled_state = None
 
@@ -404,12 +401,13 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state_averager(self) -> Optimizer:
-        """What averages the state, has the epoch and serves newcomers: this optimizer."""
+        """The object that averages the state, has the epoch and serves newcomers: this optimizer."""
         return self
 
     @property
     def grad_averager(self) -> Optimizer | GradientAverager | None:
-        """What averages gradients: what `grad_averager_factory` made, this optimizer, or with local updates nothing."""
+        """The object that averages gradients: the result of `grad_averager_factory`, or this optimizer; None with local
+        updates."""
         if isinstance(self._gradients, AveragerGradients):
             return self._gradients.averager
         return None if self.use_local_updates else self
@@ -418,7 +416,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _in_trainer(self, method: str) -> Iterator[None]:
-        """Within, this thread is the only one that trains."""
+        """Within, no other thread may call a method of the trainer's."""
         if not self._trainer.acquire(blocking=False):
             raise RuntimeError(
                 f"{method}() was called while another thread is in this optimizer: one thread trains; call it there, "
@@ -443,31 +441,23 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     def _tell(self, event: Event) -> None:
-        if not isinstance(event, ReachabilityReport):  # of which the run has warned when it was noticed
+        if not isinstance(event, ReachabilityReport):  # the run has logged a warning of that already
             log.info("%s", event)
         if self.on_event is not None:
             self.on_event(event)
 
     def shutdown(self) -> None:
-        """Leave the run; the parameters stay usable, and so does the DHT. A round in the background ends without a
-        result, a step is waited for and applied. Calling it again does nothing."""
+        """Leave the run; the parameters and the DHT stay usable. A round in the background ends without a result, and a
+        step in the background is waited for and applied. Calling it again does nothing."""
         if self._closed:
             return
         self._closed = True
         timeout = self._settings.shutdown_timeout
-        self._end.stop()
         if self.dht.is_alive():
             self.tracker.stop()
-        self._run.stop(timeout)
-        self._accumulation.stop()
-        self._background.stop(timeout)
-        if self._background.done:
-            try:
-                self._background.take()
-            except AveragingError as error:
-                log.info("the end of an epoch was given up: %s", error)
-            self._replica.publish()
-            self._epochs.applied = self._replica.tip
+        if not self._run.stop(timeout):
+            log.warning("leaving the run took longer than %g s", timeout)
+        self._epoch.close(timeout)
 
     def __repr__(self) -> str:
         return f"shoal.Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, optimizer={self.optimizer!r})"
@@ -478,3 +468,32 @@ def _show_what_happens() -> None:
     logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
+
+
+def _make_gradients(
+    settings: Settings, factory: GradientAveragerFactory | None, parameters: Sequence[torch.Tensor], dht: DHT
+) -> Gradients | None:
+    """The object that accumulates and averages the gradients of `parameters`; None with local updates.
+
+    Raises:
+        ValueError: as `AveragerGradients`, for what the factory makes.
+    """
+    if settings.use_local_updates:
+        return None
+    if factory is None:
+        return EpochGradients(
+            parameters,
+            settings.grad_compression or NoCompression(),
+            apart=bool(settings.delay_optimizer_step),
+            reuse=settings.reuse_grad_buffers,
+        )
+    same = ("allreduce_timeout", "next_chunk_timeout", "shutdown_timeout", "client_mode", "reuse_grad_buffers")
+    options = {name: getattr(settings, name) for name in same} | {
+        "prefix": f"{settings.run_id}/grad",
+        "min_group_size": 1,
+        "min_matchmaking_time": settings.matchmaking_time,
+        "compression": settings.grad_compression,
+        "bandwidth": settings.averager_opts.get("bandwidth"),
+    }
+    options |= {name: value for name, value in settings.averager_opts.items() if name in PLACE_TIMES}
+    return AveragerGradients(dht.peer_id.key, factory, parameters, dht=dht, **options)

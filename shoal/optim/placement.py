@@ -1,47 +1,50 @@
-"""Where the tensors that are trained live: in the optimizer's flat memory, and in the modules that compute with them.
+"""Where the trained tensors live: in the optimizer's flat memory, in the modules that compute with them, and, where the
+optimizer steps on the host, in a copy there.
 
-Other code may change both after the optimizer was made. `parameter.data = …`, `model.to(memory_format=…)` and the like
-give a parameter other memory; `module.weight = nn.Parameter(…)` gives a module another parameter. Nothing tells of it,
-so `Optimizer` looks once an epoch.
+Other code may change the first two after the optimizer was made. `parameter.data = …`, `model.to(memory_format=…)` and
+the like give a parameter other memory; `module.weight = nn.Parameter(…)` gives a module another parameter. Nothing
+reports such changes, so `Optimizer` looks for them once an epoch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
-from torch.nn.modules.batchnorm import _NormBase
+from torch import Tensor, distributed, nn
 
 from shoal.flat import FlatBuffer, Places, holders_of, living_modules
+from shoal.optim._torch import NormBase, writes_of
 
 log = logging.getLogger(__name__)
 
 _address_of = Tensor.data_ptr
 _OF_SEVERAL_RANKS = {"DistributedDataParallel", "FullyShardedDataParallel"}
-"""Modules of torch that talk to other ranks in each backward pass; looked for by name, since importing them is slow.
-(Where parameters are DTensors, as those of FSDP2, no optimizer can be made.)"""
+"""Modules of torch that communicate with other ranks in each backward pass. They are found by name, because importing
+them is slow. (Where parameters are DTensors, as with FSDP2, no optimizer can be made.)"""
 
 
 class Placement:
-    """The places of some parameters, and of the extra tensors that are trained beside them.
+    """The places of the model's parameters, and of the extra tensors that are shared with them.
 
     As long as it lives, `load_state_dict(assign=True)` copies the values into these tensors instead of replacing them.
 
     Args:
-        parameters: the model's.
+        parameters: of the model.
         memory: their flat memory.
         extra_tensors: of `Optimizer`; they are not in flat memory.
-        names: of the parameters, as the user gave them; empty if he gave none.
-        copied: whether the optimizer steps copies of the parameters. Then nobody but the user writes to these in place.
+        names: of the parameters, as the user gave them; empty without names.
+        copied: whether the optimizer steps copies of the parameters. Then only the user writes to these in place.
 
     Attributes:
-        unshared: classes of layers that keep running statistics which are not among `extra_tensors`, with how many
-            layers of each there are.
+        unshared: classes of layers that keep running statistics which are not among `extra_tensors`, each with the
+            number of its layers.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Placement:
         layers = {
             holder.module
             for holder in holders
-            if tensors[holder.index].requires_grad and isinstance(holder.module, _NormBase)
+            if tensors[holder.index].requires_grad and isinstance(holder.module, NormBase)
         }
         self.unshared = Counter(
             type(layer).__name__
@@ -74,7 +77,7 @@ class Placement:
         )
 
     def name_of(self, what: int | Tensor) -> str:
-        """How a message calls a parameter, given itself, or one of the parameters and extra tensors by its number."""
+        """The name of a parameter in messages; of one of the parameters and extra tensors, given its number."""
         index = list(map(id, self._parameters)).index(id(what)) if isinstance(what, Tensor) else what
         count = len(self._parameters)
         number = f"parameter {index}" if index < count else f"extra tensor {index - count}"
@@ -82,8 +85,12 @@ class Placement:
         return number if name is None else f"{number} ({name})"
 
     def check(self) -> None:
-        """Raises ValueError, with the name of the parameter, if a module computes with another one now, or if it has
-        another dtype, device or shape than its flat memory."""
+        """Look whether the model still computes with these parameters.
+
+        Raises:
+            ValueError: with the name of a parameter that a module has replaced, or that has another dtype, device or
+                shape than its flat memory.
+        """
         if (place := self._places.replaced()) is not None:
             index, name = place
             raise ValueError(
@@ -101,13 +108,17 @@ class Placement:
                 )
 
     def refuse_ranks(self) -> None:
-        """Raises ValueError if a module of several ranks holds one of the parameters: each rank would be a peer, and
-        one that waits in a round for another that waits in the backward pass would wait in vain."""
+        """Look for wrappers that communicate with other ranks. Each rank would be a peer, and a rank that waits in a
+        round for one that waits in the backward pass would wait forever.
+
+        Raises:
+            ValueError: if such a wrapper of several ranks holds one of the parameters.
+        """
         if not (distributed.is_available() and distributed.is_initialized()):
             return
         if self._wrapped() is None:
             return
-        gc.collect()  # one that nobody uses any more does no harm
+        gc.collect()  # a wrapper that nobody uses any more does no harm
         if (found := self._wrapped()) is not None:
             wrapper, ranks, index = found
             raise ValueError(
@@ -116,7 +127,7 @@ class Placement:
             )
 
     def _wrapped(self) -> tuple[str, int, int] | None:
-        """The class of such a module, how many ranks it has, and the number of a parameter that it holds."""
+        """The class of such a wrapper, the number of its ranks, and the number of a parameter that it holds."""
         indices = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         for module in living_modules(_OF_SEVERAL_RANKS):
             group: Any = module.__dict__.get("process_group")  # none yet, if another thread is making it
@@ -129,8 +140,14 @@ class Placement:
 
     @torch.no_grad()
     def take_over(self) -> bool:
-        """Copy parameters that have got other memory into the flat memory, and make them views of it again; whether the
-        flat memory may hold other values than before. Raises as `check`; then nothing has changed."""
+        """Copy parameters that were given other memory into the flat memory, and make them views of it again.
+
+        Returns:
+            Whether the flat memory may hold other values than before.
+
+        Raises:
+            ValueError: as `check`; then nothing has changed.
+        """
         self.check()
         addresses = list(map(_address_of, self._parameters))
         versions = self._count_writes()
@@ -145,7 +162,7 @@ class Placement:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make the parameters views of the flat memory again, whose values are newer than theirs."""
+        """Make the parameters views of the flat memory again, which has newer values than they have."""
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             if parameter.data_ptr() != view.data_ptr() and _is_alike(parameter, view):
                 if not torch.equal(parameter, view):
@@ -157,7 +174,7 @@ class Placement:
                 parameter.data = view
 
     def _count_writes(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters] if self._copied else []
+        return [writes_of(parameter) for parameter in self._parameters] if self._copied else []
 
 
 def _is_alike(parameter: Tensor, view: Tensor) -> bool:
@@ -166,3 +183,123 @@ def _is_alike(parameter: Tensor, view: Tensor) -> bool:
 
 def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}"
+
+
+class HostCopy:
+    """The optimizer's own copy of the parameters, on the host. The optimizer steps there, while the device keeps only
+    parameters and gradients, and the trainer continues with the old parameters until `publish` sets the new ones.
+
+    Args:
+        params: what an optimizer takes: tensors, (name, tensor) pairs or parameter groups of either. They move into
+            flat memory.
+
+    Attributes:
+        groups: the same parameter groups with the parameters on the host, from which the optimizer is made.
+        model: the model's parameters, in order.
+        memory: their flat memory.
+        aside: the options of the optimizer's groups that users read and write while the groups hold others; else None.
+
+    Raises:
+        ValueError: for what is not a tensor, and as `FlatBuffer.adopt`.
+    """
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        given = list(params)
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        self.model: list[Tensor] = []
+        self.groups = [{**group, "params": self._hosts(group["params"])} for group in groups]
+        self.pinned = any(tensor.device.type == "cuda" for tensor in self.model)
+        self.memory = FlatBuffer.adopt(self.model)
+        self.aside: list[dict[str, Any]] | None = None
+        self._lock = threading.Lock()  # held while an option is written, and while it is decided where
+
+    def _hosts(self, params: Any) -> list[Any]:
+        return [self._host(item) for item in ([params] if isinstance(params, Tensor) else params)]
+
+    def _host(self, item: Any) -> Any:
+        if isinstance(item, tuple):
+            name, tensor = item
+            return name, self._host(tensor)
+        if not isinstance(item, Tensor):
+            raise ValueError(f"params= has a {type(item).__name__}: give tensors, or parameter groups")
+        self.model.append(item)
+        return nn.Parameter(item.detach().to("cpu", copy=True), requires_grad=item.requires_grad)
+
+    @torch.no_grad()
+    def publish(self, host: FlatBuffer) -> None:
+        """Set the model's parameters to those on the host."""
+        self._copy(host, self.memory)
+
+    @torch.no_grad()
+    def fetch(self, host: FlatBuffer) -> None:
+        """Set the parameters on the host to the model's."""
+        self._copy(self.memory, host)
+
+    def _copy(self, source: FlatBuffer, target: FlatBuffer) -> None:
+        one_device = len(source.layout.buffers) == len(target.layout.buffers)
+        pairs = zip(*((source.flat, target.flat) if one_device else (source.views(), target.views())), strict=True)
+        for theirs, mine in pairs:
+            mine.copy_(theirs, non_blocking=True)
+        if self.pinned:
+            torch.cuda.synchronize()
+
+    def param_groups(self, optimizer: torch.optim.Optimizer) -> list[ModelGroup]:
+        """The parameter groups of the optimizer that was made from `groups`, with the model's parameters in them."""
+        made, first = [], 0
+        for index, group in enumerate(optimizer.param_groups):
+            made.append(ModelGroup(self, index, group, self.model[first : first + len(group["params"])]))
+            first += len(group["params"])
+        return made
+
+    @contextlib.contextmanager
+    def set_aside(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Within, what users write into the `param_groups` does not reach those of the optimizer, which may be making
+        a step on another thread. Afterwards it does."""
+        with self._lock:
+            before = [dict(group) for group in optimizer.param_groups]
+            self.aside = [dict(group) for group in before]
+        try:
+            yield
+        finally:
+            with self._lock:
+                for group, old, written in zip(optimizer.param_groups, before, self.aside, strict=True):
+                    group.update({k: v for k, v in written.items() if k not in old or v is not old[k]})
+                self.aside = None
+
+    def write(self, index: int, group: dict[str, Any], key: str, value: Any) -> None:
+        """Set an option of a group, or its copy that is set aside."""
+        with self._lock:
+            (group if self.aside is None else self.aside[index])[key] = value
+
+
+class ModelGroup(MutableMapping[str, Any]):
+    """A parameter group of the optimizer on the host as users see it: with the same options, which may be changed, and
+    the model's parameters."""
+
+    def __init__(self, host: HostCopy, index: int, group: dict[str, Any], params: list[Tensor]) -> None:
+        self._host, self._index, self._group, self._params = host, index, group, params
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        aside = self._host.aside
+        return self._group if aside is None else aside[self._index]
+
+    def __getitem__(self, key: str) -> Any:
+        return self._params if key == "params" else self._options[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            raise ValueError("the parameters of a run are fixed")
+        self._host.write(self._index, self._group, key, value)
+
+    def __delitem__(self, key: str) -> None:
+        del self._options[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._options)
+
+    def __len__(self) -> int:
+        return len(self._options)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))

@@ -19,11 +19,11 @@ from shoal.averaging.vector import Vector
 from shoal.dht.dht import DHT
 from shoal.flat import Layout, bytes_of
 from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.run import Swarm, begin_of
 from shoal.swarm.directory import Unlisted
 from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind
 from shoal.swarm.protocol.messages import Begin
-from shoal.swarm.swarm import Swarm
 
 Tensors = list[torch.Tensor]
 
@@ -33,20 +33,21 @@ class PowerSGDGradientAverager(GradientAverager):
     numbers instead of rows * columns.
 
     Source: Vogels, Karimireddy and Jaggi 2019, PowerSGD (arXiv 1905.13727). A step is two rounds of one group. In the
-    first the members average P = M Q, where Q is what the last step ended with; each makes the columns of the average
-    orthonormal. In the second they average Q = M^T P; the result is P Q^T. What of its own gradient a member could not
-    bring in, M - P (M^T P)^T, it adds to its next one (error feedback).
+    first round the members average P = M Q, where Q is the result of the last step; each makes the columns of the
+    average orthonormal. In the second round they average Q = M^T P; the result is P Q^T. A member adds the part of its
+    gradient that is lost by this, M - P (M^T P)^T, to its next gradient (error feedback).
 
-    Nothing is kept of a step that fails in either round: error feedback, Q and the gradients change when both have
-    succeeded. The result is the same bits on all members that compute alike (instruction set, torch, threads).
+    A step that fails in either round leaves nothing behind: error feedback, Q and the gradients change when both rounds
+    have succeeded. The result is the same bits on all members that compute alike (instruction set, torch, threads).
 
     Args:
-        parameters: see `GradientAverager`, as those that are not named here.
-        averager_rank: columns of P and Q.
-        min_compression_ratio: tensors of which less than this part would be saved, and those with less than two
+        parameters: see `GradientAverager`, as for all arguments that are not described here.
+        averager_rank: the number of columns of P and Q.
+        min_compression_ratio: tensors of which less than this fraction would be saved, and those with less than two
             dimensions, are averaged as they are.
 
-    Raises ValueError as `GradientAverager`, and for a rank that is not at least 1.
+    Raises:
+        ValueError: as `GradientAverager`, and for a rank that is not at least 1.
     """
 
     def __init__(
@@ -87,15 +88,11 @@ class PowerSGDGradientAverager(GradientAverager):
         self._compressed = [index for index, yes in enumerate(wanted) if yes]
         self._plain = [index for index, yes in enumerate(wanted) if not yes]
         self._shapes = [shapes[index] for index in self._compressed]
-        ranks = [min(self.rank, *shape) for shape in self._shapes]
-        lefts = [
-            torch.empty(rows, rank, dtype=torch.float32, device="meta")
-            for (rows, _), rank in zip(self._shapes, ranks, strict=True)
-        ]
-        rights = [
-            torch.empty(cols, rank, dtype=torch.float32, device="meta")
-            for (_, cols), rank in zip(self._shapes, ranks, strict=True)
-        ]
+        # The P and the Q of each gradient.
+        lefts, rights = (
+            [torch.empty(s[side], min(self.rank, *s), dtype=torch.float32, device="meta") for s in self._shapes]
+            for side in (0, 1)
+        )
         plain = [torch.empty_like(gradients[index], device="meta") for index in self._plain]
         self._left = Vector(Layout.of(lefts).on("cpu"), self._compression)
         self._right = Vector(Layout.of([*rights, *plain]).on("cpu"), self._compression)
@@ -110,16 +107,17 @@ class PowerSGDGradientAverager(GradientAverager):
         return super().agreed_options() | own
 
     def state_dict(self) -> dict[str, Any]:
-        """What is carried from one step to the next: "q", the same at all members of the last step, and "errors", this
-        peer's own; a float32 matrix on the CPU for each compressed gradient. A step that is under way is waited for."""
+        """What is carried from one step to the next: "q", equal at all members of the last step, and "errors", this
+        peer's own; a float32 matrix on the CPU for each compressed gradient. Waits for a step that is under way."""
         with self.lock_averaged_tensors:
             return {"q": list(self._qs), "errors": list(self._errors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a copy of what `state_dict` returned; from {} as if no step had been made. Peers that go on from
-        different steps have different Qs: they agree on others, as with a newcomer.
+        """Continue from a copy of what `state_dict` returned; from {} as if no step had been made. Peers that continue
+        from different steps have different Qs, and agree on new ones, as with a newcomer.
 
-        Raises ValueError, and changes nothing, if it is another averager's: of other gradients, or of another rank.
+        Raises:
+            ValueError: if it is of other gradients, or of another rank; then nothing has changed.
         """
         with self.lock_averaged_tensors:
             if not state_dict:
@@ -133,9 +131,8 @@ class PowerSGDGradientAverager(GradientAverager):
 
     def _first(self) -> tuple[Tensors, Tensors]:
         """The Qs and errors of the first step; the Qs are the same at all peers."""
-        return self._random(bytes(16)), [
-            torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in self._shapes
-        ]
+        errors = [torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in self._shapes]
+        return self._random(bytes(16)), errors
 
     def _random(self, seed: bytes) -> Tensors:
         generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)
@@ -149,11 +146,11 @@ class PowerSGDGradientAverager(GradientAverager):
             step = _Step()
 
             async def begin_left() -> None:
-                begin, mine = swarm.peer.participant.begin, self._joining
+                begin, mine = begin_of(swarm), self._joining
                 if begin is None:
                     return
-                # All are in the second run before any sends its part in the first: so nobody ends that, and begins the
-                # second one, without somebody who is only slower.
+                # All members are in the second run before any sends its part in the first. So no member ends the first,
+                # and begins the second, without a member that is only slower.
                 second = await runs.enter_async_context(self._second_run(begin))
                 matrices: Tensors = []
                 products = self._left.inputs.views()  # of an auxiliary peer, which brings nothing
@@ -194,13 +191,13 @@ class PowerSGDGradientAverager(GradientAverager):
         return self._runs.joined(f"{self.prefix}/{begin.round.hex()}", Unlisted(), rules, members=begin.members)
 
     def _common_qs(self, begin: Begin) -> Tensors:
-        """The Qs of the last step, if all members have the same; else others that all make alike."""
+        """The Qs of the last step, if all members have the same; otherwise new ones that all make alike."""
         pairs = zip(begin.members, begin.states, strict=True)
         states = {state for member, state in pairs if member.contributes}
         return self._qs if len(states) == 1 else self._random(begin.round)
 
     def _lefts(self, qs: Tensors) -> tuple[Tensors, Tensors]:
-        """The gradients as matrices, with what was left of the last ones, and their products with `qs`."""
+        """The gradients as matrices, plus the errors of the last step, and their products with `qs`."""
         gradients = self._vector.inputs.views()
         matrices = [
             gradients[index].reshape(shape).float() + error
@@ -209,7 +206,7 @@ class PowerSGDGradientAverager(GradientAverager):
         return matrices, [matrix @ q for matrix, q in zip(matrices, qs, strict=True)]
 
     async def _finish(self, step: _Step, counted: bool) -> None:
-        """Both rounds have succeeded: take over the result, and what could not be brought in."""
+        """Take over the result and the new errors: both rounds have succeeded."""
         count = len(self._compressed)
         own = self._right.inputs.views()[:count]
         averages = self._right.outputs.views()
@@ -234,8 +231,8 @@ class _Step:
 
     Attributes:
         run: of the second round; None before the first has begun.
-        matrices: this peer's gradients, with what was left of its last ones.
-        bases: the Ps that all have, with orthonormal columns.
+        matrices: this peer's gradients, plus the errors of its last step.
+        bases: the averaged Ps, with orthonormal columns.
     """
 
     run: Swarm | None = None
@@ -248,13 +245,13 @@ class _Step:
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of the matrix as which a tensor is sent: its dimensions are split where that is smallest."""
+    """Rows and columns of the matrix that stands for a tensor: its dimensions, split where their sum is smallest."""
     splits = [(math.prod(shape[:at]), math.prod(shape[at:])) for at in range(1, max(2, len(shape)))]
     return min(splits, key=sum)
 
 
 def _orthonormal(matrices: Tensors) -> Tensors:
-    """Orthonormal bases of the column spaces (more, where columns depend on each other): any such serve."""
+    """Orthonormal bases of the column spaces (with more columns, where columns depend on each other)."""
     return [torch.linalg.qr(matrix).Q for matrix in matrices]
 
 

@@ -5,31 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import statistics
+import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from shoal.dht.records import get_dht_time
-from shoal.optim.performance import PerformanceEMA, StepTime
-from shoal.optim.refresh import Refresh
+from shoal.optim.run import Run
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
-from shoal.p2p.reactor import Reactor
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.member import Role
 from shoal.swarm.protocol.messages import Count, Progress
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.swarm import Swarm
 
 log = logging.getLogger(__name__)
 
 SHORTEST_WAIT = 0.02  # seconds until a peer that was told to wait asks again, at least
-TOGETHER = 0.005  # seconds for which reports that can't matter yet are kept, to be told together;
-SOON = 4 * TOGETHER  # not if the target will be reached within these: the others have to know then
-STEPS_OF_WAITING = 3  # of its own that a peer waits in one epoch's end at most, or `matchmaking_time`
+TOGETHER = 0.005  # seconds for which reports that can't matter yet are kept, to be sent as one,
+SOON = 4 * TOGETHER  # unless the target will be reached within these: then the others have to know
+STEPS_OF_WAITING = 3  # of its own that a peer waits at the end of an epoch at most, or `matchmaking_time`
+RECENT = 5  # steps whose median predicts the next one: the first steps of a run are slower than those to come
+
+# Options of hivemind's tracker that have no effect here: a peer counts while it is connected, the DHT's identity signs,
+# and no thread or process is started.
+WITHOUT_USE = ("metadata_expiration", "private_key", "daemon")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +59,15 @@ class LocalProgress:
 
 @dataclass(frozen=True, slots=True)
 class GlobalProgress:
-    """What all peers have, as the coordinator last told it.
+    """The progress of all peers, as last reported by the coordinator.
 
     Attributes:
         epoch: the number of the epoch.
         samples_accumulated: by all peers.
         target_batch_size: at which the epoch ends.
-        num_peers: that have reported in this epoch.
-        num_clients: members of the run that can't be dialled, and that this peer trains with, directly or through
-            others; itself if it is one.
+        num_peers: the number of peers that have reported in this epoch.
+        num_clients: the number of members of the run that can't be dialled, and that this peer trains with, directly or
+            through others; includes this peer if it is one.
         eta_next_epoch: when the target will be reached, in seconds of `get_dht_time()`; an estimate.
     """
 
@@ -73,28 +79,212 @@ class GlobalProgress:
     eta_next_epoch: float
 
 
-class RunProgress:
-    """Reports this peer's samples to the run's coordinator, and learns from it what all peers have.
-
-    Reporting costs the trainer nothing until the answer can matter: only when the target may be reached in this peer's
-    next step, by what the coordinator last said and the rate at which the others go, is its answer waited for. If then
-    the others need no more of this peer's samples, it waits for the end of the epoch rather than beginning a step
-    whose samples would come too late (`shoal.swarm.protocol.pace`). The epoch itself ends on samples that were
-    reported, never on an estimate.
+class PerformanceEMA:
+    """Samples per second: an exponential moving average of the time per sample, corrected for its start at 0 as in Adam
+    (Kingma and Ba 2014, section 3).
 
     Args:
-        swarm: the run.
-        reactor: on which it lives.
+        alpha: weight of the newest interval, over 0 and at most 1.
+        eps: the smallest number of seconds per sample, over 0.
+        paused: begin with a paused clock, see `pause`.
+
+    Attributes:
+        ema_seconds_per_sample: the average before the correction.
+        num_updates: the number of intervals in it.
+    """
+
+    def __init__(self, alpha: float = 0.1, eps: float = 1e-20, paused: bool = False) -> None:
+        if not 0 < alpha <= 1:
+            raise ValueError(f"alpha={alpha!r}: give a number over 0 and at most 1")
+        if not eps > 0:
+            raise ValueError(f"eps={eps!r}: give a number over 0")
+        self.alpha, self.eps, self.paused = alpha, eps, paused
+        self.ema_seconds_per_sample, self.num_updates = 0.0, 0
+        self._since = time.monotonic()
+        self._lock = threading.Lock()
+
+    @property
+    def samples_per_second(self) -> float:
+        """The average; 0 before the first sample."""
+        if not self.num_updates:
+            return 0.0
+        return 1 / max(self.ema_seconds_per_sample / (1 - (1 - self.alpha) ** self.num_updates), self.eps)
+
+    def update(self, task_size: float, interval: float | None = None) -> float:
+        """Count `task_size` samples that took `interval` seconds (None: since the last call or `reset_timer`).
+
+        Returns:
+            The samples per second.
+
+        Raises:
+            ValueError: without samples, or if the clock is paused and no interval is given.
+        """
+        if not task_size > 0:
+            raise ValueError(f"task_size={task_size!r}: give a number of samples over 0")
+        if interval is None:
+            if self.paused:
+                raise ValueError("the clock is paused: give the interval, in seconds")
+            interval = time.monotonic() - self._since
+        self.reset_timer()
+        self.ema_seconds_per_sample += self.alpha * (max(interval, 1e-9) / task_size - self.ema_seconds_per_sample)
+        self.num_updates += 1
+        return self.samples_per_second
+
+    def reset_timer(self) -> None:
+        """Do not count the time until now, as of a round or a download."""
+        self._since = time.monotonic()
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Do not count the time within."""
+        self.paused, before = True, self.paused
+        try:
+            yield
+        finally:
+            self.paused = before
+            self.reset_timer()
+
+    @contextlib.contextmanager
+    def update_threadsafe(self, task_size: float) -> Iterator[None]:
+        """Count `task_size` samples that are processed within, also if other threads do the same. An interval begins
+        where the last one ended, so that two threads that work at the same time count as twice the speed."""
+        started = time.monotonic()
+        yield
+        with self._lock:
+            self.update(task_size, time.monotonic() - max(started, self._since))
+
+    def __repr__(self) -> str:
+        return f"PerformanceEMA({self.samples_per_second:.5g} samples/s, {self.num_updates} updates)"
+
+
+class StepTime:
+    """Predicts how long the next step takes: the median of the last few, which a single slow step does not move."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=RECENT)  # seconds per sample
+        self.samples = 0.0  # of the last step
+
+    def update(self, samples: float, seconds: float) -> None:
+        """Count a step of `samples` samples that took `seconds` seconds."""
+        self.samples = samples
+        self._recent.append(seconds / samples)
+
+    @property
+    def seconds(self) -> float:
+        """The predicted time of another step like the last one; 0 before the first."""
+        return statistics.median(self._recent) * self.samples if self._recent else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Refresh:
+    """How often a peer that has nothing to report asks for the progress of all.
+
+    While nothing is known, it asks every `default_refresh_period`. Otherwise it asks when the epoch is expected to end,
+    or sooner, because peers may come and end it earlier: after the expected time, times the number of peers, over the
+    number that there may be then. The time is limited by `min_refresh_period` and `max_refresh_period`.
+
+    Attributes:
+        min_refresh_period, max_refresh_period, default_refresh_period: seconds, over 0 and at most a day.
+        expected_drift_peers: the number of peers that may come in an epoch,
+        expected_drift_rate: or as a fraction of those that are there.
+        status_loglevel: the level of the log lines with the progress.
+
+    Raises:
+        ValueError: for values that make no sense.
+    """
+
+    min_refresh_period: float = 0.5
+    max_refresh_period: float = 10.0
+    default_refresh_period: float = 3.0
+    expected_drift_peers: float = 3.0
+    expected_drift_rate: float = 0.2
+    status_loglevel: int = logging.DEBUG
+
+    def __post_init__(self) -> None:
+        for name in ("min_refresh_period", "max_refresh_period", "default_refresh_period"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value <= 86400:
+                raise ValueError(f"{name}={value!r}: give a positive number of seconds, at most a day (86400)")
+        for name in ("expected_drift_peers", "expected_drift_rate"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                raise ValueError(f"{name}={value!r}: give a number, at least 0")
+        if self.min_refresh_period > self.max_refresh_period:
+            raise ValueError(
+                f"min_refresh_period={self.min_refresh_period:g} is more than max_refresh_period="
+                f"{self.max_refresh_period:g}: lower the one or raise the other"
+            )
+        if not isinstance(self.status_loglevel, int):
+            raise ValueError(f"status_loglevel={self.status_loglevel!r}: give a level of logging, as logging.INFO")
+
+    def seconds(self, eta: float, peers: int) -> float:
+        """Seconds until the next question, if the epoch ends in `eta` seconds."""
+        if peers == 0:
+            return self.default_refresh_period
+        expected = max(peers + self.expected_drift_peers, peers * (1 + self.expected_drift_rate))
+        return min(max(eta * peers / expected, self.min_refresh_period), self.max_refresh_period)
+
+
+def refresh_of(tracker_opts: Mapping[str, Any] | None) -> Refresh:
+    """The `tracker_opts` of an Optimizer.
+
+    Raises:
+        ValueError: with the names of options that a tracker does not have, or that are arguments of the Optimizer.
+    """
+    given = dict(tracker_opts or {})
+    for name in WITHOUT_USE:
+        given.pop(name, None)
+    unknown = sorted(set(given) - set(Refresh.__dataclass_fields__))
+    own = [name for name in unknown if name in ("client_mode", "performance_ema_alpha", "target_batch_size")]
+    if own:
+        raise ValueError(
+            f"tracker_opts has {', '.join(own)}: that is an argument of the optimizer itself, give it there"
+        )
+    if unknown:
+        known = ", ".join((*Refresh.__dataclass_fields__, *WITHOUT_USE))
+        raise ValueError(f"tracker_opts has no option {', '.join(unknown)}; there are {known}")
+    return Refresh(**given)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """An answer of the coordinator. Made on the reactor, and read as a whole in any thread.
+
+    Attributes:
+        count: what all peers have.
+        at: when it came, in seconds of `time.monotonic`.
+        answered: the report that it answers.
+    """
+
+    count: Count
+    at: float
+    answered: Progress
+
+
+class RunProgress:
+    """Reports this peer's samples to the run's coordinator, and learns from it the progress of all peers.
+
+    Reporting costs the trainer no time until the answer can matter. It waits for an answer only when the target may be
+    reached in this peer's next step, by the coordinator's last answer and the rate of the other peers. If the others
+    need no more of this peer's samples then, it waits for the end of the epoch instead of beginning a step whose
+    samples would come too late (`shoal.swarm.protocol.pace`). The epoch itself ends on samples that were reported,
+    never on an estimate.
+
+    [Note: threads] The trainer's thread owns this object. It publishes `_mine`, an immutable report, and hands reports
+    over through an `_Outbox`. The reactor owns the `_Reports`, which publish `counted`, an immutable answer. Any thread
+    may read the properties.
+
+    Args:
+        run: the run.
         target_batch_size: samples of all peers after which the epoch ends.
         performance_ema_alpha: see `PerformanceEMA`.
-        refresh: how often it asks what others have when there is nothing to report.
-        may_wait: whether this peer may be told to wait. Not where the trainer goes on during a round.
+        refresh: how often it asks for the progress of others when there is nothing to report.
+        may_wait: whether this peer may be told to wait. It may not where the trainer continues during a round.
     """
 
     def __init__(
         self,
-        swarm: Swarm,
-        reactor: Reactor,
+        run: Run,
         target_batch_size: int,
         *,
         performance_ema_alpha: float = 0.1,
@@ -103,54 +293,43 @@ class RunProgress:
     ) -> None:
         self.target_batch_size = target_batch_size
         self.performance_ema = PerformanceEMA(performance_ema_alpha)
-        self._swarm, self._reactor, self._may_wait = swarm, reactor, may_wait
-        self._refresh = refresh or Refresh()
-        self._tip = swarm.tip  # of the state on which samples are accumulated
-        self._samples = 0.0
+        self._run, self._reactor, self._may_wait = run, run.reactor, may_wait
         self._step = StepTime()
+        self._mine = Progress(run.tip, 0.0, 0.0)  # what this peer has, of the state on which samples are accumulated
         self._since: float | None = None  # when the step that is under way began; not known before the first report
-        self._pending: Future[Count | None] | Future[None] | None = None
-        self._due: Progress | None = None  # to be told a moment later, by
-        self._is_due = (
-            False  # what was submitted: written before `_due` is read there, and read after it is written here
-        )
-        # The rest belongs to the reactor's thread.
-        self._count: tuple[Count, float, Progress] | None = None  # with when it came, and what it answers
-        self._latest: Progress | None = None
-        self._sending: asyncio.Task[None] | None = None
-        self._looking: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._pending: Future[Count | None] | Future[None] | None = None  # a report that nobody has waited for yet
+        self._outbox = _Outbox()
         self._running = False
+        self._reports = _Reports(run, refresh or Refresh(), self)
 
     @property
     def local_progress(self) -> LocalProgress:
         """This peer's part of the epoch."""
-        me, speed = self._swarm.me, self.performance_ema.samples_per_second
-        return LocalProgress(me.peer, self._tip.epoch, self._samples, speed, me.role is Role.CLIENT)
+        me, mine, speed = self._run.member, self._mine, self.performance_ema.samples_per_second
+        return LocalProgress(me.peer, mine.tip.epoch, mine.samples, speed, me.role is Role.CLIENT)
 
     @property
     def global_progress(self) -> GlobalProgress:
-        """What all peers have, as the coordinator last told it."""
+        """The progress of all peers, as last reported by the coordinator."""
         samples, _, peers = self._estimate(0.0)  # counted ones only
-        clients = self._swarm.peer.view.num_clients()
         eta = self.estimated_next_update_time
-        return GlobalProgress(self.global_epoch, samples, self.target_batch_size, peers, clients, eta)
+        return GlobalProgress(self.global_epoch, samples, self.target_batch_size, peers, self._run.num_clients(), eta)
 
     @property
     def global_epoch(self) -> int:
         """The number of the newest epoch that this peer has heard of."""
-        behind = self._swarm.behind
-        return max(self._swarm.tip.epoch, behind.epoch if behind is not None else 0)
+        behind = self._run.behind
+        return max(self._run.tip.epoch, behind.epoch if behind is not None else 0)
 
     @property
     def ready_to_update_epoch(self) -> bool:
         """Whether the round of this epoch is due, or was held without this peer."""
-        return self._swarm.called or self._swarm.tip != self._tip
+        return self._run.called or self._run.tip != self._mine.tip
 
     @property
     def estimated_next_update_time(self) -> float:
-        """When the target will be reached, in seconds of `get_dht_time()`, if all go on at their rate; infinity while
-        no rate is known."""
+        """When the target will be reached at the present rate, in seconds of `get_dht_time()`; infinity while no rate
+        is known."""
         samples, rate, _ = self._estimate(time.monotonic())
         missing = self.target_batch_size - samples
         if missing <= 0 or self.ready_to_update_epoch:
@@ -158,37 +337,40 @@ class RunProgress:
         return get_dht_time() + missing / rate if rate > 0 else float("inf")
 
     def report_local_progress(self, samples: float, at_once: bool = False) -> None:
-        """This peer has accumulated `samples` in this epoch; updates `ready_to_update_epoch`. Returns when it makes
-        sense to begin another step, or to end the epoch; or `at_once`, whatever the answer.
+        """Report that this peer has accumulated `samples` in this epoch, and update `ready_to_update_epoch`.
 
-        Raises Behind if the run is at a state that outranks this peer's, Rejected if it goes by other terms.
+        Returns when it makes sense to begin another step, or to end the epoch; or `at_once`, whatever the answer.
+
+        Raises:
+            Behind: if the run is at a state that outranks this peer's.
+            Rejected: if the run has other terms.
         """
-        now, added = time.monotonic(), samples - self._samples
-        self._samples = samples
+        now, added = time.monotonic(), samples - self._mine.samples
         if added > 0 and self._since is not None:
             self.performance_ema.update(added, now - self._since)
             self._step.update(added, now - self._since)
+        self._mine = self._progress(self._mine.tip, samples, another=added > 0)
         try:
             if not self.ready_to_update_epoch:
-                self._tell(now, another=added > 0, at_once=at_once)
+                self._tell(self._mine, now, another=added > 0, at_once=at_once)
         finally:
             self.restart_clock()
 
     def start_epoch(self, tip: Tip) -> None:
-        """A new epoch begins, with no samples, from the state `tip`; the coordinator hears that a step is begun."""
-        self._tip, self._samples = tip, 0.0
-        self._count = self._pending = self._due = None
+        """Begin a new epoch, with no samples, from the state `tip`. The coordinator hears that a step is begun."""
+        self._outbox.report = None
+        self._mine, self._pending = self._progress(tip, 0.0, another=True), None
         if self._step.samples:
-            self._pending = self._reactor.submit(self._report(self._progress(another=True)))
+            self._pending = self._reactor.submit(self._reports.tell(self._mine))
 
     def restart_clock(self) -> None:
-        """What passed until now belongs to no step: a download."""
+        """Count the time until now to no step, as of a download."""
         self._since = time.monotonic()
         self.performance_ema.reset_timer()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What passes within belongs to no step: a round that the trainer waits for."""
+        """Count the time within to no step, as of a round that the trainer waits for."""
         began = time.monotonic()
         try:
             yield
@@ -197,130 +379,165 @@ class RunProgress:
                 self._since += time.monotonic() - began
 
     def start(self) -> None:
-        """From now on, ask what others have when there is nothing to tell."""
+        """From now on, ask for the progress of others when there is nothing to report."""
         self._running = True
-        self._reactor.loop.call_soon_threadsafe(self._look_later)
+        self._reactor.loop.call_soon_threadsafe(self._reports.look, True)
 
     def stop(self) -> None:
-        """Ask no more, and tell no more."""
-        self._running, self._due = False, None
-        self._reactor.loop.call_soon_threadsafe(self._look_later)
+        """Ask and report nothing more."""
+        self._running, self._outbox.report = False, None
+        self._reactor.loop.call_soon_threadsafe(self._reports.look, False)
 
     def is_alive(self) -> bool:
-        """Whether it asks, that is between `start` and `stop`."""
+        """Whether it asks: between `start` and `stop`."""
         return self._running
 
-    # -- in the trainer's thread
-
-    def _tell(self, now: float, another: bool, at_once: bool) -> None:
-        self._due = None  # what is told now has it in it
-        pending = self._pending
-        if pending is not None and pending.done():
-            self._pending = None
+    def _tell(self, report: Progress, now: float, *, another: bool, at_once: bool) -> None:
+        self._outbox.report = None  # this report includes it
+        if self._pending is not None and self._pending.done():
+            pending, self._pending = self._pending, None
             _take(pending)
-        report = self._progress(another)
+        counted, reports = self._reports.counted, self._reports
+        samples, rate, _ = self._estimate(now)
+        others, missing = max(0.0, rate - report.rate), self.target_batch_size - samples
+        is_unknown = counted is None or counted.count.tip != report.tip
+        # Whether the target may be reached in this peer's next step, by what is known here.
+        under_way = counted.count.under_way if counted is not None and report.seconds else 0.0
+        soon = is_unknown or missing <= others * report.seconds + under_way
         if at_once:
-            self._pending = self._reactor.submit(self._report(report))
-        elif another and self._may_wait and self._may_be_reached(now, report.seconds):
+            self._pending = self._reactor.submit(reports.tell(report))
+        elif another and self._may_wait and soon:
             _take(self._reactor.submit(self._ask(report)))
-        elif self._may_be_reached(now, 0.0):
-            _take(self._reactor.submit(self._report(report)))
-        elif self._is_near(now):
-            self._pending = self._reactor.submit(self._report(report))
-        else:
-            self._due = report
-            if not self._is_due:
-                self._is_due = True
-                self._pending = self._reactor.submit(self._report_later())
+        elif is_unknown or missing <= 0:
+            _take(self._reactor.submit(reports.tell(report)))
+        elif missing <= rate * SOON:
+            self._pending = self._reactor.submit(reports.tell(report))
+        elif self._outbox.put(report):
+            self._pending = self._reactor.submit(reports.tell_later(self._outbox))
 
-    def _progress(self, another: bool) -> Progress:
-        """What there is to report; `another` step follows, as far as is known."""
+    def _progress(self, tip: Tip, samples: float, another: bool) -> Progress:
+        """The report of `samples`; `another` step follows, as far as is known."""
         step, seconds = (self._step.samples, self._step.seconds) if another else (0.0, 0.0)
-        return Progress(self._tip, self._samples, self.performance_ema.samples_per_second, step, seconds)
-
-    def _may_be_reached(self, now: float, seconds: float) -> bool:
-        """Whether the target may be reached within so many seconds from now, by what is known here."""
-        counted = self._count
-        if counted is None or counted[0].tip != self._tip:
-            return True
-        samples, rate, _ = self._estimate(now)
-        others = max(0.0, rate - self.performance_ema.samples_per_second)
-        soon = others * seconds + counted[0].under_way if seconds else 0.0
-        return samples + soon >= self.target_batch_size
-
-    def _is_near(self, now: float) -> bool:
-        """Whether the target will be reached soon."""
-        samples, rate, _ = self._estimate(now)
-        return samples + rate * SOON >= self.target_batch_size
+        return Progress(tip, samples, self.performance_ema.samples_per_second, step, seconds)
 
     def _estimate(self, now: float) -> tuple[float, float, int]:
-        """The samples of all peers at `now` (of `time.monotonic`), counted ones and what the others will have made
-        since; their rate; and how many peers they are. This peer is one if it trains, also before it is counted in a
-        new epoch."""
-        counted, tip, me = self._count, self._swarm.tip, 1 if self._samples or self._step.samples else 0
-        mine, speed = (self._samples, self.performance_ema.samples_per_second) if tip == self._tip else (0.0, 0.0)
-        if counted is None or counted[0].tip != tip:
-            return mine, speed, me
-        count, counted_at, answered = counted
+        """The samples of all peers at `now` (of `time.monotonic`): those counted, and those that the others will have
+        made since. Their rate, and the number of peers. This peer is one of them if it trains, also before it is
+        counted in a new epoch."""
+        counted, tip, mine = self._reports.counted, self._run.tip, self._mine
+        me = 1 if mine.samples or mine.rate else 0
+        own, speed = (mine.samples, mine.rate) if tip == mine.tip else (0.0, 0.0)
+        if counted is None or counted.count.tip != tip:
+            return own, speed, me
+        count, answered = counted.count, counted.answered
         others = max(0.0, count.rate - answered.rate)
-        made_since = others * max(0.0, now - counted_at)
-        return count.samples - answered.samples + mine + made_since, others + speed, max(count.peers, me)
-
-    # -- on the reactor
+        made_since = others * max(0.0, now - counted.at)
+        return count.samples - answered.samples + own + made_since, others + speed, max(count.peers, me)
 
     async def _ask(self, report: Progress) -> None:
         """Report, and wait as long as the coordinator counts on others, until the round is called or this peer hears of
-        a better state."""
-        now = time.monotonic()
-        until = now + max(STEPS_OF_WAITING * report.seconds, self._swarm.rules.matchmaking_time)
+        a better state. On the reactor."""
+        until = time.monotonic() + max(STEPS_OF_WAITING * report.seconds, self._run.rules.matchmaking_time)
         while True:
-            count = await self._report(msgspec.structs.replace(report, asks=True))
-            if count is None or not count.wait or self._swarm.behind is not None or self.ready_to_update_epoch:
+            count = await self._reports.tell(msgspec.structs.replace(report, asks=True))
+            if count is None or not count.wait or self._run.behind is not None or self.ready_to_update_epoch:
                 return
             if time.monotonic() >= until:
-                await self._report(report)
+                await self._reports.tell(report)
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(SHORTEST_WAIT, min(count.wait, report.seconds))):
-                    await self._swarm.news()
+                    await self._run.news()
 
-    async def _report_later(self) -> None:
-        """Report what can't matter yet: of short steps several at once, and while the trainer is in its next pass and
-        needs no GIL rather than when its step ends."""
+
+class _Outbox:
+    """Hands the newest report from the trainer's thread to the reactor.
+
+    Attributes:
+        report: the report to send, or None. The trainer's thread writes it, and the reactor reads it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_expected = False  # whether a coroutine is on its way that takes the report
+        self.report: Progress | None = None
+
+    def put(self, report: Progress) -> bool:
+        """Replace the report; whether a coroutine has to be sent that takes it."""
+        with self._lock:
+            self.report, was_expected, self._is_expected = report, self._is_expected, True
+        return not was_expected
+
+    def take(self) -> Progress | None:
+        """The report; the next one needs another coroutine."""
+        with self._lock:
+            self._is_expected = False
+            return self.report
+
+
+class _Reports:
+    """Exchanges reports and answers with the coordinator, on the reactor. Other threads only read `counted`.
+
+    Args:
+        run: the run.
+        refresh: how often to ask when there is nothing to report.
+        progress: estimates when the epoch ends.
+
+    Attributes:
+        counted: the last answer of the coordinator.
+    """
+
+    def __init__(self, run: Run, refresh: Refresh, progress: RunProgress) -> None:
+        self._run, self._refresh, self._progress = run, refresh, progress
+        self.counted: _Counted | None = None
+        self._latest: Progress | None = None
+        self._sending: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._looks = False  # whether to ask when there is nothing to report
+
+    def look(self, yes: bool) -> None:
+        """From now on, ask when there is nothing to report; or no more."""
+        self._looks = yes
+        self._look_later()
+
+    async def tell_later(self, outbox: _Outbox) -> None:
+        """Send a report that can't matter yet: those of several short steps as one, and while the trainer computes
+        without the GIL instead of at the end of its step."""
         await asyncio.sleep(TOGETHER)
-        self._is_due = False
-        due = self._due  # read once: the trainer's thread may set it to None meanwhile
-        if due is not None:
-            await self._report(due)
+        report = outbox.take()
+        if report is not None:
+            await self.tell(report)
 
-    async def _report(self, report: Progress) -> Count | None:
-        """Have the coordinator know this; its answer, or None if the epoch is over. Raises as `Swarm.report`."""
+    async def tell(self, report: Progress) -> Count | None:
+        """Send a report to the coordinator; its answer, or None if the epoch is over. Raises as `Swarm.report`."""
         self._latest = report
         if self._sending is None:
             self._sending = asyncio.create_task(self._send())
         await asyncio.shield(self._sending)
-        return self._count[0] if self._count is not None and self._count[0].tip == report.tip else None
+        counted = self.counted
+        return counted.count if counted is not None and counted.count.tip == report.tip else None
 
     async def _send(self) -> None:
-        """Never more than one report is under way; the next one says what has come together meanwhile."""
+        """Never more than one report is under way; the next one carries what has come together meanwhile."""
         sent = None
         try:
             while sent != self._latest:
                 sent = self._latest
                 assert sent is not None
-                if self._swarm.tip != sent.tip:
+                if self._run.tip != sent.tip:
                     return  # the epoch is over; the trainer's thread will see it
                 count = await self._answer(sent)
                 if count is not None and count.tip == sent.tip:
-                    self._count = (count, time.monotonic(), sent)
+                    self.counted = _Counted(count, time.monotonic(), sent)
                     self._look_later()
         finally:
             self._sending = None
 
     async def _answer(self, report: Progress) -> Count | None:
-        """The coordinator's; None if there is other news first: one that hangs would keep the trainer from the round
-        that another has called."""
-        asking, news = asyncio.ensure_future(self._swarm.report(report)), asyncio.ensure_future(self._swarm.news())
+        """The coordinator's answer; None if there is other news first: a coordinator that hangs would keep the trainer
+        from the round that another has called."""
+        asking, news = asyncio.ensure_future(self._run.report(report)), asyncio.ensure_future(self._run.news())
         try:
             await asyncio.wait({asking, news}, return_when=asyncio.FIRST_COMPLETED)
             return asking.result() if asking.done() else None
@@ -329,27 +546,28 @@ class RunProgress:
             news.cancel()
 
     def _look_later(self) -> None:
-        """Ask what all have, if nothing is reported for a while."""
+        """Ask for the progress of all, if nothing is reported for a while."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._running:
-            eta = max(0.0, self.estimated_next_update_time - get_dht_time())
-            peers = 0 if self._count is None else self._count[0].peers
-            self._timer = self._reactor.loop.call_later(self._refresh.seconds(eta, peers), self._look)
+        if self._looks:
+            eta = max(0.0, self._progress.estimated_next_update_time - get_dht_time())
+            peers = 0 if self.counted is None else self.counted.count.peers
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._refresh.seconds(eta, peers), self._look)
 
     def _look(self) -> None:
         self._looking = asyncio.create_task(self._look_now())
 
     async def _look_now(self) -> None:
-        tip, latest = self._swarm.tip, self._latest
+        tip, latest = self._run.tip, self._latest
         if latest is None or latest.tip != tip:
             question = Progress(tip, 0.0, 0.0, counted=False)
         else:
             question = msgspec.structs.replace(latest, asks=False)
         try:
             if self._sending is None:
-                await self._report(question)
-                log.log(self._refresh.status_loglevel, "%s", self.global_progress)
+                await self.tell(question)
+                log.log(self._refresh.status_loglevel, "%s", self._progress.global_progress)
         except (P2PError, AveragingError, TimeoutError) as error:
             log.debug("could not ask for progress: %s", error)
         finally:
@@ -357,7 +575,7 @@ class RunProgress:
 
 
 def _take(report: Future[Count | None] | Future[None]) -> None:
-    """Wait for a report to arrive; that it did not is no error of the trainer's."""
+    """Wait for a report to arrive. A report that does not arrive is no error of the trainer's."""
     try:
         report.result()
     except (P2PError, TimeoutError) as error:
@@ -365,4 +583,4 @@ def _take(report: Future[Count | None] | Future[None]) -> None:
         log.debug("could not report progress: %s", error)
 
 
-__all__ = ["GlobalProgress", "LocalProgress", "RunProgress"]
+__all__ = ["GlobalProgress", "LocalProgress", "PerformanceEMA", "Refresh", "RunProgress", "StepTime", "refresh_of"]

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 from blake3 import blake3
 
 from shoal.dht.dht import DHT
-from shoal.optim.performance import PerformanceEMA
-from shoal.optim.progress import GlobalProgress, LocalProgress, RunProgress
-from shoal.optim.refresh import Refresh
-from shoal.swarm.directory import DHTDirectory
+from shoal.optim.progress import GlobalProgress, LocalProgress, PerformanceEMA, Refresh, RunProgress
+from shoal.optim.run import Place, Run
 from shoal.swarm.protocol.errors import Behind
-from shoal.swarm.protocol.member import MAX_ADDRESSES, Member, Role
+from shoal.swarm.protocol.member import Role
 from shoal.swarm.protocol.messages import Terms
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.swarm import Swarm
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +28,8 @@ PATIENCE = 15.0  # seconds that a report waits at most for the others' samples, 
 class ProgressTracker:
     """Counts the samples of all peers with the same `prefix`, and the epochs that they make.
 
-    An epoch ends when all peers together have reported `target_batch_size` samples. What happens then is the user's
-    affair: whoever has done it calls `update_epoch`, and the first who does so begins the next epoch for all.
+    An epoch ends when all peers together have reported `target_batch_size` samples. The user then averages, steps or
+    whatever else ends an epoch, and calls `update_epoch`; the first peer that does so begins the next epoch for all.
 
     >>> tracker = shoal.ProgressTracker(dht, "my run", target_batch_size=1000)
     >>> epoch = samples = 0
@@ -53,18 +49,19 @@ class ProgressTracker:
         prefix: names the group; up to 90 characters.
         target_batch_size: samples of all peers per epoch; the same for all.
         client_mode: whether this peer can't be dialled; None: as the DHT.
-        min_refresh_period, max_refresh_period, default_refresh_period: seconds, see `Refresh`: how often what others
-            have is asked for when nothing is reported. Reports are answered with it anyway, and the end of an epoch is
-            told to all at once.
+        min_refresh_period, max_refresh_period, default_refresh_period: seconds, see `Refresh`: how often this peer
+            asks for the progress of others while it reports nothing. Answers to reports contain it anyway, and all
+            peers hear of the end of an epoch at once.
         expected_drift_peers, expected_drift_rate: see `Refresh`.
         performance_ema_alpha: weight of the newest measurement in the moving average of samples per second.
-        status_loglevel: of the lines that say what all have.
-        metadata_expiration, private_key, daemon: the reference's; taken, and without a use here: a peer counts while it
-            is connected, the DHT's identity signs, and no thread or process is started.
+        status_loglevel: the level of the log lines with the progress.
+        metadata_expiration, private_key, daemon: hivemind's; accepted, and without effect: a peer counts while it is
+            connected, the DHT's identity signs, and no thread or process is started.
         start: connect now; otherwise `start` does.
 
-    Raises ValueError for arguments that make no sense; Rejected, in `report_local_progress`, if the other peers have
-    another `target_batch_size`.
+    Raises:
+        ValueError: for arguments that make no sense.
+        Rejected: in `report_local_progress`, if the other peers have another `target_batch_size`.
     """
 
     def __init__(
@@ -101,24 +98,18 @@ class ProgressTracker:
             status_loglevel,
         )
         self._name = f"{prefix}_progress"
-        addresses = () if self.client_mode else tuple(str(address) for address in dht.get_visible_maddrs())
-        self._swarm = Swarm(
-            dht.node,
-            DHTDirectory(dht.dht_node, self._name),
+        self._run = Run(
+            dht,
             self._name,
-            Member(dht.peer_id.key, addresses[:MAX_ADDRESSES], Role.CLIENT if self.client_mode else Role.NODE),
             Terms({"target_batch_size": f"{target_batch_size:g}"}, NO_LAYOUT),
             Rules(sizes=(), matchmaking_time=PATIENCE, round_timeout=PATIENCE, target_samples=float(target_batch_size)),
+            Place(role=Role.CLIENT if self.client_mode else Role.NODE),
         )
         self._progress = RunProgress(
-            self._swarm,
-            dht.reactor,
-            target_batch_size,
-            performance_ema_alpha=performance_ema_alpha,
-            refresh=refresh,
+            self._run, target_batch_size, performance_ema_alpha=performance_ema_alpha, refresh=refresh
         )
         self._lock = threading.Lock()  # held while updates are paused
-        self._following: asyncio.Task[None] | None = None
+        self._following: Future[None] | None = None
         self._started = self._stopped = False
         if start:
             self.start()
@@ -129,7 +120,9 @@ class ProgressTracker:
         """Meet the other peers. Calling it again does nothing."""
         if not self._started:
             self._started = True
-            self.dht.reactor.run(self._start())
+            self._run.start()
+            self._progress.start()
+            self._following = self.dht.reactor.submit(self._follow())
 
     def is_alive(self) -> bool:
         """Whether it was started and not shut down."""
@@ -138,29 +131,16 @@ class ProgressTracker:
     def shutdown(self, timeout: float | None = None) -> None:
         """Leave the group; the DHT stays. Calling it again does nothing.
 
-        Args: timeout: seconds to wait for it at most.
+        Args:
+            timeout: seconds to wait for it at most.
         """
         if self.is_alive():
             self._stopped = True
-            try:
-                self.dht.reactor.submit(self._stop()).result(timeout)
-            except (TimeoutError, CancelledError):
+            self._progress.stop()
+            if self._following is not None:
+                self._following.cancel()
+            if not self._run.stop(timeout):
                 log.warning("leaving %s took longer than %s s", self.prefix, timeout)
-
-    async def _start(self) -> None:
-        try:
-            await self._swarm.start()
-        except BaseException:  # cancelled, too: who did not start must not stay listed
-            self._swarm.stop()
-            raise
-        self._progress.start()
-        self._following = asyncio.create_task(self._follow())
-
-    async def _stop(self) -> None:
-        self._progress.stop()
-        if self._following is not None:
-            self._following.cancel()
-        self._swarm.stop()
 
     # -- what it says
 
@@ -176,7 +156,7 @@ class ProgressTracker:
 
     @property
     def global_progress(self) -> GlobalProgress:
-        """What all peers have, as was last heard."""
+        """The progress of all peers, as last heard."""
         return self._progress.global_progress
 
     @property
@@ -189,12 +169,12 @@ class ProgressTracker:
         """Whether the peers have enough samples, or another has begun a later epoch than this peer's."""
         if self.global_epoch != self.local_progress.epoch:
             return self.global_epoch > self.local_progress.epoch
-        return self._swarm.called
+        return self._run.called
 
     @property
     def estimated_next_update_time(self) -> float:
-        """When `ready_to_update_epoch` will be so, in seconds of `get_dht_time()`; an estimate, and infinity while
-        nobody's speed is known."""
+        """When `ready_to_update_epoch` becomes true, in seconds of `get_dht_time()`; an estimate, and infinity while no
+        peer's speed is known."""
         return self._progress.estimated_next_update_time
 
     # -- what it is told
@@ -202,15 +182,17 @@ class ProgressTracker:
     def report_local_progress(
         self, local_epoch: int, samples_accumulated: float, update_global_samples: bool = True
     ) -> None:
-        """This peer has so many samples in its epoch. At the end of an epoch this returns when the coordinator has
-        answered, and where the others have the missing samples under way, when they are there.
+        """Report the samples of this peer in its epoch. Near the end of an epoch, this returns when the coordinator has
+        answered, or, if the others have the missing samples under way, when these have arrived.
 
         Args:
             local_epoch: the number of the epoch.
             samples_accumulated: since it began; fewer than before if some were dropped.
             update_global_samples: with False, `global_progress` and `ready_to_update_epoch` do not wait for the answer.
 
-        Raises Rejected if the other peers have another `target_batch_size`, RuntimeError if it is not running.
+        Raises:
+            Rejected: if the other peers have another `target_batch_size`.
+            RuntimeError: if the tracker is not running.
         """
         if not self.is_alive():
             raise RuntimeError("this tracker is not running: it was not started, or was shut down")
@@ -222,9 +204,13 @@ class ProgressTracker:
             log.debug("%s", error)
 
     def update_epoch(self, new_epoch: int | None = None) -> int:
-        """Begin an epoch, without samples; within `pause_updates`. Returns its number.
+        """Begin an epoch, without samples; within `pause_updates`.
 
-        Args: new_epoch: None for the one after this peer's.
+        Args:
+            new_epoch: its number; None for the epoch after this peer's.
+
+        Returns:
+            Its number.
         """
         if not self._lock.locked():
             raise RuntimeError("call update_epoch within `with tracker.pause_updates():`")
@@ -234,7 +220,7 @@ class ProgressTracker:
 
     @contextmanager
     def pause_updates(self) -> Iterator[None]:
-        """Within, the global epoch changes only by `update_epoch`, and no time is counted as this peer's work."""
+        """Within, only `update_epoch` changes the global epoch, and no time counts as this peer's work."""
         with self._lock, self.performance_ema.pause():
             yield
         self._progress.restart_clock()
@@ -244,8 +230,7 @@ class ProgressTracker:
         tip = self._tip(epoch)
 
         async def begin() -> None:
-            if tip.outranks(self._swarm.tip):
-                self._swarm.move(tip)
+            self._run.move_up(tip)
 
         self.dht.reactor.submit(begin()).result()
         self._progress.start_epoch(tip)
@@ -253,22 +238,22 @@ class ProgressTracker:
     # -- on the reactor
 
     def _tip(self, epoch: int) -> Tip:
-        """There is no state here, so an epoch is named by its number alone."""
+        """The name of an epoch: there is no state here, so its number is enough."""
         if epoch == 0:
             return Tip.genesis(self._name)
         lineage = blake3(f"shoal progress\0{self._name}\0{epoch}".encode()).digest()
         return Tip(epoch, lineage, float(epoch))
 
     async def _follow(self) -> None:
-        """Be in the newest epoch that any peer has begun."""
+        """Stay in the newest epoch that any peer has begun."""
         while True:
             await self._catch_up()
-            await self._swarm.news()
+            await self._run.news()
 
     async def _catch_up(self) -> None:
-        heard = self._swarm.behind
+        heard = self._run.behind
         if heard is not None and heard == self._tip(heard.epoch) and not self._lock.locked():
-            self._swarm.move(heard)
+            self._run.move_up(heard)
 
     def __repr__(self) -> str:
         return f"shoal.ProgressTracker(prefix={self.prefix!r}, {self.global_progress})"

@@ -1,23 +1,23 @@
-"""What an `Optimizer` tells whoever listens to its `on_event`."""
+"""The events that an `Optimizer` passes to its `on_event`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.reach import Reachability
 
 
 @dataclass(frozen=True, slots=True)
 class EpochReport:
-    """A global epoch was committed and the step made. Times in seconds, sizes in bytes of payload of this peer.
+    """A global epoch was committed, and this peer has made its step. Times are in seconds, sizes in bytes of payload of
+    this peer.
 
     Attributes:
         epoch: the number of the new epoch.
-        samples: that all peers together had accumulated.
-        num_peers: that took part.
-        coordinator: the text form of the peer id of who called the round.
-        round_seconds: from the moment this peer joined to the commit.
+        samples: accumulated by all peers together.
+        num_peers: the number of members of the round.
+        coordinator: the text form of the peer id of the coordinator.
+        round_seconds: from this peer's JOIN to the commit.
         matchmaking_seconds: the part of it until BEGIN.
         allreduce_seconds: the rest of it.
         bytes_sent, bytes_received: in the round.
@@ -46,13 +46,13 @@ class EpochReport:
 
 @dataclass(frozen=True, slots=True)
 class DownloadReport:
-    """A state was downloaded.
+    """This peer has downloaded a state.
 
     Attributes:
         epoch: of the state.
-        seconds: that it took.
-        bytes: of the chunks as they were sent.
-        donors: how many peers brought it.
+        seconds: the duration of the download.
+        bytes: the size of the chunks as they were sent.
+        donors: the number of peers that sent it.
         state_digest: 64 hex digits, of the parameters.
     """
 
@@ -75,14 +75,14 @@ def _peers(count: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReachabilityReport:
-    """Known members of the run can't be reached, or nobody is there; or all is well again.
+    """This peer can't reach known members of the run, or finds no member; or it reaches all of them again.
 
     Attributes:
-        num_peers: members of the run that this peer is connected to, itself included. Two clients of a node are
+        num_peers: the number of members that this peer is connected to, itself included. Two clients of a node are
             connected to it, and not to each other.
-        unreached: the text forms of the peer ids of the members that it knows and should reach and does not; none when
-            all of whom it told are reached or have left.
-        advice: what is wrong and what to do about it, as the warning in the log says it; "" when all is well again.
+        unreached: the text forms of the peer ids of the known members that this peer should reach and does not; empty
+            when all that it reported are reached or have left.
+        advice: the problem and what to do about it, as in the log's warning; "" when all members are reached again.
     """
 
     num_peers: int
@@ -96,23 +96,7 @@ class ReachabilityReport:
 Event = EpochReport | DownloadReport | ReachabilityReport
 
 
-def report_of(outcome: Outcome, epoch: int, digest: bytes) -> EpochReport:
-    """What there is to tell of a round, given the epoch that begins after it and the digest of the parameters."""
-    return EpochReport(
-        epoch=epoch,
-        samples=outcome.commit.samples,
-        num_peers=len(outcome.begin.members),
-        coordinator=str(outcome.coordinator),
-        round_seconds=outcome.matchmaking_seconds + outcome.allreduce_seconds,
-        matchmaking_seconds=outcome.matchmaking_seconds,
-        allreduce_seconds=outcome.allreduce_seconds,
-        bytes_sent=outcome.bytes_sent,
-        bytes_received=outcome.bytes_received,
-        state_digest=digest.hex(),
-    )
-
-
 def reachability_report_of(reachability: Reachability) -> ReachabilityReport:
-    """What there is to tell of a change in whom this peer reaches."""
+    """The report of a change in which members this peer reaches."""
     unreached = tuple(map(str, reachability.unreached))
     return ReachabilityReport(reachability.num_peers, unreached, reachability.advice)

@@ -1,4 +1,7 @@
-"""One peer's part in a run, for the trainer's thread: what is asked here is done on the reactor."""
+"""One peer's part in a run. The trainer's thread asks here, and the work is done on the reactor.
+
+This is the only file of the room that uses a `Swarm` and what belongs to it.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,68 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from shoal.averaging.exchange import compute_serially
 from shoal.dht.dht import DHT
 from shoal.p2p.identity import PeerID
+from shoal.p2p.reactor import Reactor
 from shoal.swarm.directory import DHTDirectory
 from shoal.swarm.protocol.contribution import Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.member import MAX_ADDRESSES, Member, Role
-from shoal.swarm.protocol.messages import Terms
+from shoal.swarm.protocol.messages import Begin, Count, Progress, Terms
 from shoal.swarm.protocol.reach import Reachability
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tensors import Tensors
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.swarm import JOIN_TIMEOUT, Swarm
+from shoal.swarm.swarm import JOIN_TIMEOUT
+from shoal.swarm.swarm import Swarm as Swarm
 from shoal.transfer.donor import EncodedState, StateDonor
 from shoal.transfer.transfer import Downloaded, download_state
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a peer chooses for itself in a run. None stands for the default.
+
+    Attributes:
+        role: of this peer in rounds. A client declares no addresses, even if the DHT has some.
+        bandwidth: see `Member`.
+        chunk_timeout: seconds of silence after which a member that holds up a round is left out.
+        sender_timeout, reducer_timeout: see `Swarm`.
+        request_timeout: seconds that the coordinator may take to answer.
+        keeps_state: whether this peer holds the state that a tip names.
+        shares_state: whether newcomers get this peer's state.
+        tensors: see `Swarm`.
+    """
+
+    role: Role
+    bandwidth: float | None = None
+    chunk_timeout: float | None = None
+    sender_timeout: float | None = None
+    reducer_timeout: float | None = None
+    request_timeout: float | None = None
+    keeps_state: bool = False
+    shares_state: bool = True
+    tensors: Sequence[Tensors] = ()
+
+
+class HasState(Protocol):
+    """Who holds the state that newcomers get."""
+
+    async def take_snapshot(self) -> EncodedState:
+        """A copy of the state for a newcomer; on the reactor."""
+
+    def current_tip(self) -> Tip:
+        """The name of the state."""
+
+    def priority(self) -> float:
+        """Its priority among the states that newcomers are offered."""
 
 
 class Run:
@@ -38,82 +83,81 @@ class Run:
         run_id: names the run.
         terms: what must be equal in the run.
         rules: when a round begins.
-        role: what this peer does in rounds; a client declares no addresses, even if the DHT has some.
-        bandwidth: of `Member`.
-        chunk_timeout: seconds of silence after which a member that holds up a round is left out; None for the default.
-        sender_timeout, reducer_timeout: of `Swarm`; None for the default.
-        request_timeout: seconds that the coordinator may take to answer; None for the default.
-        shares_state: whether newcomers get this peer's state.
-        tensors: of `Swarm`.
+        place: what this peer chooses for itself.
     """
 
-    def __init__(
-        self,
-        dht: DHT,
-        run_id: str,
-        terms: Terms,
-        rules: Rules,
-        *,
-        role: Role,
-        bandwidth: float | None = None,
-        chunk_timeout: float | None,
-        sender_timeout: float | None = None,
-        reducer_timeout: float | None = None,
-        request_timeout: float | None = None,
-        shares_state: bool = True,
-        tensors: Sequence[Tensors] = (),
-    ) -> None:
-        visible = () if role is Role.CLIENT else dht.get_visible_maddrs()
-        addresses = tuple(str(address) for address in visible)[:MAX_ADDRESSES]
-        me = Member(dht.peer_id.key, addresses, role, bandwidth)
-        directory = DHTDirectory(dht.dht_node, run_id)
-        self.dht = dht
+    def __init__(self, dht: DHT, run_id: str, terms: Terms, rules: Rules, place: Place) -> None:
+        visible = () if place.role is Role.CLIENT else dht.get_visible_maddrs()
+        addresses = tuple(map(str, visible))[:MAX_ADDRESSES]
+        self.dht, self.rules, self._place = dht, rules, place
+        self.member = Member(dht.peer_id.key, addresses, place.role, place.bandwidth)
         self.swarm = Swarm(
             dht.node,
-            directory,
+            DHTDirectory(dht.dht_node, run_id),
             run_id,
-            me,
+            self.member,
             terms,
             rules,
-            chunk_timeout=chunk_timeout,
-            sender_timeout=sender_timeout,
-            reducer_timeout=reducer_timeout,
-            request_timeout=JOIN_TIMEOUT if request_timeout is None else request_timeout,
-            keeps_state=role is not Role.AUXILIARY,
-            tensors=tensors,
+            chunk_timeout=place.chunk_timeout,
+            sender_timeout=place.sender_timeout,
+            reducer_timeout=place.reducer_timeout,
+            request_timeout=JOIN_TIMEOUT if place.request_timeout is None else place.request_timeout,
+            keeps_state=place.keeps_state,
+            tensors=place.tensors,
         )
-        self._state_service, self._shares_state = f"state/{run_id}", shares_state
-        self._random = random.Random(me.key)
+        self._state_service = f"state/{run_id}"
+        self._donor: StateDonor | None = None
+        self._random = random.Random(self.me)
         self._state_changed = asyncio.Event()
         self._under_way: set[Future[Any]] = set()
         self._left = False
 
-    def start(
-        self,
-        take_snapshot: Callable[[], Awaitable[EncodedState]],
-        current_tip: Callable[[], Tip],
-        priority: Callable[[], float],
-    ) -> None:
-        """Meet the other peers of the run, and serve the state.
+    def start(self, state: HasState | None = None) -> None:
+        """Meet the other peers of the run, and serve the state."""
 
-        Args:
-            take_snapshot: copies this peer's state for a newcomer; on the reactor.
-            current_tip: of the state that this peer holds.
-            priority: of that state among those that newcomers are offered.
-        """
-
-        async def start() -> StateDonor:
-            compute_serially()
+        async def start() -> None:
+            if state is not None:
+                compute_serially()
             try:
                 await self.swarm.start()
-            except BaseException:  # cancelled, too: who did not start must not stay listed
+            except BaseException:  # cancelled, too: a peer that did not start must not stay listed
                 self.swarm.stop()
                 raise
-            return StateDonor(
-                self.dht.node, self._state_service, take_snapshot, current_tip, self._shares_state, priority
-            )
+            if state is not None:
+                self._donor = StateDonor(
+                    self.dht.node,
+                    self._state_service,
+                    state.take_snapshot,
+                    state.current_tip,
+                    self._place.shares_state,
+                    state.priority,
+                )
 
-        self._donor = self._wait(start())
+        self._wait(start())
+
+    def stop(self, timeout: float | None) -> bool:
+        """Leave the run, if the DHT is still there. Calls that other threads wait for here fail.
+
+        Returns:
+            Whether it took no longer than `timeout` seconds.
+        """
+        self._left = True
+        for future in list(self._under_way):
+            future.cancel()
+
+        async def stop() -> None:
+            self.swarm.stop()
+            if self._donor is not None:
+                self._donor.close()
+
+        try:
+            if self.dht.is_alive():
+                self.dht.reactor.submit(stop()).result(timeout)
+        except (TimeoutError, CancelledError):
+            return False
+        return True
+
+    # -- what is known here, in any thread
 
     @property
     def me(self) -> bytes:
@@ -121,52 +165,101 @@ class Run:
         return self.dht.peer_id.key
 
     @property
+    def reactor(self) -> Reactor:
+        """The reactor on which the run lives."""
+        return self.dht.reactor
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this peer has left the run, or its DHT was shut down."""
+        return self._left or not self.dht.is_alive()
+
+    @property
     def tip(self) -> Tip:
-        """The state that the swarm, as far as this peer follows it, is at."""
+        """The state of the swarm, as far as this peer follows it."""
         return self.swarm.tip
+
+    @property
+    def behind(self) -> Tip | None:
+        """The best state that a connected member holds, if it outranks this peer's."""
+        return self.swarm.behind
+
+    @property
+    def called(self) -> bool:
+        """Whether the coordinator has called the round of this tip."""
+        return self.swarm.called
+
+    @property
+    def made(self) -> bool:
+        """Whether this peer has ended an epoch since its start; until then it is a newcomer."""
+        return self.swarm.made
+
+    @property
+    def got_on_at(self) -> float:
+        """When a round was last seen to make progress, in seconds of `time.monotonic`."""
+        return self.swarm.got_on_at
+
+    def num_clients(self) -> int:
+        """The number of members that can't be dialled."""
+        return self.swarm.peer.view.num_clients()
+
+    def reachability(self) -> Iterator[Reachability]:
+        """The changes in which members this peer reaches, since the last call."""
+        reports = self.swarm.contacts.reports
+        while reports:
+            yield reports.popleft()
+
+    # -- on the reactor
+
+    async def report(self, report: Progress) -> Count:
+        """See `Swarm.report`."""
+        return await self.swarm.report(report)
+
+    async def news(self) -> None:
+        """See `Swarm.news`."""
+        await self.swarm.news()
+
+    def move_up(self, tip: Tip) -> None:
+        """Follow the run to a tip that outranks the present one."""
+        if tip.outranks(self.swarm.tip):
+            self.swarm.move(tip)
+
+    async def state_changed(self) -> None:
+        """Return when `tell_state_changed` is called."""
+        self._state_changed.clear()
+        await self._state_changed.wait()
+
+    # -- in the trainer's thread
 
     def average(self, contribution: Contribution, timeout: float) -> Outcome:
         """See `Swarm.average`."""
         return self._wait(self.swarm.average(contribution, timeout))
 
-    @property
-    def made(self) -> bool:
-        """Whether this peer has ended an epoch since its start: then it is no newcomer any more."""
-        return self.swarm.made
-
-    @property
-    def got_on_at(self) -> float:
-        """When a round was last seen to get on, in seconds of `time.monotonic`."""
-        return self.swarm.got_on_at
-
     def wait_for_contributors(self, count: int, timeout: float) -> int:
-        """Wait until so many peers that contribute are connected, this one included, at most `timeout` seconds; returns
-        how many there are."""
+        """Wait at most `timeout` seconds until `count` peers that contribute are connected, this one included.
 
-        async def waited() -> int:
-            swarm, found = self.swarm, 0
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    while (found := sum(member.contributes for member in swarm.peer.view.connected())) < count:
-                        await swarm.contacts.seen()
-            return found
+        Returns:
+            How many there are.
+        """
 
-        return self._wait(waited())
+        swarm = self.swarm
 
-    def reachability(self) -> Iterator[Reachability]:
-        """What has changed in whom this peer reaches, since that was last asked."""
-        reports = self.swarm.contacts.reports
-        while reports:
-            yield reports.popleft()
+        def found() -> int:
+            return sum(member.contributes for member in swarm.peer.view.connected())
+
+        self._wait(_until(lambda: found() >= count, swarm.contacts.seen, timeout))
+        return self._call(found)
+
+    def wait_for_call(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds until the round of the swarm's tip is called; whether it was."""
+
+        self._wait(_until(lambda: self.called, self.news, timeout))
+        return self.called
 
     def donors(self) -> list[PeerID]:
-        """Who could be asked for the state now."""
-
-        async def connected() -> list[PeerID]:
-            members = self.swarm.peer.view.connected()
-            return [m.peer for m in members if m.key != self.me and m.role is not Role.AUXILIARY]
-
-        return self._wait(connected())
+        """The peers that could be asked for the state now."""
+        members = self._call(self.swarm.peer.view.connected)
+        return [m.peer for m in members if m.key != self.me and m.role is not Role.AUXILIARY]
 
     def download(
         self,
@@ -176,8 +269,8 @@ class Run:
         wanted: Callable[[Tip], bool],
         awaited: bool = False,
     ) -> Downloaded:
-        """See `download_state`. If this peer wants to be `awaited`, it takes a state that no round has followed on yet:
-        that round begins only when this peer is there, or `matchmaking_time` after the call."""
+        """See `download_state`. A peer that wants to be `awaited` takes a state that no round has followed yet: that
+        round begins only when this peer is there, or `matchmaking_time` after the call."""
 
         async def download() -> Downloaded:
             with self.swarm.watching(donor.key for donor in donors):
@@ -195,111 +288,95 @@ class Run:
         return self._wait(download())
 
     def follow(self, tip: Tip, after: Tip | None = None) -> bool:
-        """This peer's state is `tip` now. With `after`, it has made that alone, and goes there only if the swarm has
-        not gone on from there: returns whether it did so."""
+        """Have the run know that this peer's state is `tip` now.
 
-        async def follow() -> bool:
+        Args:
+            after: the state from which this peer has made `tip` alone. It goes there only if the swarm is still at
+                `after`.
+
+        Returns:
+            Whether it did so.
+        """
+
+        def follow() -> bool:
             if after is not None and (self.swarm.tip != after or self.swarm.missed):
                 return False
             if self.swarm.tip != tip:
                 self.swarm.move(tip, made=after is not None)
             return True
 
-        return self._wait(follow())
+        return self._call(follow)
 
     def ask_where_they_are(self, peers: Iterable[PeerID]) -> None:
-        """Hear at which states these are now."""
+        """Ask these peers at which states they are now."""
 
         async def ask() -> None:
             await asyncio.gather(*map(self.swarm.contacts.meet_peer, peers))
 
         self._wait(ask())
 
-    def tell_state_changed(self) -> None:
-        """This peer's state is at another tip than it was; in any thread."""
-        self.dht.reactor.loop.call_soon_threadsafe(self._state_changed.set)
-
-    async def state_changed(self) -> None:
-        """Return when that is told; on the reactor."""
-        self._state_changed.clear()
-        await self._state_changed.wait()
-
-    def past(self, tip: Tip) -> Future[None]:
-        """Done when the swarm is at another state than this one; to be cancelled by who needs it no more."""
-
-        async def past() -> None:
-            while self.swarm.tip == tip:
-                await self.swarm.news()
-
-        return self._submit(past())
-
-    def wait_for_call(self, timeout: float) -> bool:
-        """Wait until the round of the swarm's tip is called; whether it was within `timeout` seconds."""
-
-        async def waited() -> bool:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    while not self.swarm.called:
-                        await self.swarm.news()
-            return self.swarm.called
-
-        return self._wait(waited())
-
     def catch_up(self) -> Tip:
         """See `Swarm.catch_up`."""
-
-        async def catch_up() -> Tip:
-            return self.swarm.catch_up()
-
-        return self._wait(catch_up())
+        return self._call(self.swarm.catch_up)
 
     def forget_behind(self) -> None:
-        """Nobody could bring the better state that was heard of: go on without it for a while."""
+        """See `Swarm.forget_behind`."""
+        self._call(self.swarm.forget_behind)
 
-        async def forget() -> None:
-            self.swarm.forget_behind()
+    def tell_state_changed(self) -> None:
+        """Say that this peer's state has another tip than before; in any thread."""
+        self.reactor.loop.call_soon_threadsafe(self._state_changed.set)
 
-        self._wait(forget())
+    def past(self, tip: Tip) -> Future[None]:
+        """A future that is done when the swarm is no longer at this tip. Cancel it when it is no longer needed."""
+        return self._submit(_until(lambda: self.tip != tip, self.news, None))
 
-    def stop(self, timeout: float) -> None:
-        """Leave the run, if the DHT is still there; what other threads wait for here fails."""
-        self._left = True
-        for future in list(self._under_way):
-            future.cancel()
+    def _call(self, function: Callable[[], T]) -> T:
+        async def call() -> T:
+            return function()
 
-        async def stop() -> None:
-            self.swarm.stop()
-            self._donor.close()
-
-        if self.dht.is_alive():
-            try:
-                self.dht.reactor.submit(stop()).result(timeout)
-            except (TimeoutError, CancelledError):
-                log.warning("leaving the run took longer than %g s", timeout)
+        return self._wait(call())
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         future = self._submit(coroutine)
         self._under_way.add(future)
-        if self._left:  # since `stop` looked what is under way
+        if self._left:  # since `stop` has looked what is under way
             future.cancel()
         try:
             return future.result()
         except CancelledError:
             raise AveragingError(f"{'the run was left' if self._left else 'the DHT was shut down'} meanwhile") from None
-        except BaseException:  # Ctrl-C too: nobody waits for it any more
+        except BaseException:  # Ctrl-C, too: nobody waits for it any more
             future.cancel()
             raise
         finally:
             self._under_way.discard(future)
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin it on the reactor. Raises AveragingError if there is no run any more."""
+        """Start it on the reactor.
+
+        Raises:
+            AveragingError: if the run was left, or the DHT shut down.
+        """
         try:
-            if not self._left and self.dht.is_alive():
+            if not self.is_over:
                 return self.dht.submit(coroutine)
         except RuntimeError as error:
             if self.dht.is_alive():
-                raise  # this is no process of the DHT's: it was forked
-            log.debug("%s", error)  # since it was looked at
+                raise  # this process was forked from the DHT's
+            log.debug("%s", error)  # the DHT was shut down since `is_over` looked
         coroutine.close()
         raise AveragingError("the run was left" if self._left else "the DHT was shut down")
+
+
+async def _until(is_so: Callable[[], bool], news: Callable[[], Awaitable[None]], timeout: float | None) -> None:
+    """Wait until something is so, at most `timeout` seconds; it may become so whenever there is news."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout):
+            while not is_so():
+                await news()
+
+
+def begin_of(swarm: Swarm) -> Begin | None:
+    """The BEGIN of the round in which this peer is."""
+    return swarm.peer.participant.begin

@@ -1,38 +1,52 @@
-"""The options of an `Optimizer` that are numbers and switches: which make sense, alone and together, and which must be
-equal in a run."""
+"""What users give to the public classes of this room: which arguments make sense, alone and together, which must be
+equal in a run, and the torch objects that are made from them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
 from shoal.averaging.options import term_of
 from shoal.compression import Compression, NoCompression
+from shoal.optim.placement import HostCopy
 from shoal.swarm.protocol.member import Role
 from shoal.swarm.protocol.rules import Rules
+
+Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 
 MAX_SECONDS = 86400
 
 COMPRESSIONS = ("grad_compression", "state_averaging_compression", "load_state_compression")
-# Options of an averager that stand for an argument.
+MODES = (
+    "delay_optimizer_step", "delay_grad_averaging", "delay_state_averaging", "average_state_every", "use_local_updates"
+)  # fmt: skip
+# Options of an averager that stand for an argument of the optimizer.
 IN_PLACE_OF = {
     "min_matchmaking_time": "matchmaking_time",
     "next_chunk_timeout": "next_chunk_timeout",
     "min_group_size": "min_peers",
 }
-AVERAGER_TIMES = ("min_matchmaking_time", "next_chunk_timeout", "request_timeout", "sender_timeout", "reducer_timeout")
+PLACE_TIMES = ("request_timeout", "sender_timeout", "reducer_timeout")
+AVERAGER_TIMES = ("min_matchmaking_time", "next_chunk_timeout", *PLACE_TIMES)
 AVERAGER_OPTIONS = (*AVERAGER_TIMES, "bandwidth", "min_group_size", "allow_state_sharing")
-# Options of the reference's averagers that have nothing to do here: the peers of a run average all together, in chunks
-# of a size that suits the model and divided by bandwidth; whoever has the state is known; no process is started.
+# Options of hivemind's averagers that have no effect here: the peers of a run average all together, in chunks of a size
+# that suits the model and in shares by bandwidth; who has the state is known; no process is started.
 WITHOUT_USE = ("target_group_size", "part_size_bytes", "min_vector_size", "declare_state_period", "daemon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """As in `Optimizer`, with what a default stands for put in its place.
+    """The arguments of an `Optimizer` that are numbers and switches, with the defaults filled in.
 
-    Raises ValueError that names the argument (or the two that contradict) and what to do.
+    Raises:
+        ValueError: with the name of the argument (or of two that contradict each other) and what to do.
     """
 
     run_id: str
@@ -65,7 +79,7 @@ class Settings:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], **others: Any) -> Settings:
-        """Those of the arguments that are settings, with `others` in their place."""
+        """The settings among the arguments; `others` replace arguments of the same name."""
         check_names(arguments["average_opt_statistics"])
         return cls(**{f.name: arguments[f.name] for f in fields(cls) if f.name not in others}, **others)
 
@@ -170,7 +184,7 @@ class Settings:
         return Role.CLIENT if self.client_mode else Role.AUXILIARY if self.auxiliary else Role.NODE
 
     def rules(self, gradients: tuple[int, ...], buffers: tuple[int, ...], state: tuple[int, ...]) -> Rules:
-        """When rounds begin and what they average, given the sizes of its parts."""
+        """When rounds begin and what they average, given the sizes of the parts of the vector."""
         assert self.allreduce_timeout is not None
         return Rules(
             sizes=gradients,
@@ -186,25 +200,16 @@ class Settings:
 
     def agreed(self) -> dict[str, str]:
         """Every option here that must be equal in a run, by its name: the number of samples, the modes, the codecs, and
-        what a round averages and of how many peers. The rest is each peer's own: every time-out,
-        `performance_ema_alpha`, and all of `averager_opts` but `min_group_size`, which is told as `min_peers`."""
-        specs = {}
-        for name in COMPRESSIONS:
-            compression = getattr(self, name)
-            assert compression is not None
-            specs[name] = term_of(compression.spec)
+        what a round averages and of how many peers. Each peer chooses the others for itself: every time-out,
+        `performance_ema_alpha`, and `averager_opts` except `min_group_size`, which is compared as `min_peers`."""
         return {
             "target_batch_size": _number(self.target_batch_size),
-            "delay_optimizer_step": str(self.delay_optimizer_step),
-            "delay_grad_averaging": str(self.delay_grad_averaging),
-            "delay_state_averaging": str(self.delay_state_averaging),
-            "average_state_every": str(self.average_state_every),
-            "use_local_updates": str(self.use_local_updates),
+            **{name: str(getattr(self, name)) for name in MODES},
             "grad_averager_factory": str(self.own_averager),
             "average_opt_statistics": term_of(", ".join(self.average_opt_statistics)),
             "max_grad_norm": _number(self.max_grad_norm),
             "min_peers": str(self.min_peers),
-            **specs,
+            **{name: term_of(getattr(self, name).spec) for name in COMPRESSIONS},
         }
 
 
@@ -219,8 +224,11 @@ def _check_run_id(run_id: object) -> None:
 
 
 def _averager_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that have a use and are not None, which stands for the default. Raises ValueError that names those that an
-    Optimizer's averaging does not have, and values that make no sense."""
+    """The options that have an effect and are not None, which stands for the default.
+
+    Raises:
+        ValueError: with the names of unknown options, and for values that make no sense.
+    """
     unknown = sorted(set(given) - set(AVERAGER_OPTIONS) - set(WITHOUT_USE))
     if unknown:
         raise ValueError(
@@ -240,7 +248,7 @@ def _averager_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_names(statistics: object) -> None:
-    """Raise ValueError if one name was given for several."""
+    """Raise ValueError for one name in place of a list of names."""
     if isinstance(statistics, str):
         raise ValueError(f"average_opt_statistics={statistics!r} is one text: give a list of names, [{statistics!r}]")
 
@@ -257,3 +265,73 @@ def check_times(arguments: Mapping[str, object]) -> None:
     for name, value in arguments.items():
         if not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS:
             raise ValueError(f"{name}={value!r}: give a positive number of seconds, at most a day (86400)")
+
+
+def make_trained(
+    optimizer: torch.optim.Optimizer | OptimizerFactory,
+    params: Params | None,
+    scheduler: LRScheduler | SchedulerFactory | None,
+    *,
+    on_host: bool,
+) -> tuple[torch.optim.Optimizer, LRScheduler | None, HostCopy | None]:
+    """The local optimizer and its scheduler; `on_host`, with the copy of the parameters that the optimizer steps.
+
+    Raises:
+        ValueError: if `optimizer` and `params` do not go together, if the optimizer's step needs a closure, or if
+            `scheduler` is not a scheduler of this optimizer.
+    """
+    host: HostCopy | None = None
+    if on_host:
+        if isinstance(optimizer, torch.optim.Optimizer) or params is None:
+            raise ValueError(
+                "offload_optimizer=True makes the optimizer over parameters of its own: give optimizer= as a function, "
+                "and params="
+            )
+        host = HostCopy(params)
+    made = _make_optimizer(optimizer, params if host is None else host.groups)
+    return made, _make_scheduler(scheduler, made), host
+
+
+def _make_optimizer(
+    optimizer: torch.optim.Optimizer | OptimizerFactory, params: Params | None
+) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if params is not None:
+            raise ValueError("optimizer= is a ready optimizer, which has its parameters: leave params= out")
+        return _steps_by_itself(optimizer)
+    if not callable(optimizer):
+        raise ValueError(f"optimizer={optimizer!r}: give a torch optimizer, or a function that makes one from params")
+    if params is None:
+        raise ValueError("optimizer= is a function, which needs params=: the model's parameters or parameter groups")
+    made = optimizer(params)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ValueError(f"optimizer= made {type(made).__name__}, which is not a torch.optim.Optimizer")
+    return _steps_by_itself(made)
+
+
+def _steps_by_itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer= is a {type(optimizer).__name__}, whose step evaluates the loss again and again (its closure), "
+            "and peers average gradients once per step: choose an optimizer whose step needs no closure"
+        )
+    return optimizer
+
+
+def _make_scheduler(
+    scheduler: LRScheduler | SchedulerFactory | None, optimizer: torch.optim.Optimizer
+) -> LRScheduler | None:
+    if scheduler is None:
+        return None
+    if not isinstance(scheduler, LRScheduler):
+        if not callable(scheduler):
+            raise ValueError(f"scheduler={scheduler!r}: give a torch scheduler, or a function that makes one")
+        scheduler = scheduler(optimizer)
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            f"scheduler= is a {type(scheduler).__name__}: give a torch scheduler that steps by itself, without a metric"
+        )
+    if scheduler.optimizer is not optimizer:
+        raise ValueError("scheduler= is of another optimizer than the one given: make it from that one")
+    return scheduler

@@ -1,11 +1,14 @@
-"""Parameters, optimizer statistics and buffers that peers average now and then, beside training on their own."""
+"""Parameters, optimizer statistics and buffers that peers average from time to time, beside training on their own."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import Gathered, StepControl
+from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
-from shoal.optim import options
-from shoal.optim.guarded_state import GuardedState
-from shoal.optim.local_state import LocalState
-from shoal.optim.settings import check_names
-from shoal.optim.state_update import StateUpdate
+from shoal.flat import Places
+from shoal.optim._torch import foreach_copy_
+from shoal.optim.settings import OptimizerFactory, Params, SchedulerFactory, check_names, make_trained
+from shoal.optim.state import TrainingState, put_average
 from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.tip import Tip
@@ -42,38 +45,40 @@ class TrainingStateAverager(DecentralizedAverager):
 
     Args:
         dht: see `DecentralizedAverager`.
-        optimizer, params, scheduler: as of `shoal.Optimizer`; the scheduler follows `local_epoch`.
+        optimizer, params, scheduler: as for `shoal.Optimizer`; the scheduler follows `local_epoch`.
         initialize_optimizer: have the optimizer make its statistics now, by a step with gradients of zero, which leaves
             the parameters as they are; None: if it has none yet.
         offload_optimizer: make the optimizer over parameters of its own on the host; `step` sets the model's to them.
-        custom_gradients: with that, the user gives the optimizer's parameters their gradients.
+        custom_gradients: with `offload_optimizer`, the user sets the gradients of the optimizer's parameters.
         reuse_tensors: average the optimizer's tensors themselves, without copies; then the optimizer does not step
-            while a round runs. By default where `offload_optimizer` is, and not `delta_rule_averaging`.
-        delta_rule_averaging: what changes while a round runs in the background is kept: tensors become their average
-            plus the change. Then they are not the same bits on all peers.
-        sync_epoch_when_averaging: after a round, go on at the highest epoch of the group.
+            while a round runs. By default with `offload_optimizer`, without `delta_rule_averaging`.
+        delta_rule_averaging: keep what changes while a round runs in the background: tensors become their average plus
+            the change. Then they are not the same bits on all peers.
+        sync_epoch_when_averaging: after a round, continue at the highest epoch of the group.
         parameter_names: of the parameters, in their order, for a `compression` that chooses by them.
         average_opt_statistics: names of the optimizer's statistics that are averaged.
         extra_tensors: averaged, too, and shared with newcomers.
-        status_loglevel: of what is logged about rounds.
-        performance_ema_alpha: accepted and without effect: nothing here is foretold.
+        status_loglevel: the level of log lines about rounds.
+        performance_ema_alpha: accepted, and without effect: nothing here is predicted.
         kwargs: of `DecentralizedAverager`, among them `prefix` and `start`.
 
     Attributes:
         local_epoch: may be set.
-        optimizer, scheduler, main_parameters, extra_tensors: what is trained; the last are the model's parameters.
+        optimizer, scheduler, main_parameters, extra_tensors: what is trained; `main_parameters` are the model's.
         opt_keys_for_averaging: as `average_opt_statistics`.
+        lock_optimizer: held while the optimizer's tensors change; users may hold it to read and change them.
 
-    Raises ValueError for arguments that do not go together, and as `DecentralizedAverager`.
+    Raises:
+        ValueError: for arguments that do not go together, and as `DecentralizedAverager`.
     """
 
     def __init__(
         self,
         *,
         dht: DHT,
-        optimizer: torch.optim.Optimizer | options.OptimizerFactory,
-        params: options.Params | None = None,
-        scheduler: LRScheduler | options.SchedulerFactory | None = None,
+        optimizer: torch.optim.Optimizer | OptimizerFactory,
+        params: Params | None = None,
+        scheduler: LRScheduler | SchedulerFactory | None = None,
         initialize_optimizer: bool | None = None,
         offload_optimizer: bool = False,
         custom_gradients: bool = False,
@@ -98,22 +103,12 @@ class TrainingStateAverager(DecentralizedAverager):
         self.reuse_tensors, self.delta_rule_averaging = reuse_tensors, delta_rule_averaging
         self.sync_epoch_when_averaging, self.status_loglevel = sync_epoch_when_averaging, status_loglevel
         self.opt_keys_for_averaging, self.extra_tensors = tuple(average_opt_statistics), list(extra_tensors)
-        self._local = LocalState(
-            optimizer,
-            params,
-            scheduler,
-            offload=offload_optimizer,
-            initialize=initialize_optimizer,
-            reuse=reuse_tensors,
-            statistics=self.opt_keys_for_averaging,
-            extra_tensors=self.extra_tensors,
-            names=parameter_names,
-        )
-        self.optimizer, self.scheduler = self._local.optimizer, self._local.scheduler
-        self.main_parameters = self._local.main_parameters
+        self.optimizer, self.scheduler, host = make_trained(optimizer, params, scheduler, on_host=offload_optimizer)
+        if initialize_optimizer or (initialize_optimizer is None and not any(self.optimizer.state.values())):
+            _initialize_state(self.optimizer)
+        self._local = LocalState(self, None if host is None else host.model, parameter_names)
+        self.main_parameters, self.lock_optimizer = tuple(self._local.model), self._local.lock
         self.local_epoch = 0
-        self._guarded = GuardedState(self._local, self)
-        self.lock_optimizer = self._guarded.lock  # held while its tensors change
         self._updates: list[StateUpdate] = []  # under way or not applied yet, in their order
         self._background = ThreadPoolExecutor(1, thread_name_prefix="shoal-state")
         kwargs.setdefault("tensor_infos", self._local.infos)
@@ -149,19 +144,20 @@ class TrainingStateAverager(DecentralizedAverager):
         set_to_none: bool = True,
         averaging_opts: Mapping[str, Any] | None = None,
     ) -> Gathered | None:
-        """Do what is asked for, in this order.
+        """Do what the arguments ask for, in this order.
 
         Args:
             wait_for_delayed_updates: wait for what runs in the background. By default before a round and, without the
                 delta rule, before the optimizer's step, whose result the background's would overwrite.
-            apply_delayed_updates: set the tensors to what the background has finished.
+            apply_delayed_updates: set the tensors to the results of the background.
             increment_epoch: add 1 to `local_epoch`; the scheduler follows, after the optimizer's step if there is one.
             optimizer_step: step the optimizer.
             zero_grad: clear the gradients.
             delay_optimizer_step: do so in the background, and apply the result in a later call; needs
                 `offload_optimizer`.
             averaging_round: average with peers. A round that fails is logged, and changes nothing.
-            delay_averaging: go on meanwhile, and apply the result in a later call; by default as the optimizer's step.
+            delay_averaging: continue meanwhile, and apply the result in a later call; by default as
+                `delay_optimizer_step`.
             averaging_control: the round that was scheduled for this by `schedule_step`.
             wait_for_trigger: called before the optimizer's step, where the step is made; with `reuse_tensors` or
                 `custom_gradients`. If it raises, nothing is stepped or averaged.
@@ -169,9 +165,12 @@ class TrainingStateAverager(DecentralizedAverager):
             set_to_none: how gradients are cleared.
             averaging_opts: of `DecentralizedAverager.step`: weight, timeout and so on.
 
-        Returns what the group of a round gathered (the epochs of its members) if one was finished in this call, else
-        None.
-        Raises ValueError for arguments that do not go together, and what an earlier step in the background has raised.
+        Returns:
+            What the group of a round gathered (the epochs of its members) if one was finished in this call, else None.
+
+        Raises:
+            ValueError: for arguments that do not go together. An error of an earlier step in the background is raised,
+                too.
         """
         if delay_averaging is None:
             delay_averaging = delay_optimizer_step
@@ -208,12 +207,12 @@ class TrainingStateAverager(DecentralizedAverager):
                     wait_for_trigger()
                 with self.lock_optimizer:
                     if optimizer_step:
-                        self._guarded.step(grad_scaler)
+                        self._local.step(grad_scaler)
                     if zero_grad:
                         self._local.zero_grad(set_to_none)
                     self._local.update_scheduler(self.local_epoch)
                 if update.round is not None:
-                    update.before = self._guarded.take(keep=self.delta_rule_averaging)
+                    update.before = self._local.take(keep=self.delta_rule_averaging)
                     update.round.allow_allreduce()
             except BaseException:  # whatever the user's optimizer raised: the others must not wait for this peer
                 update.cancel()
@@ -270,7 +269,7 @@ class TrainingStateAverager(DecentralizedAverager):
         return any(update.is_stepping for update in self._updates)
 
     def _settle(self, wait: bool, apply: bool) -> Gathered | None:
-        """Wait for what is under way, and apply what is finished; what a finished round gathered."""
+        """Wait for what is under way, and apply what is finished. Returns what a finished round gathered."""
         gathered = None
         for update in list(self._updates):
             if wait:
@@ -285,7 +284,7 @@ class TrainingStateAverager(DecentralizedAverager):
     def _apply(self, update: StateUpdate) -> Gathered | None:
         gathered = update.result()
         if gathered is not None:
-            self._guarded.put(update.before)
+            self._local.put(update.before)
             log.log(self.status_loglevel, "the state was averaged by %d peers", len(gathered))
         update.published = False
         self._publish(update)
@@ -296,9 +295,9 @@ class TrainingStateAverager(DecentralizedAverager):
         return gathered
 
     def _publish(self, update: StateUpdate) -> None:
-        # What can't be given to the model while a round runs comes with the round's result.
+        # Parameters that the model can't be given while a round runs come with the round's result.
         if self.offload_optimizer and not update.published:
-            update.published = self._guarded.publish()
+            update.published = self._local.publish()
 
     def _follow_epoch(self) -> None:
         """The scheduler follows, unless a step in the background is to be made with the old rate."""
@@ -311,16 +310,16 @@ class TrainingStateAverager(DecentralizedAverager):
     def get_current_state(self) -> tuple[Any, ...]:
         """The epoch, this peer's parameters, averaged statistics and extra tensors, and a `CompressionInfo` of each.
         (Newcomers get all statistics, the optimizer's options and the scheduler's state beside them.)"""
-        with self._guarded.still(), torch.no_grad():
+        with self._local.still(), torch.no_grad():
             tensors = [tensor.detach().to("cpu", copy=True) for tensor in self._local.local]
         return {"epoch": self.local_epoch, "group_bits": self.get_group_bits()}, tensors, self._local.infos
 
     async def _take_snapshot(self) -> EncodedState:
         def take() -> Snapshot:
-            with self._guarded.still():
+            with self._local.still():
                 tip = Tip.genesis(self.prefix)
                 tip = Tip(self.local_epoch, tip.lineage, float(self.local_epoch))
-                return self._local.shared.snapshot(tip, self._state_compression)
+                return self._local.snapshot(tip, self._state_compression)
 
         try:
             return await asyncio.to_thread(lambda: encoded(take()))
@@ -331,15 +330,18 @@ class TrainingStateAverager(DecentralizedAverager):
     def load_state_from_peers(  # type: ignore[override]
         self, wait: bool = True, timeout: float | None = None
     ) -> bool:
-        """Download the state that most peers have, the newest epoch's of equally many, and go on from it: parameters,
+        """Download the state that most peers have (of equally many, the newest), and continue from it: parameters,
         optimizer, scheduler, extra tensors and epoch.
 
         Args:
             wait: must be True: the tensors are not to be used meanwhile.
             timeout: seconds; 60 when None.
 
-        Returns whether it was taken over: not if it is of an epoch before this peer's.
-        Raises AveragingError, and changes nothing, if nobody shares a state, none comes in time, or it does not fit.
+        Returns:
+            Whether it was taken over; it is not if it is of an epoch before this peer's.
+
+        Raises:
+            AveragingError: if nobody shares a state, none comes in time, or it does not fit; then nothing has changed.
         """
         if not wait:
             raise ValueError("wait=False: a state can't be written while its user goes on")
@@ -349,17 +351,239 @@ class TrainingStateAverager(DecentralizedAverager):
         if epoch < self.local_epoch:
             log.warning("the others' state is of epoch %d, before this peer's %d: not taken", epoch, self.local_epoch)
             return False
-        with self._guarded.still():
+        with self._local.still():
             try:
-                self._local.shared.load(downloaded)
+                self._local.load(downloaded)
             except ValueError as error:
                 raise AveragingError(f"the state that was downloaded does not fit: {error}") from error
             self.local_epoch = epoch
             self._local.update_scheduler(epoch)
-            self._local.publish()
+            self._local.publish(at_once=True)
         return True
 
     def shutdown(self) -> None:
         """See `DecentralizedAverager.shutdown`. A step in the background ends by itself."""
         super().shutdown()
         self._background.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(eq=False, slots=True)
+class StateUpdate:
+    """A step of a `TrainingStateAverager` that may still be under way: the optimizer's step, and the round after it.
+
+    Attributes:
+        work: the optimizer's step and the beginning of the round, if they are made in the background.
+        round: averages the state.
+        before: what the averaged tensors were, if changes since then are to be kept.
+        published: whether the model has the parameters that the optimizer's step made.
+    """
+
+    work: Future[None] | None = None
+    round: StepControl | None = None
+    before: list[torch.Tensor] | None = None
+    published: bool = False
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the optimizer's step is under way in the background."""
+        return self.work is not None and not self.work.done()
+
+    @property
+    def is_averaging(self) -> bool:
+        """Whether the round is under way."""
+        return self.round is not None and not self.round.done()
+
+    @property
+    def done(self) -> bool:
+        """Whether neither is under way."""
+        return not self.is_stepping and not self.is_averaging
+
+    def wait(self) -> None:
+        """Wait until both are done, however they end."""
+        for future in (self.work, self.round):
+            if future is not None:
+                with contextlib.suppress(CancelledError):
+                    future.exception()
+
+    def cancel(self) -> None:
+        """Cancel the round, so that the others do not wait for this peer."""
+        if self.round is not None:
+            self.round.cancel()
+
+    def result(self) -> Gathered | None:
+        """What the round gathered; None if there was none, or if it failed, which is logged. Raises what the work
+        raised, and errors of the round that are not the network's. Called when both are done."""
+        if self.work is not None:
+            self.work.result()
+        if self.round is None:
+            return None
+        error = self.round.exception() if not self.round.cancelled() else AveragingError("cancelled")
+        if isinstance(error, AveragingError):
+            log.warning("the state was not averaged: %s", error)
+            return None
+        return self.round.result()
+
+
+class LocalState(TrainingState):
+    """The training of one peer whose tensors stay where they are, and the tensors of it that rounds average: these
+    themselves, or copies.
+
+    Three kinds of threads change it: the trainer's, the one that steps in the background, and those of rounds. A thread
+    that changes the optimizer's tensors holds `lock` and, where rounds work on these tensors themselves, the averager's
+    lock, in this order.
+
+    Args:
+        averager: has the optimizer, the scheduler and the options; its rounds read and write `averaged`.
+        model: the model's parameters, if the optimizer has its own on the host.
+        names: of the parameters; by default their positions.
+
+    Attributes:
+        model: the model's parameters.
+        averaged: the averaged tensors: parameters, statistics (one name after the other), extra tensors.
+        infos: of those, in their order.
+        lock: may be held by users, to read and change the tensors.
+
+    Raises:
+        ValueError: for names that do not fit, and if a statistic is missing.
+    """
+
+    def __init__(
+        self,
+        averager: TrainingStateAverager,
+        model: Sequence[torch.Tensor] | None,
+        names: Sequence[str | int] | None,
+    ) -> None:
+        super().__init__(averager.optimizer, averager.scheduler, averager.extra_tensors, flat=False)
+        self._averager, self._reuse, self._is_offloaded = averager, averager.reuse_tensors, model is not None
+        self.model, self.lock = list(self.parameters if model is None else model), threading.RLock()
+        self._places = Places(self.model)
+        self._places.keep()
+        local = self.local
+        self.averaged = local if self._reuse else [_host_copy(tensor) for tensor in local]
+        names, count = range(len(self.parameters)) if names is None else names, len(self.parameters)
+        if len(names) != count:
+            raise ValueError(f"parameter_names has {len(names)} names, and there are {count} parameters")
+        given: list[tuple[str | int, TensorRole, str]] = [(name, TensorRole.PARAMETER, "") for name in names]
+        for statistic in averager.opt_keys_for_averaging:
+            given += [(f"{name}.{statistic}", TensorRole.OPTIMIZER, statistic) for name in names]
+        given += [(number, TensorRole.UNSPECIFIED, "") for number in range(len(self.extra_tensors))]
+        self.infos = [CompressionInfo.from_tensor(tensor, *of) for tensor, of in zip(self.averaged, given, strict=True)]
+
+    @property
+    def local(self) -> list[torch.Tensor]:
+        """The tensors that the optimizer works on, and the extra ones.
+
+        Raises:
+            ValueError: if a statistic is missing.
+        """
+        found = list(self.parameters)
+        for name in self._averager.opt_keys_for_averaging:
+            for tensor in self.statistics(name):
+                if tensor is None:
+                    raise ValueError(f"average_opt_statistics has {name!r}, but the optimizer has no statistics yet: "
+                                     "leave initialize_optimizer out, or make a step first")  # fmt: skip
+                found.append(tensor)
+        return found + self.extra_tensors
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """Within, nobody else changes it."""
+        with self.lock, self._averager.get_tensors() if self._reuse else contextlib.nullcontext():
+            yield
+
+    # -- steps
+
+    def step(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Step the optimizer.
+
+        Raises:
+            ValueError: if a module computes with another parameter than the one that is trained.
+        """
+        if (place := self._places.replaced()) is not None:
+            index, name = place
+            raise ValueError(
+                f"parameter {index} was replaced: a module has another tensor as its {name!r} now, which is not "
+                "trained; change the model before you make the averager, or write into the tensor that is there (copy_)"
+            )
+        with self.still():
+            step: Callable[[], object] = self.optimizer.step
+            step() if scaler is None else scaler.step(self.optimizer)
+
+    @torch.no_grad()
+    def load_gradients(self) -> None:
+        """Set the gradients of the optimizer's parameters to the model's."""
+        for mine, main in zip(self.parameters, self.model, strict=True):
+            mine.grad = None if main.grad is None else main.grad.to(mine, copy=True)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear the gradients of the optimizer and of the model."""
+        self.optimizer.zero_grad(set_to_none)
+        for parameter in self.model if self._is_offloaded else ():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    @torch.no_grad()
+    def publish(self, *, at_once: bool = False) -> bool:
+        """Set the model's parameters to the optimizer's; whether that was done. It is not while a round may be writing
+        them, unless `at_once`."""
+        with self.lock:
+            writing = self._averager.lock_averaged_tensors if self._reuse and not at_once else threading.Lock()
+            if not writing.acquire(blocking=False):
+                return False
+            try:
+                if self._is_offloaded:
+                    foreach_copy_(self.model, self.parameters)
+                return True
+            finally:
+                writing.release()
+
+    def update_scheduler(self, epoch: int) -> None:
+        """Step the scheduler until it is at that epoch."""
+        while self.scheduler is not None and self.scheduler.last_epoch < epoch:
+            self.scheduler.step()
+
+    # -- between the optimizer and a round
+
+    @torch.no_grad()
+    def take(self, *, keep: bool) -> list[torch.Tensor] | None:
+        """Copy the tensors as they are now to the averaged ones. With `keep`, return a copy of these, for `put`."""
+        with self.lock, self._averager.get_tensors() as averaged:
+            if not self._reuse:
+                foreach_copy_(self.averaged, self.local)
+            return [tensor.clone() for tensor in averaged] if keep else None
+
+    def put(self, before: list[torch.Tensor] | None) -> None:
+        """Set the tensors to their averages; given what the averaged tensors were `before`, by the delta rule."""
+        if self._reuse:
+            return
+        with self.lock, self._averager.get_tensors():
+            olds: Sequence[torch.Tensor | None] = before or [None] * len(self.averaged)
+            for tensor, average, old, info in zip(self.local, self.averaged, olds, self.infos, strict=True):
+                put_average(tensor, average, old, info.role)
+
+
+def _initialize_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer make its statistics, by a step with gradients of zero. Parameters and step counts are restored
+    afterwards."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [(parameter.grad, parameter.detach().clone()) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    step: Callable[[], Any] = optimizer.step
+    step()
+    with torch.no_grad():
+        for parameter, (gradient, value) in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+            parameter.copy_(value)
+        for state in optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"].zero_()
+            elif "step" in state:
+                state["step"] = 0
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    dtype = tensor.dtype if tensor.dtype is torch.float64 else torch.float32
+    return tensor.detach().to("cpu", dtype, copy=True)

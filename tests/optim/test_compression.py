@@ -17,7 +17,7 @@ from shoal.compression import (
     SizeAdaptiveCompression,
     Uniform8BitQuantization,
 )
-from shoal.optim.gradients import GradientBuffers
+from shoal.optim.accumulator import EpochGradients
 from tests.optim.models import flat, make_model, train_alone
 from tests.optim.processes import Pool, by_epoch, events, training, wait_until
 
@@ -58,7 +58,7 @@ def test_gradients_through_every_compression(pool: Pool, compression: Compressio
 def test_flags_are_never_compressed() -> None:
     """Whether anybody has a gradient of a parameter is told by numbers that may be as small as a share of samples."""
     model = make_model()
-    buffers = GradientBuffers(list(model.parameters()), Uniform8BitQuantization())
+    buffers = EpochGradients(list(model.parameters()), Uniform8BitQuantization())
     entry = buffers.layout.entries[-1]
     numel = buffers.layout.buffers[entry.buffer].numel
     codec = buffers.codecs.codec_of(entry.buffer, 0, numel)

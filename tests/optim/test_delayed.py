@@ -134,7 +134,7 @@ def test_errors_of_the_background_surface_in_the_next_step(alone: Alone) -> None
     backward(model, *fixed_batch(0))
     optimizer.step(batch_size=64)
     deadline = time.monotonic() + 60
-    while not optimizer._background.done:
+    while not optimizer._epoch.is_done:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     with pytest.raises(ArithmeticError, match="the step broke"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from shoal.compression import NoCompression
-from shoal.optim.gradients import GradientBuffers
+from shoal.optim.accumulator import EpochGradients
 
 
 def test_what_a_step_does_to_grad_leaves_the_average_as_it_was_committed():
     """Clipping hooks and some kernels write to `.grad`; whoever missed the round still asks for the average."""
     parameter = torch.nn.Parameter(torch.zeros(5))
-    gradients = GradientBuffers([parameter], NoCompression())
+    gradients = EpochGradients([parameter], NoCompression())
     parameter.grad = torch.arange(5.0)
     gradients.accumulate(2)
     assert gradients.close() == 2

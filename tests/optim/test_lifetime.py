@@ -162,7 +162,7 @@ def test_a_dht_that_was_shut_down_under_a_round_in_the_background(dht: shoal.DHT
     start = flat(models[1])
     backward(models[1], *fixed_batch(0))
     made[1].step(batch_size=64)  # the other does not come
-    assert made[1]._background.busy
+    assert made[1]._epoch.is_busy
     began = time.monotonic()
     elsewhere.shutdown()
     assert made[1].state_dict()["state"]["local_epoch"] == 0

@@ -7,7 +7,7 @@ import torch
 
 from shoal.compression import NoCompression, TensorRole
 from shoal.flat import Layout
-from shoal.optim.shared import SharedTensors
+from shoal.optim.state import SharedTensors
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
 from tests.optim.processes import Pool, by_epoch, events, training, wait_until
 
@@ -92,7 +92,7 @@ def test_what_changed_meanwhile_is_kept() -> None:
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor(3.0, dtype=torch.float64)]
     shared = SharedTensors(Layout.of(tensors), NoCompression(), [TensorRole.PARAMETER] * 2)
     shared.take(tensors)
-    for average, mine in zip(shared.averaged, shared.mine, strict=True):
+    for average, mine in zip(shared.averaged.flat, shared.mine.flat, strict=True):
         average.copy_(mine + 10.0)
     tensors[0] += torch.tensor([0.5, float("nan")])
     shared.put(tensors, keep_changes=True)

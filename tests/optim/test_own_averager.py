@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.optim.own_gradients import AveragerGradients
+from shoal.optim.grad_averager import AveragerGradients
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
 from tests.optim.processes import Pool, by_epoch, events, gaps, training, wait_until
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.optim.own_gradients import AveragerGradients
+from shoal.optim.grad_averager import AveragerGradients
 from shoal.swarm.protocol.errors import Behind
 
 

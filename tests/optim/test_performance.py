@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.optim.performance import PerformanceEMA, StepTime
+from shoal.optim.progress import PerformanceEMA, StepTime
 
 
 class Clock:

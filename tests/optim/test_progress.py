@@ -7,12 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 
-from shoal.optim.progress import RunProgress
-from shoal.optim.refresh import Refresh, refresh_of
+from shoal.optim.progress import Refresh, RunProgress, _Outbox, _Reports, refresh_of
 from shoal.p2p.errors import PeerLost
 from shoal.p2p.reactor import Reactor
 from shoal.swarm.protocol.errors import Behind
@@ -25,15 +23,15 @@ from tests.optim.conftest import Clock
 GENESIS = Tip.genesis("run")
 
 
-class FakeSwarm:
+class FakeRun:
     """Answers reports: with `others` samples beside those reported, when `open` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, reactor: Reactor) -> None:
+        self.reactor = reactor
         self.tip = GENESIS
         self.behind: Tip | None = None
         self.called = False
-        self.me = Member(bytes(32), ("/ip4/127.0.0.1/tcp/1",), Role.NODE)
-        self.peer = SimpleNamespace(view=SimpleNamespace(num_clients=lambda: 0))
+        self.member = Member(bytes(32), ("/ip4/127.0.0.1/tcp/1",), Role.NODE)
         self.rules = Rules((), matchmaking_time=0.5, round_timeout=1.0)
         self.others, self.others_rate, self.others_under_way, self.peers = 0.0, 0.0, 0.0, 1
         self.waits: list[float] = []  # what it says to those who ask
@@ -44,6 +42,9 @@ class FakeSwarm:
         self.open = threading.Event()
         self.open.set()
         self.error: Exception | None = None
+
+    def num_clients(self) -> int:
+        return 0
 
     async def report(self, report: Progress) -> Count:
         self.heard.append(report)
@@ -64,29 +65,30 @@ class FakeSwarm:
 def kept(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until this is set, what need not be told at once is not told: the moment for which it is kept lasts so long."""
     over = threading.Event()
-    original = RunProgress._report_later
+    original = _Reports.tell_later
 
-    async def later(self: RunProgress) -> None:
+    async def later(self: _Reports, outbox: _Outbox) -> None:
         await asyncio.to_thread(over.wait, 60)
-        await original(self)
+        await original(self, outbox)
 
-    monkeypatch.setattr(RunProgress, "_report_later", later)
+    monkeypatch.setattr(_Reports, "tell_later", later)
     return over
 
 
 @pytest.fixture
-def swarm() -> FakeSwarm:
-    return FakeSwarm()
-
-
-@pytest.fixture
-def tracker(swarm: FakeSwarm) -> Iterator[RunProgress]:
+def swarm() -> Iterator[FakeRun]:
     reactor = Reactor.acquire()
+    swarm = FakeRun(reactor)
     try:
-        yield RunProgress(swarm, reactor, 100)  # type: ignore[arg-type]
+        yield swarm
     finally:
         swarm.open.set()
         reactor.release()
+
+
+@pytest.fixture
+def tracker(swarm: FakeRun) -> RunProgress:
+    return RunProgress(swarm, 100)  # type: ignore[arg-type]
 
 
 def wait_for(reports: list[float], expected: list[float]) -> None:
@@ -103,7 +105,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_waits_only_when_the_answer_can_matter(swarm: FakeSwarm, tracker: RunProgress) -> None:
+def test_waits_only_when_the_answer_can_matter(swarm: FakeRun, tracker: RunProgress) -> None:
     swarm.others, swarm.peers = 40.0, 3
     tracker.report_local_progress(0.0)  # nothing is known yet: waits
     assert tracker.global_progress.samples_accumulated == 40
@@ -117,7 +119,7 @@ def test_waits_only_when_the_answer_can_matter(swarm: FakeSwarm, tracker: RunPro
     assert not tracker.ready_to_update_epoch
     with ThreadPoolExecutor(1) as pool:
         last = pool.submit(tracker.report_local_progress, 60.0)  # the target is reached: waits for the coordinator
-        wait_until(lambda: tracker._latest is not None and tracker._latest.samples == 60.0)
+        wait_until(lambda: tracker._reports._latest is not None and tracker._reports._latest.samples == 60.0)
         time.sleep(0.1)
         assert not last.done()
         swarm.open.set()
@@ -126,7 +128,7 @@ def test_waits_only_when_the_answer_can_matter(swarm: FakeSwarm, tracker: RunPro
     assert (swarm.reports, swarm.asked) == ([0.0, 10.0], [60.0]), "what came meanwhile is reported at once"
 
 
-def test_the_others_go_on_while_nothing_is_heard_of_them(swarm: FakeSwarm, tracker: RunProgress, clock: Clock) -> None:
+def test_the_others_go_on_while_nothing_is_heard_of_them(swarm: FakeRun, tracker: RunProgress, clock: Clock) -> None:
     swarm.others, swarm.others_rate = 40.0, 200.0
     tracker.report_local_progress(0.0)
     assert tracker.estimated_next_update_time == pytest.approx(clock.now + 60 / 200, abs=1e-6)
@@ -145,7 +147,7 @@ def test_nothing_is_estimated_without_a_rate(tracker: RunProgress) -> None:
     assert tracker.estimated_next_update_time == float("inf")
 
 
-def test_who_trains_is_one_of_the_peers_before_it_is_counted(swarm: FakeSwarm, tracker: RunProgress) -> None:
+def test_who_trains_is_one_of_the_peers_before_it_is_counted(swarm: FakeRun, tracker: RunProgress) -> None:
     assert tracker.global_progress.num_peers == 0, "it has not trained yet"
     for samples in (10.0, 20.0):
         tracker.report_local_progress(samples)
@@ -157,7 +159,7 @@ def test_who_trains_is_one_of_the_peers_before_it_is_counted(swarm: FakeSwarm, t
     swarm.open.set()
 
 
-def test_epochs(swarm: FakeSwarm, tracker: RunProgress) -> None:
+def test_epochs(swarm: FakeRun, tracker: RunProgress) -> None:
     tracker.report_local_progress(60.0)
     assert tracker.local_progress.samples_accumulated == 60
     next_tip = GENESIS.after(bytes(32), 100.0)
@@ -178,7 +180,7 @@ def test_epochs(swarm: FakeSwarm, tracker: RunProgress) -> None:
 
 
 @pytest.mark.parametrize("error", [PeerLost("gone"), TimeoutError()])
-def test_a_lost_coordinator_is_no_error(swarm: FakeSwarm, tracker: RunProgress, error: Exception) -> None:
+def test_a_lost_coordinator_is_no_error(swarm: FakeRun, tracker: RunProgress, error: Exception) -> None:
     swarm.error = error
     tracker.report_local_progress(10.0)
     swarm.error = None
@@ -187,7 +189,7 @@ def test_a_lost_coordinator_is_no_error(swarm: FakeSwarm, tracker: RunProgress, 
     assert tracker.global_progress.samples_accumulated == 20
 
 
-def test_being_behind_is_told_even_if_the_report_was_not_waited_for(swarm: FakeSwarm, tracker: RunProgress) -> None:
+def test_being_behind_is_told_even_if_the_report_was_not_waited_for(swarm: FakeRun, tracker: RunProgress) -> None:
     tracker.report_local_progress(0.0)
     swarm.error = Behind("the swarm is at epoch 5")
     tracker.report_local_progress(1.0)
@@ -199,7 +201,7 @@ def test_being_behind_is_told_even_if_the_report_was_not_waited_for(swarm: FakeS
         tracker.report_local_progress(2.0)
 
 
-def test_one_that_is_told_to_wait_waits_for_the_call(swarm: FakeSwarm, tracker: RunProgress, clock: Clock) -> None:
+def test_one_that_is_told_to_wait_waits_for_the_call(swarm: FakeRun, tracker: RunProgress, clock: Clock) -> None:
     swarm.rules = Rules((), matchmaking_time=60.0, round_timeout=1.0)
     swarm.others, swarm.others_under_way, swarm.peers = 80.0, 16.0, 3
     tracker.report_local_progress(0.0)
@@ -223,7 +225,7 @@ def test_one_that_is_told_to_wait_waits_for_the_call(swarm: FakeSwarm, tracker: 
 
 
 def test_what_passed_before_the_first_report_is_no_measure_of_a_step(
-    swarm: FakeSwarm, tracker: RunProgress, clock: Clock
+    swarm: FakeRun, tracker: RunProgress, clock: Clock
 ) -> None:
     """One that came late, or waited for its data, would be taken for too slow to help."""
     clock.sleep(0.3)
@@ -235,7 +237,7 @@ def test_what_passed_before_the_first_report_is_no_measure_of_a_step(
     assert swarm.heard[-1].seconds == pytest.approx(0.05)
 
 
-def test_what_it_waits_for_may_not_come(swarm: FakeSwarm, tracker: RunProgress, clock: Clock) -> None:
+def test_what_it_waits_for_may_not_come(swarm: FakeRun, tracker: RunProgress, clock: Clock) -> None:
     swarm.others, swarm.others_under_way, swarm.peers = 80.0, 16.0, 3
     tracker.report_local_progress(0.0)
     clock.sleep(0.1)
@@ -244,7 +246,7 @@ def test_what_it_waits_for_may_not_come(swarm: FakeSwarm, tracker: RunProgress, 
     assert swarm.asked == [8.0, 8.0, 8.0]
 
 
-def test_one_that_counts_on_others_for_ever_is_not_obeyed_for_ever(swarm: FakeSwarm, tracker: RunProgress) -> None:
+def test_one_that_counts_on_others_for_ever_is_not_obeyed_for_ever(swarm: FakeRun, tracker: RunProgress) -> None:
     swarm.others, swarm.others_under_way, swarm.peers = 80.0, 16.0, 3
     tracker.report_local_progress(0.0)
     time.sleep(0.1)
@@ -257,7 +259,7 @@ def test_one_that_counts_on_others_for_ever_is_not_obeyed_for_ever(swarm: FakeSw
     assert not tracker.ready_to_update_epoch
 
 
-def test_far_from_the_target_nothing_is_asked(swarm: FakeSwarm, tracker: RunProgress) -> None:
+def test_far_from_the_target_nothing_is_asked(swarm: FakeRun, tracker: RunProgress) -> None:
     swarm.others, swarm.others_under_way, swarm.peers = 10.0, 16.0, 3
     tracker.report_local_progress(0.0)
     swarm.waits = [30.0] * 10
@@ -270,7 +272,7 @@ def test_far_from_the_target_nothing_is_asked(swarm: FakeSwarm, tracker: RunProg
 
 
 def test_what_cannot_matter_yet_is_told_together(
-    swarm: FakeSwarm, tracker: RunProgress, clock: Clock, kept: threading.Event
+    swarm: FakeRun, tracker: RunProgress, clock: Clock, kept: threading.Event
 ) -> None:
     tracker.report_local_progress(0.0)
     for samples in range(1, 41):
@@ -282,18 +284,18 @@ def test_what_cannot_matter_yet_is_told_together(
     assert swarm.reports == [0.0, 40.0]
 
 
-def test_near_the_target_everything_is_told(swarm: FakeSwarm, tracker: RunProgress, clock: Clock) -> None:
+def test_near_the_target_everything_is_told(swarm: FakeRun, tracker: RunProgress, clock: Clock) -> None:
     """Else the others would go on as if this peer had nothing."""
     swarm.others = 69.0
     tracker.report_local_progress(0.0)
     for samples in range(1, 10):
         clock.sleep(0.002)  # at 1,000 a second the 31 that are missing take 31 ms, and soon is 20
         tracker.report_local_progress(2.0 * samples)
-        assert (tracker._due is None) == (samples > 5)
+        assert (tracker._outbox.report is None) == (samples > 5)
 
 
 def test_what_was_kept_is_not_told_after_what_came_later(
-    swarm: FakeSwarm, tracker: RunProgress, clock: Clock, kept: threading.Event
+    swarm: FakeRun, tracker: RunProgress, clock: Clock, kept: threading.Event
 ) -> None:
     tracker.report_local_progress(0.0)
     clock.sleep(0.1)
@@ -308,7 +310,7 @@ def test_what_was_kept_is_not_told_after_what_came_later(
 
 
 def test_one_that_has_left_tells_nothing(
-    swarm: FakeSwarm, tracker: RunProgress, clock: Clock, kept: threading.Event
+    swarm: FakeRun, tracker: RunProgress, clock: Clock, kept: threading.Event
 ) -> None:
     tracker.report_local_progress(0.0)
     clock.sleep(0.1)
@@ -321,21 +323,16 @@ def test_one_that_has_left_tells_nothing(
     assert swarm.reports == [0.0]
 
 
-def test_one_that_may_not_wait_does_not(swarm: FakeSwarm) -> None:
-    reactor = Reactor.acquire()
-    try:
-        tracker = RunProgress(swarm, reactor, 100, may_wait=False)  # type: ignore[arg-type]
-        swarm.others, swarm.others_under_way, swarm.waits = 80.0, 16.0, [30.0] * 10
-        for samples in (0.0, 8.0, 16.0):
-            tracker.report_local_progress(samples)
-        assert swarm.asked == []
-    finally:
-        reactor.release()
+def test_one_that_may_not_wait_does_not(swarm: FakeRun) -> None:
+    tracker = RunProgress(swarm, 100, may_wait=False)  # type: ignore[arg-type]
+    swarm.others, swarm.others_under_way, swarm.waits = 80.0, 16.0, [30.0] * 10
+    for samples in (0.0, 8.0, 16.0):
+        tracker.report_local_progress(samples)
+    assert swarm.asked == []
 
 
-def test_what_others_have_is_asked_for_when_there_is_nothing_to_report(swarm: FakeSwarm) -> None:
-    reactor = Reactor.acquire()
-    tracker = RunProgress(swarm, reactor, 100, refresh=Refresh(0.05, 0.1, 0.05))  # type: ignore[arg-type]
+def test_what_others_have_is_asked_for_when_there_is_nothing_to_report(swarm: FakeRun) -> None:
+    tracker = RunProgress(swarm, 100, refresh=Refresh(0.05, 0.1, 0.05))  # type: ignore[arg-type]
     try:
         swarm.others, swarm.peers = 40.0, 3
         tracker.start()
@@ -348,13 +345,12 @@ def test_what_others_have_is_asked_for_when_there_is_nothing_to_report(swarm: Fa
         assert swarm.heard[-1].counted
         tracker.stop()
         tracker._reactor.run(asyncio.sleep(0))  # it has heard of that
-        wait_until(lambda: tracker._looking is None or tracker._looking.done())
+        wait_until(lambda: tracker._reports._looking is None or tracker._reports._looking.done())
         before = len(swarm.heard)
         time.sleep(0.3)
         assert len(swarm.heard) == before
     finally:
         tracker.stop()
-        reactor.release()
 
 
 def test_how_often_others_are_asked_for() -> None:
@@ -380,9 +376,7 @@ def test_options_of_the_reference() -> None:
         refresh_of({"expected_drift_peers": -1})
 
 
-def test_a_coordinator_that_hangs_does_not_keep_the_trainer_from_a_round(
-    swarm: FakeSwarm, tracker: RunProgress
-) -> None:
+def test_a_coordinator_that_hangs_does_not_keep_the_trainer_from_a_round(swarm: FakeRun, tracker: RunProgress) -> None:
     """Another has taken its place, and called."""
     swarm.open.clear()
     with ThreadPoolExecutor(1) as pool:

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.averaging.control import StepControl
 from shoal.dht.records import get_dht_time
-from shoal.optim.state_update import StateUpdate
+from shoal.optim.state_averager import StateUpdate
 from shoal.swarm.protocol.errors import AveragingError
 
 

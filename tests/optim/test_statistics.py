@@ -20,8 +20,7 @@ from shoal.compression import (
     Uniform8BitQuantization,
 )
 from shoal.flat import Layout
-from shoal.optim.shared import SharedTensors
-from shoal.optim.state import TrainingState
+from shoal.optim.state import SharedTensors, TrainingState
 from shoal.swarm.protocol.tip import Tip
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
 from tests.optim.processes import Pool, by_epoch, events, training
@@ -98,7 +97,7 @@ def test_what_decays_during_a_round_does_not_become_negative() -> None:
     roles = [TensorRole.PARAMETER, TensorRole.OPTIMIZER, TensorRole.OPTIMIZER]
     shared = SharedTensors(Layout.of([torch.zeros(2)] * 3), NoCompression(), roles)
     shared.take(tensors)
-    for tensor, average in zip(tensors, shared._average.views(), strict=True):
+    for tensor, average in zip(tensors, shared.averaged.views(), strict=True):
         assert tensor is not None
         average.copy_(0.1 * tensor)
         tensor[1] = 0.5

@@ -115,6 +115,7 @@ def test_load_state_timeout(dht: shoal.DHT) -> None:
         async def never() -> Any:
             await asyncio.Event().wait()
 
+        assert first._run._donor is not None
         first._run._donor._take_snapshot = never
         began = time.monotonic()
         with pytest.raises(shoal.AveragingError, match="nothing of a state has come for 1 s"):
@@ -168,5 +169,5 @@ def test_options_of_the_averaging_are_forwarded(dht: shoal.DHT) -> None:
     assert swarm.rules.matchmaking_time == 0.5
     assert optimizer._settings.next_chunk_timeout == 1.25
     assert (silence.sender_timeout, silence.reducer_timeout) == (1.75, 2.25)
-    assert optimizer.tracker._refresh.min_refresh_period == 0.25
+    assert optimizer.tracker._reports._refresh.min_refresh_period == 0.25
     optimizer.shutdown()

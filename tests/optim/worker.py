@@ -22,7 +22,7 @@ from blake3 import blake3
 import shoal
 from shoal.compression import compression_by_spec
 from shoal.flat import bytes_of
-from shoal.optim import machine as machines
+from shoal.optim import epoch_round as machines
 from tests.optim.models import OPTIMIZERS, OUTSIDE, SCHEDULERS, backward, fixed_batch, flat, make_model
 
 FACTORIES = {
@@ -181,7 +181,7 @@ class Training:
             inputs, outputs = fixed_batch(epoch)
             self.backward(inputs[start:stop], outputs[start:stop])
             self.optimizer.step(batch_size=stop - start)
-            while self.optimizer.local_epoch + self.optimizer._background.busy <= epoch:
+            while self.optimizer.local_epoch + self.optimizer._epoch.is_busy <= epoch:
                 self.optimizer.step(batch_size=0)
                 time.sleep(0.001)
         while self.optimizer.local_epoch < epochs:

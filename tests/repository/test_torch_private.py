@@ -20,18 +20,6 @@ OTHERS = {"os._exit", "sys._getframe"}
 TORCH_ALSO = {"_version", "_base", "_parameters", "_buffers", "_step_count", "_unscale_grads_"}
 """Names of torch's that Shoal may use for its own attributes, too: of `self` they are Shoal's."""
 
-NOT_YET = {
-    # The room optim is being rebuilt by issue 15; its files take these from shoal/optim/_torch.py after that.
-    "optim/epoch_scheduler.py",
-    "optim/grad_averager.py",
-    "optim/grad_scaler.py",
-    "optim/gradients.py",
-    "optim/group_options.py",
-    "optim/local_state.py",
-    "optim/own_gradients.py",
-    "optim/placement.py",
-}
-
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and name.strip("_") != "" and not name.endswith("__")
@@ -80,9 +68,6 @@ def foreign(tree: ast.Module) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("path", [path for path in TREES if path.name != "_torch.py"], ids=str)
 def test_no_other_file_reaches_for_a_private_name_of_torch(path: Path) -> None:
     found = [f"line {line}: {name}" for line, name in foreign(TREES[path])]
-    if str(path) in NOT_YET:
-        assert found, f"{path} uses none any more: take it out of NOT_YET"
-        return
     assert found == [], "reach it through the room's _torch.py, and say there what it is for"
 
 

@@ -1,0 +1,271 @@
+"""Gradients accumulated over the batches of one peer, and the vector of them that the peers of a run average."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from shoal.compression import Compression, TensorRole, plan_codecs
+from shoal.flat import FlatBuffer, Layout, grad_of, is_finite
+from shoal.optim._torch import foreach_add_, foreach_copy_, foreach_div_, foreach_lerp_, foreach_mul_, foreach_zero_
+
+log = logging.getLogger(__name__)
+
+
+class Accumulator:
+    """The gradients of this peer since the last `reset`.
+
+    Args:
+        parameters: the parameters whose `.grad` are accumulated.
+        memory: a tensor for each parameter in which its gradients are accumulated. None: in `.grad` itself, where
+            autograd sums them; then nobody may clear or replace a `.grad` between two batches.
+        keeps_mean: keep the mean over all samples in `memory`; otherwise the sum over the batches, each times its
+            samples per sample of the first batch.
+
+    Attributes:
+        parameters, memory: as given.
+        samples: the number of accumulated samples.
+        steps: the number of accumulated batches.
+        seen: the numbers of the parameters that got a gradient, if the mean is kept.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], memory: list[torch.Tensor] | None, *, keeps_mean: bool
+    ) -> None:
+        self.parameters, self.memory, self._keeps_mean = list(parameters), memory, keeps_mean
+        self.samples: float = 0
+        self.steps = 0
+        self.seen: set[int] = set()
+        self._first: float = 0  # samples of the first batch
+        self._held: list[torch.Tensor | None] = []  # the gradients that have to stay in `.grad`
+
+    @torch.no_grad()
+    def add(self, batch_size: float) -> None:
+        """Add the parameters' `.grad`, the mean over `batch_size` samples. A missing gradient counts as zeros."""
+        is_first = not self.steps  # then nothing is left of what was there before
+        self.samples += batch_size
+        self.steps += 1
+        if is_first:
+            self._first = batch_size
+        if self.memory is None:
+            self._held = [parameter.grad for parameter in self.parameters]
+            return
+        grads = list(map(grad_of, self.parameters))
+        gradients = [grad.to_dense() if grad.is_sparse else grad for grad in grads if grad is not None]
+        used, unused = self.memory, []
+        if len(gradients) < len(grads):
+            unused = [memory for memory, grad in zip(self.memory, grads, strict=True) if grad is None]
+            used = [memory for memory, grad in zip(self.memory, grads, strict=True) if grad is not None]
+        if self._keeps_mean:
+            if len(self.seen) < len(grads):
+                self.seen |= {index for index, grad in enumerate(grads) if grad is not None}
+            self._add_to_mean(used, gradients, unused, 1.0 if is_first else batch_size / self.samples)
+        elif used:
+            moved = [gradient.to(memory.device) for gradient, memory in zip(gradients, used, strict=True)]
+            foreach_add_(used, moved, alpha=batch_size / self._first)
+
+    def _add_to_mean(
+        self, used: list[torch.Tensor], gradients: list[torch.Tensor], unused: list[torch.Tensor], share: float
+    ) -> None:
+        if used and share == 1.0:
+            foreach_copy_(used, gradients)
+        elif used:
+            foreach_lerp_(used, gradients, share)
+        if unused and share == 1.0:
+            foreach_zero_(unused)
+        elif unused:
+            foreach_mul_(unused, 1.0 - share)
+
+    @property
+    def batches(self) -> float:
+        """How many times the first batch the sum holds; the number of steps where autograd sums."""
+        return self.steps if self.memory is None or not self._first else self.samples / self._first
+
+    def reset(self) -> None:
+        """Start over: no gradients, no samples. Gradients that are accumulated in `.grad` may be cleared then."""
+        self._held = []
+        self.seen.clear()
+        self.samples, self.steps, self._first = 0, 0, 0
+        if self.memory is not None and not self._keeps_mean:
+            foreach_zero_(self.memory)
+
+    def lost(self) -> int | None:
+        """The number of a parameter whose accumulated `.grad` was cleared or replaced since the last `add`."""
+        for index, held in enumerate(self._held):
+            now = self.parameters[index].grad
+            if held is None or now is held:
+                continue
+            # Autograd makes a new sum if it has a graph of its own (create_graph=True), and of sparse and dense ones.
+            if now is None or not (now.requires_grad or (held.is_sparse and not now.is_sparse)):
+                return index
+        return None
+
+
+def lost_gradient(name: str) -> ValueError:
+    """The error that is raised where a gradient is `lost`, given the parameter's name."""
+    return ValueError(
+        f"reuse_grad_buffers=True accumulates in .grad, and that of {name} was cleared or replaced between two steps "
+        "of an epoch (model.zero_grad() does so, and frameworks call it): leave such calls out, or leave "
+        "reuse_grad_buffers out"
+    )
+
+
+def clip(gradients: list[torch.Tensor], max_norm: float, measured: Sequence[torch.Tensor] | None = None) -> None:
+    """Scale gradients down if their norm is larger than `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
+
+    The norm is summed in float64, so that machines that sum in another order agree on the factor.
+
+    Args:
+        measured: the same elements in fewer tensors.
+    """
+    norms = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in measured or gradients]
+    factor = max_norm / (sum(norm**2 for norm in norms) ** 0.5 + 1e-6)
+    if factor < 1.0:
+        foreach_mul_(gradients, factor)
+
+
+class EpochGradients:
+    """The mean of this peer's gradients in an epoch, weighted by samples, and the average of all peers' gradients.
+
+    The vector that is averaged has one more tensor: for each parameter, whether it got a gradient. A parameter that got
+    none from any peer has no `.grad` in the step, as it would have in one process: neither momentum nor weight decay
+    moves it.
+
+    Args:
+        parameters: those that get gradients.
+        compression: how gradients travel; the flags always travel exactly.
+        apart: accumulate in memory of its own, so that the next epoch can begin while the mean of this one is averaged.
+        reuse: accumulate in the parameters' `.grad`. They hold the sum over the steps, and each step counts alike,
+            whatever its samples.
+
+    Attributes:
+        accumulator: of this peer's gradients.
+        codecs, mine, averaged: for a round: the codecs of the vector, what this peer brings, and what it gets.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], compression: Compression, *, apart: bool = False, reuse: bool = False
+    ) -> None:
+        self._warned = False  # that all gradients are zero
+        devices = {parameter.device.type for parameter in parameters}
+        flags = torch.zeros(len(parameters), dtype=torch.float32, device="cpu")
+        self.layout = Layout.of([*parameters, flags]).on("cpu")
+        self.codecs = plan_codecs(compression, self.layout, TensorRole.GRADIENT, exact=[len(parameters)])
+        mine, averaged = FlatBuffer(self.layout, pinned="cuda" in devices), FlatBuffer(self.layout)
+        self.mine, self.averaged = mine.flat, averaged.flat
+        *self._mean, self._used = mine.views()
+        *_, self._used_by_any = averaged.views()
+        # Gradients are accumulated beside the parameters. On the host, that memory may be the memory that is sent.
+        memory: list[torch.Tensor] | None = None
+        if not reuse:
+            in_place = devices == {"cpu"} and not apart
+            memory = self._mean if in_place else FlatBuffer(Layout.of(parameters)).views()
+        self.accumulator = Accumulator(parameters, memory, keeps_mean=True)
+
+    @property
+    def samples(self) -> float:
+        """The number of accumulated samples."""
+        return float(self.accumulator.samples)
+
+    def accumulate(self, batch_size: float) -> None:
+        """Add the parameters' `.grad`, the mean over `batch_size` samples."""
+        self.accumulator.add(batch_size)
+
+    def reset(self) -> None:
+        """Drop what was accumulated."""
+        if self.accumulator.memory is None:
+            for parameter in self.accumulator.parameters:
+                parameter.grad = None
+        self.accumulator.reset()
+
+    @torch.no_grad()
+    def close(self, scale: float = 1.0) -> float:
+        """Bring what was accumulated, divided by `scale`, to the next round.
+
+        Returns:
+            The number of samples behind it: 0, with zeros in their place, if an element is not finite.
+        """
+        samples, accumulator = self.samples, self.accumulator
+        if accumulator.memory is None:
+            self._take_from_grad(scale)
+        elif not accumulator.steps:
+            foreach_zero_(self._mean)
+        elif accumulator.memory is not self._mean:
+            foreach_copy_(self._mean, accumulator.memory)
+        used = [float(index in accumulator.seen) for index in range(len(accumulator.parameters))]
+        self._used.copy_(torch.tensor(used, device="cpu"))
+        if all(is_finite(flat) for flat in self.mine):
+            if samples and not self._warned and not any(map(_has_values, self._mean)):
+                self._warned = True
+                log.warning(
+                    "all gradients of this peer are zero in an epoch of %g samples: was zero_grad(set_to_none=False) "
+                    "called between backward() and step()? They count as they are (this is said once)",
+                    samples,
+                )
+            return samples
+        for flat in self.mine:
+            flat.zero_()
+        self.reset()
+        return 0.0
+
+    def _take_from_grad(self, scale: float) -> None:
+        accumulator, seen = self.accumulator, set[int]()
+        for index, (mean, parameter) in enumerate(zip(self._mean, accumulator.parameters, strict=True)):
+            # A step with 0 samples may have left gradients in `.grad`, which do not count.
+            if parameter.grad is not None and accumulator.steps:
+                seen.add(index)
+                mean.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+            else:
+                mean.zero_()
+        accumulator.seen = seen
+        foreach_div_(self._mean, max(1, accumulator.steps) * scale)
+
+    def average(self, timeout: float, over: Callable[[], Future[None]]) -> bytes:
+        """Nothing to do before the run's round, which averages what was closed and names the average."""
+        return b""
+
+    def use_local(self) -> None:
+        """Take this peer's own mean as the average: there was no round."""
+        for averaged, mine in zip(self.averaged, self.mine, strict=True):
+            averaged.copy_(mine)
+
+    @contextlib.contextmanager
+    def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[None]:
+        """Within, the `.grad` of `targets`, one for each parameter, are a copy of the average, which hooks and kernels
+        may change; peers that missed the round still ask for the average itself. Afterwards `.grad` are what they were.
+
+        Args:
+            max_norm: if the norm of the average over all parameters is larger, it is scaled down to that.
+        """
+        used = self._used_by_any.tolist()
+        for mine, averaged in zip(self.mine, self.averaged, strict=True):
+            mine.copy_(averaged)
+        if max_norm is not None:
+            flags = self.layout.entries[-1]  # the flags end their buffer, and do not count
+            whole = enumerate(self.mine)
+            clip(self._mean, max_norm, [m[: flags.span.start] if n == flags.buffer else m for n, m in whole])
+        given = zip(self._mean, targets, used, strict=True)
+        with in_grad(targets, [mean.to(target.device) if weight > 0 else None for mean, target, weight in given]):
+            yield
+
+
+@contextlib.contextmanager
+def in_grad(targets: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Iterator[None]:
+    """Within, the `.grad` of `targets` are these gradients; afterwards what they were."""
+    before = [target.grad for target in targets]
+    try:
+        for target, gradient in zip(targets, gradients, strict=True):
+            target.grad = gradient
+        yield
+    finally:
+        for target, gradient in zip(targets, before, strict=True):
+            target.grad = gradient
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether an element is not zero. The first part of the tensor usually decides."""
+    return any(bool(part.any()) for part in torch.split(tensor.view(-1), 1 << 14))

@@ -1,0 +1,646 @@
+"""One peer's way from epoch to epoch: it accumulates, ends the epoch with the others, and catches up if it is late."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from shoal.flat import grad_of
+from shoal.optim.accumulator import lost_gradient
+from shoal.optim.epoch_round import Averaged, EpochRound, Gradients, report_of
+from shoal.optim.grad_averager import AveragerGradients
+from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.progress import RunProgress
+from shoal.optim.reports import DownloadReport, Event
+from shoal.optim.run import Run
+from shoal.optim.settings import Settings
+from shoal.optim.state import Replica
+from shoal.p2p.errors import Refused
+from shoal.p2p.identity import PeerID
+from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
+from shoal.swarm.protocol.tip import Tip
+from shoal.transfer.donor import EncodedState, encoded
+from shoal.transfer.transfer import DownloadFailed, NothingWanted
+
+log = logging.getLogger(__name__)
+
+APPLY_SECONDS = 5.0  # that a newcomer waits for a commit that this peer has not applied yet
+
+
+class EpochState(Enum):
+    """What a peer does about the end of an epoch. The trainer's thread makes every transition, within its calls.
+
+    A round or a download that the trainer waits for begins and ends within one call, in ACCUMULATING.
+    """
+
+    ACCUMULATING = auto()
+    """This peer accumulates, and nothing is under way in the background.
+
+    To AVERAGING: the round of the epoch is due, and this peer averages in the background.
+    To STEPPING: the round is over, and this peer steps in the background.
+    To CLOSED: the optimizer is shut down. (From every state.)
+    """
+    AVERAGING = auto()
+    """The background thread averages, while this peer accumulates for an epoch that has no name yet.
+
+    To STEPPING: the average is there, which names the next epoch.
+    To FAILED: there was no average, or an error was raised.
+    To ACCUMULATING: other peers have ended the epoch, so this peer downloads their state.
+    """
+    STEPPING = auto()
+    """The round is over. The background thread steps, while this peer accumulates for the next epoch.
+
+    To ACCUMULATING: the trainer's thread applies the step.
+    To FAILED: the step raised an error.
+    """
+    FAILED = auto()
+    """The end of the epoch in the background has failed. What this peer brought to it is kept.
+
+    To AVERAGING: the next call of `step` tries again.
+    To ACCUMULATING: another state is downloaded or loaded.
+    """
+    CLOSED = auto()
+    """The optimizer was shut down."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """The end of an epoch in the background.
+
+    Attributes:
+        tip: the tip after it, once that is known.
+        result: the result, once the thread is done.
+    """
+
+    tip: Future[Tip]
+    result: Future[Averaged | None]
+
+
+class Accumulation:
+    """What this peer does with gradients within an epoch: it accumulates them, or makes local updates with them.
+
+    Args:
+        optimizer: the `Optimizer`, as a `GradScaler` knows it.
+        settings: of the optimizer.
+        run: whose epochs these are.
+        replica: makes the steps of local updates.
+        gradients: accumulates; None with local updates.
+
+    Attributes:
+        gradients: as given.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        settings: Settings,
+        run: Run,
+        replica: Replica,
+        gradients: Gradients | None,
+    ) -> None:
+        self._optimizer, self._replica, self._run = optimizer, replica, run
+        self._reuse = settings.reuse_grad_buffers
+        self.gradients = gradients
+        self._own = gradients if isinstance(gradients, AveragerGradients) else None
+        self._local_samples = 0.0  # with local updates
+        self._scaler: GradScaler | None = None  # of the gradients that are accumulated in `.grad`
+        self._warned = False  # that no parameter has a gradient
+
+    @property
+    def samples(self) -> float:
+        """The number of samples that this peer has accumulated in this epoch."""
+        return self._local_samples if self.gradients is None else self.gradients.samples
+
+    def add(self, batch_size: int, grad_scaler: GradScaler | None) -> None:
+        """Use the parameters' `.grad`, the mean over `batch_size` samples. Where no parameter has one, the samples do
+        not count.
+
+        Raises:
+            ValueError: if a parameter that was frozen from the beginning has a gradient, or if gradients that are
+                accumulated in `.grad` were lost.
+        """
+        replica = self._replica
+        if any(grad is not None for grad in map(grad_of, replica.frozen)):
+            raise ValueError(
+                "a parameter that was frozen (requires_grad=False) when the optimizer was made has a gradient now; the "
+                "peers do not average it: make a new optimizer, under a new run_id, after thawing parameters"
+            )
+        if not self.samples:  # once an epoch, before anything is computed with parameters that do not fit
+            replica.placement.check()
+        self._check_held()
+        if all(grad is None for grad in map(grad_of, replica.trained)):
+            replica.placement.check()  # modules may have other parameters now
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "step was told of %g samples, and no parameter has a gradient: they do not count; call backward() "
+                    "before step(), zero_grad() after it, and step(batch_size=0) where there are no samples (this is "
+                    "said once)",
+                    batch_size,
+                )
+            return
+        if grad_scaler is not None and not grad_scaler.admits(self._optimizer):
+            log.info("the gradients overflowed (grad_scaler): they are not used")
+            if self._reuse:
+                self.restart()  # what came before is in the same `.grad`
+        elif self.gradients is None:
+            replica.step_locally()
+            self._local_samples += batch_size
+        else:
+            self.enter()
+            self.gradients.accumulate(batch_size)
+            if self._reuse:
+                self._scaler = grad_scaler
+
+    def _check_held(self) -> None:
+        if self._reuse and self.gradients is not None and (index := self.gradients.accumulator.lost()) is not None:
+            self.restart()
+            raise lost_gradient(self._replica.placement.name_of(self._replica.trained[index]))
+
+    def restart(self) -> None:
+        """Drop what was accumulated."""
+        self._local_samples = 0.0
+        if self.gradients is not None:
+            self.gradients.reset()
+        if self._scaler is not None:
+            self._scaler.release(self._optimizer)
+            self._scaler = None
+
+    def close(self) -> float:
+        """Bring what was accumulated to the end of the epoch.
+
+        Returns:
+            The number of samples behind it: none if an element is not finite.
+
+        Raises:
+            Behind: if the others have ended the epoch, so that gradients with rounds of their own come too late.
+            ValueError: if gradients that are accumulated in `.grad` were lost.
+        """
+        if self.gradients is None:
+            return self._local_samples
+        self._check_held()
+        if self._own is not None and not self._own.held and self._run.tip != self._replica.tip:
+            raise Behind("the epoch has ended before this peer's gradients were averaged")
+        samples = self.samples
+        usable = self.gradients.close(1.0 if self._scaler is None else self._scaler.get_scale())
+        if usable < samples:
+            log.warning("this peer's gradients are not finite (NaN or infinity): it joins without them")
+        return usable
+
+    # -- gradients with rounds of their own
+
+    def enter(self) -> None:
+        """Join those who average gradients, before the run counts on this peer."""
+        if self._own is not None:
+            self._own.enter(lambda: self._run.called or self._run.tip != self._replica.tip)
+
+    def leave(self) -> None:
+        """Have nobody wait for this peer's gradients while it changes to another state."""
+        if self._own is not None:
+            self._own.leave()
+
+    def averager_state(self) -> dict[str, Any]:
+        """What the averager carries from one epoch to the next."""
+        return {} if self._own is None else self._own.averager.state_dict()
+
+    def load_averager_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `averager_state` returned; from {} as if the averager had averaged nothing.
+
+        Raises:
+            ValueError: if it is another averager's.
+        """
+        try:
+            if self._own is not None:
+                self._own.averager.load_state_dict(state)
+            elif state:
+                raise ValueError("this optimizer has none")
+        except ValueError as error:
+            raise ValueError(
+                f"the state dict was saved with another grad_averager_factory: {error}; to go on without what that "
+                'averager kept, remove state_dict["shoal"]["grad_averager"]'
+            ) from error
+
+    def stop(self) -> None:
+        """Leave for good. Waiting for an average fails."""
+        if self._own is not None:
+            self._own.averager.shutdown()
+
+
+class Epoch:
+    """A peer's epoch, from the first batch to the step that ends it, again and again.
+
+    All methods are called in the trainer's thread; `take_snapshot`, `current_tip` and `priority` on the reactor.
+
+    Args:
+        settings: of the optimizer.
+        run: this peer's part in the run.
+        replica: this peer's state.
+        accumulation: what this peer has for the present epoch.
+        tracker: counts the samples of all peers.
+        tell: called with each event.
+
+    Attributes:
+        state: see `EpochState`.
+        applied: the tip of the model's parameters.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        run: Run,
+        replica: Replica,
+        accumulation: Accumulation,
+        tracker: RunProgress,
+        tell: Callable[[Event], None],
+    ) -> None:
+        self._settings, self._run, self._replica = settings, run, replica
+        self._accumulation, self._tracker, self._tell = accumulation, tracker, tell
+        self._gradients = accumulation.gradients
+        self._round = EpochRound(settings, run, replica, accumulation.gradients)
+        # While a round is called during a step, the next epoch may begin with that step's samples. (Reused gradients
+        # have them in this epoch's sum already.)
+        self._ends_before_adding = settings.in_background and not settings.reuse_grad_buffers
+        self._averages_in_background = settings.averages_in_background
+        self.state = EpochState.ACCUMULATING
+        self._ending: _Ending | None = None  # in AVERAGING and STEPPING
+        self._brought = 0.0  # samples that this peer brought to it
+        self._thread: ThreadPoolExecutor | None = None
+        self.applied = self._counted_from = replica.tip  # the latter begins the epoch of what is accumulated
+        self._downloads = 0  # since the last epoch that this peer ended together with others
+        self._made_with: frozenset[bytes] = frozenset()  # the peers with which, or from which, it has its state
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the end of an epoch is under way in the background, or not applied yet."""
+        return self.state in (EpochState.AVERAGING, EpochState.STEPPING)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the background thread has a result to apply."""
+        return self.is_busy and self._ending is not None and self._ending.result.done()
+
+    @property
+    def _has_failed(self) -> bool:
+        return self.state is EpochState.FAILED
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether others hold a state that outranks this peer's, and that no end of an epoch here will lead to."""
+        behind = self._run.behind
+        return behind is not None and not self.is_busy and behind.outranks(self._replica.tip)
+
+    def begin(self) -> None:
+        """From now on the coordinator waits for this peer.
+
+        Raises:
+            Rejected: if the run has other terms.
+        """
+        if not self.is_behind:
+            self._accumulation.enter()
+        try:
+            self._tracker.report_local_progress(0.0)
+        except Behind:
+            log.info("the run has begun: the first step downloads the state")
+
+    def advance(self, batch_size: int, grad_scaler: GradScaler | None) -> None:
+        """Use the parameters' `.grad`, the mean over `batch_size` samples, and end the epoch if that is due. Where
+        others are past it, download their state instead. Raises as `Optimizer.step`."""
+        if self.is_behind:
+            self._synchronise()
+        elif batch_size:
+            computed_at, accumulation = self.applied, self._accumulation
+            if self._ends_before_adding and accumulation.samples and not self.is_busy:
+                self._end_if_due()
+            if self.applied == computed_at:  # not if another state was downloaded meanwhile
+                accumulation.add(batch_size, grad_scaler)
+        self._count()
+
+    def assist(self) -> None:
+        """Lend a hand in the next round, if one is called within `matchmaking_time`: the step of a peer that trains
+        nothing and holds no state.
+
+        Raises:
+            Rejected: if the run has other terms.
+        """
+        try:
+            self._move(self._run.catch_up())
+            self._tracker.report_local_progress(0.0)
+            if not self._run.wait_for_call(self._settings.matchmaking_time):
+                return
+            outcome = self._round.assist()
+        except Rejected:
+            raise
+        except AveragingError as error:
+            log.info("no round to assist in: %s", error)
+            return
+        self._move(outcome.commit.next_tip)
+        self._tell(report_of(outcome, self._replica.tip.epoch, self._replica.state_digest))
+
+    def _move(self, tip: Tip) -> None:
+        self.applied = self._replica.tip = tip
+        self._count_from(tip)
+
+    # -- the end of an epoch
+
+    def _count(self) -> None:
+        """Report what was accumulated, and end the epoch if that is due."""
+        if self._has_failed:
+            self._end_in_background(self._brought)
+        if self.state is EpochState.AVERAGING:
+            assert self._ending is not None
+            if self._ending.tip.done():
+                self.state = EpochState.STEPPING
+                self._count_from(self._ending.tip.result())
+            elif self._accumulation.samples < (self._brought or self._settings.target_batch_size):
+                return  # what is accumulated belongs to an epoch that has no name yet
+            else:
+                self.take_result(wait=True)  # this peer has its part of that epoch: it may be one epoch late at most
+                if self._has_failed:
+                    return  # the next step tries again
+        self._end_if_due(self._accumulation.samples)
+
+    def _end_if_due(self, samples: float | None = None) -> None:
+        """End the epoch if its round is due, after reporting `samples` if they are given."""
+        try:
+            if samples is not None:
+                self._tracker.report_local_progress(samples)
+            if self._tracker.ready_to_update_epoch:
+                if self.is_busy:
+                    self.take_result(wait=True)  # one epoch late at most
+                with self._tracker.paused():
+                    self._end_epoch()
+        except Behind as error:
+            log.info("%s", error)
+            if self.is_busy:
+                self.take_result(wait=True)
+            self._synchronise()
+
+    def _end_epoch(self) -> None:
+        """End the epoch within this call, or begin to end it in the background."""
+        if self._round.few_are_here():
+            return
+        self._replica.take_over()
+        samples = self._accumulation.close()
+        self._round.take()
+        if self._averages_in_background:
+            self._accumulation.restart()
+            self._end_in_background(samples)
+            return
+        averaged = self._round.average(samples)
+        if averaged is None:
+            return
+        if averaged.donors or not self._settings.delay_optimizer_step:
+            if not averaged.donors:
+                self._step(averaged)
+            self._apply(averaged)
+        else:
+            self._accumulation.restart()
+            self._end_in_background(samples, averaged)
+            self._count_from(averaged.tip)
+
+    def _end_in_background(self, samples: float, averaged: Averaged | None = None) -> None:
+        """Average and step on the background thread; only step if the average is there already."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-update")
+        tip: Future[Tip] = Future()
+
+        def end() -> Averaged | None:
+            result = self._round.average(samples) if averaged is None else averaged
+            if result is not None and not result.donors:
+                tip.set_result(result.tip)
+                if not self._settings.use_local_updates:
+                    self._step(result)
+            return result
+
+        self._brought, self._ending = samples, _Ending(tip, self._thread.submit(end))
+        self.state = EpochState.AVERAGING if averaged is None else EpochState.STEPPING
+
+    @torch.no_grad()
+    def _step(self, averaged: Averaged) -> None:
+        """Make the wrapped optimizer's step with the averaged gradients; with local updates, take over the averaged
+        state."""
+        if self._gradients is None:
+            self._replica.end_epoch(averaged.tip, with_state=averaged.with_state)
+        else:
+            as_grad = self._gradients.as_grad
+            self._replica.step(as_grad, averaged.tip, averaged.options, with_state=averaged.with_state)
+        self._run.tell_state_changed()
+
+    def take_result(self, *, wait: bool) -> None:
+        """Apply the end of an epoch in the background, if there is one and it is done. Raises what its thread raised.
+
+        Args:
+            wait: wait until it is done.
+        """
+        if not self.is_done and not (wait and self.is_busy):
+            return
+        try:
+            with self._tracker.paused():
+                averaged = self._result()
+        except Behind as error:
+            log.info("%s", error)
+            self._synchronise()
+            return
+        if averaged is not None:
+            if self._settings.use_local_updates:
+                self._step(averaged)  # in this thread: it changes what the trainer computes with
+            self._apply(averaged, is_accumulating=True)
+
+    def _result(self) -> Averaged | None:
+        """Wait for the background thread; None if it found no average."""
+        assert self._ending is not None
+        result = self._ending.result
+        error = result.exception()
+        averaged = None if error is not None else result.result()
+        failed = averaged is None and not isinstance(error, Behind)
+        self._ending = None
+        self.state = EpochState.FAILED if failed else EpochState.ACCUMULATING
+        if error is not None:
+            raise error
+        return averaged
+
+    def _apply(self, averaged: Averaged, *, is_accumulating: bool = False) -> None:
+        """Continue from the state after the step. With `is_accumulating`, the next epoch has begun already."""
+        if averaged.donors:
+            self._synchronise(averaged.donors)
+            return
+        self._round.put(averaged)
+        if averaged.with_state:
+            machine, epoch = self._round.machine, averaged.tip.epoch
+            machine.has_averaged_state(epoch, whole=self._replica.is_averaged_whole)
+        self._replica.publish()
+        self._made_with = frozenset(averaged.members) - {self._run.me}
+        if self._made_with and not self.is_behind:
+            self._downloads = 0
+        self.applied = averaged.tip
+        if not is_accumulating:
+            self._accumulation.restart()
+        self._count_from(averaged.tip)
+        if averaged.outcome is not None:
+            self._tell(report_of(averaged.outcome, self._replica.tip.epoch, self._replica.state_digest))
+
+    def _count_from(self, tip: Tip) -> None:
+        """Count what is accumulated from now on to the epoch that begins with that state."""
+        if self._counted_from != tip:
+            self._counted_from = tip
+            self._tracker.start_epoch(tip)
+
+    def close(self, timeout: float) -> None:
+        """Wait at most `timeout` seconds for the background thread, and apply its step."""
+        self._accumulation.stop()
+        if self.is_busy and self._ending is not None:
+            wait([self._ending.result], timeout)
+        is_done, was_busy = self.is_done, self.is_busy
+        if self._thread is not None:
+            self._thread.shutdown(wait=is_done or not was_busy)
+        if is_done:
+            try:
+                self._result()
+            except AveragingError as error:
+                log.info("the end of an epoch was given up: %s", error)
+            self._replica.publish()
+            self.applied = self._replica.tip
+        self.state = EpochState.CLOSED
+
+    # -- this peer's state, for newcomers
+
+    def current_tip(self) -> Tip:
+        """The tip of the state that newcomers get."""
+        return self._replica.tip
+
+    def priority(self) -> float:
+        """The priority of this peer's state among those that newcomers are offered: an outranked state comes last."""
+        return -1.0 if self.is_behind else 0.0
+
+    async def take_snapshot(self) -> EncodedState:
+        """A copy of this peer's state for newcomers.
+
+        Raises:
+            Refused: if it can't be given.
+        """
+        # A newcomer waits for a commit that is being applied, but not forever: the trainer may have stopped.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(APPLY_SECONDS):
+                while self._replica.tip != self._run.tip:
+                    await self._run.state_changed()
+        try:
+            return await asyncio.to_thread(lambda: encoded(self._replica.copy_for_newcomer()))
+        except ValueError as error:
+            log.warning("a newcomer can't have this peer's state: %s", error)
+            raise Refused(str(error)) from error
+
+    # -- another state, for this peer
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Optimizer`."""
+        self.take_result(wait=True)
+        state = self._replica.state_dict()
+        state["shoal"]["grad_averager"] = self._accumulation.averager_state()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `Optimizer`."""
+        self.take_result(wait=True)
+        self._accumulation.leave()
+        self._accumulation.load_averager_state(state_dict.get("shoal", {}).get("grad_averager", {}))
+        self._replica.load_state_dict(state_dict)
+        self._run.follow(self._replica.tip)
+        self._restart(self._replica.tip)
+
+    def load_state(self, timeout: float) -> bool:
+        """Download the state that most peers hold, and continue from it.
+
+        Returns:
+            Whether that was done; it is not if there is nobody to ask.
+
+        Raises:
+            AveragingError: if nobody could send it within `timeout` seconds.
+            Rejected: if it does not fit.
+        """
+        self.take_result(wait=True)
+        donors = self._run.donors()
+        try:
+            return bool(donors) and self._download(donors, timeout)
+        except DownloadFailed:
+            if self._run.donors():
+                raise
+            return False  # all that were asked have left meanwhile
+
+    def _synchronise(self, donors: Sequence[PeerID] = ()) -> None:
+        """Download the state. If that fails, continue, and try again after a while.
+
+        Raises:
+            Rejected: if the state can't fit a newcomer.
+        """
+        timeout = self._settings.load_state_timeout
+        try:
+            if self._download(donors, timeout) if donors else self.load_state(timeout):
+                return
+        except AveragingError as error:
+            if isinstance(error, Rejected) and not self._run.made:
+                raise
+            log.warning("could not download the state that others hold, and go on from this peer's own: %s", error)
+        self._run.forget_behind()
+
+    def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:
+        """Set the replica to the state that most of the donors hold, of those that are not behind this peer's, and
+        follow the run from there; whether there was one. If it raises, nothing has changed."""
+        self._accumulation.leave()
+        # A download that takes longer than an epoch would come too late each time. So this peer asks the others to
+        # wait; but since that may not help either, only the 2nd, 4th, 8th time and so on.
+        self._downloads += 1
+        is_awaited = self._downloads > 1 and self._downloads.bit_count() == 1
+        mine, is_behind = self._replica.tip, self.is_behind
+
+        def wanted(tip: Tip) -> bool:
+            return tip.outranks(mine) if is_behind else not mine.outranks(tip)
+
+        try:
+            state = self._run.download(donors, timeout, self._replica.max_nbytes, wanted, is_awaited)
+        except NothingWanted as error:
+            log.info("%s", error)
+            return False
+        tip = state.manifest.tip
+        try:
+            self._replica.load(state)
+        except ValueError as error:
+            raise Rejected(f"the run's state does not fit this peer: {error}") from error
+        self._run.follow(tip)
+        self._run.ask_where_they_are(state.chunks_from)  # they have continued meanwhile, unless they have waited
+        if state.lossy:
+            self._round.machine.has_lossy_state(tip.epoch)
+        digest = self._replica.state_digest.hex()
+        givers = frozenset(donor.key for donor in state.chunks_from)
+        was_made_apart, self._made_with = self._made_with.isdisjoint(givers), givers
+        if mine.epoch and tip != mine and was_made_apart:
+            log.warning(
+                "this peer has left its state of epoch %d (%g samples) for that of epoch %d (%g samples), which it has "
+                "from %s: the state with more samples behind it is kept",
+                mine.epoch,
+                mine.samples,
+                tip.epoch,
+                tip.samples,
+                ", ".join(map(repr, state.chunks_from)),
+            )
+        self._restart(tip)
+        self._tell(DownloadReport(tip.epoch, state.seconds, state.nbytes, len(state.chunks_from), digest))
+        return True
+
+    def _restart(self, tip: Tip) -> None:
+        """Begin an epoch from another state than that of the last round."""
+        self._run.tell_state_changed()
+        if self.state is EpochState.FAILED:
+            self.state = EpochState.ACCUMULATING
+        self._accumulation.restart()
+        self.applied = self._counted_from = tip
+        self._accumulation.enter()
+        self._tracker.start_epoch(tip)
+        self._tracker.restart_clock()

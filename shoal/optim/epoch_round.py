@@ -1,0 +1,380 @@
+"""The round that ends an epoch: what its members must agree on, what it averages, and what its result means."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from blake3 import blake3
+
+from shoal.averaging.exchange import Exchange
+from shoal.averaging.options import described, term_of
+from shoal.compression import CodecPlan
+from shoal.dht.dht import DHT
+from shoal.flat import Layout
+from shoal.optim.accumulator import EpochGradients
+from shoal.optim.grad_averager import AveragerGradients
+from shoal.optim.group_options import structure
+from shoal.optim.reports import EpochReport
+from shoal.optim.run import Place, Run
+from shoal.optim.settings import PLACE_TIMES, Settings
+from shoal.optim.state import Replica
+from shoal.p2p.identity import PeerID
+from shoal.swarm.protocol.book import RuleBroken
+from shoal.swarm.protocol.contribution import Contribution, Fault, Outcome, SendTo
+from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
+from shoal.swarm.protocol.member import Role
+from shoal.swarm.protocol.messages import Begin, Terms
+from shoal.swarm.protocol.plan import largest_chunk
+from shoal.swarm.protocol.tip import Tip
+
+log = logging.getLogger(__name__)
+
+Gradients = EpochGradients | AveragerGradients
+"""Averaged in the round of the run, or in rounds of their own."""
+
+
+def make_run(settings: Settings, dht: DHT, replica: Replica, gradients: Gradients | None) -> Run:
+    """This peer's part in the run, not started. `gradients` are None with local updates."""
+    optimizer, extras, given = replica.optimizer, replica.extra_tensors, settings.averager_opts
+    layouts = [replica.buffers.layout, replica.shared.layout]
+    schemas = [replica.shared.layout.schema_hash, Layout.of(extras).schema_hash]
+    agreed = settings.agreed() | {
+        "optimizer": type(optimizer).__name__,
+        "scheduler": type(replica.scheduler).__name__,
+        "param_groups": term_of(structure(optimizer.param_groups)),
+    }
+    sizes: tuple[int, ...] = ()  # the run's rounds average no gradients that have rounds of their own
+    if isinstance(gradients, EpochGradients):
+        layouts.append(gradients.layout)
+        schemas.append(gradients.layout.schema_hash)
+        sizes = tuple(spec.numel for spec in gradients.layout.buffers)
+    elif gradients is not None:
+        agreed["grad_averager_factory"] = term_of(gradients.terms)
+    rules = dataclasses.replace(
+        settings.rules(sizes, replica.buffers.sizes, replica.shared.sizes),
+        options_fit=replica.options.fits,
+        chunk_elements=largest_chunk(spec.dtype.itemsize for layout in layouts for spec in layout.buffers),
+    )
+    names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+    trained = [name for name, tensor in zip(names, replica.parameters, strict=False) if tensor.requires_grad]
+    place = Place(
+        role=settings.role,
+        bandwidth=given.get("bandwidth"),
+        chunk_timeout=settings.next_chunk_timeout,
+        **{name: given.get(name) for name in PLACE_TIMES},
+        keeps_state=settings.role is not Role.AUXILIARY,
+        shares_state=given.get("allow_state_sharing", True),
+        tensors=[
+            described("parameters", replica.parameters, names),
+            described("trained parameters", replica.trained, trained),
+            described("extra_tensors", extras),
+        ],
+    )
+    return Run(dht, settings.run_id, Terms(agreed, blake3(b"".join(schemas)).digest()), rules, place)
+
+
+class Machine:
+    """Names everything on which the bits of a peer's step depend: peers of one name make bit-identical steps.
+
+    Args:
+        me: this peer's key.
+
+    Attributes:
+        name: at most 256 characters; may change between epochs.
+    """
+
+    def __init__(self, me: bytes) -> None:
+        self._me, self._own = me, this_machine()
+        self._lossy_epoch = -1  # of the last state that was downloaded through a lossy codec
+        self.name = self._own
+
+    def has_lossy_state(self, epoch: int) -> None:
+        """The state of that epoch was downloaded through a lossy codec. It may differ from that of peers that compute
+        alike until the state is averaged."""
+        self._lossy_epoch = epoch
+        self.name = f"{self._me.hex()[:16]} after a lossy download, {self._own}"[:256]
+
+    def has_averaged_state(self, epoch: int, *, whole: bool) -> None:
+        """The state with which that epoch begins consists of averages; with `whole`, of nothing else."""
+        # What is not averaged was downloaded exactly, and still equals the others' if no step was made since.
+        if whole or epoch == self._lossy_epoch + 1:
+            self.name = self._own
+
+
+def this_machine() -> str:
+    """The name before any download."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    names = [f"torch {torch.__version__}", platform.machine(), capability, f"{torch.get_num_threads()} threads"]
+    if torch.cuda.is_available():
+        names.append(torch.cuda.get_device_name())
+    return ", ".join(names)[:256]
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """The result of the round of an epoch, before the step.
+
+    Attributes:
+        tip: names the state after the step.
+        outcome: of the round; None if this peer continues alone.
+        options: of the parameter groups, for the step.
+        donors: if this peer's state was not that of the others: the members to download it from. Then no step is made.
+    """
+
+    tip: Tip
+    outcome: Outcome | None
+    options: bytes = b""
+    donors: tuple[PeerID, ...] = ()
+
+    @property
+    def with_state(self) -> bool:
+        """Whether the state itself was averaged."""
+        return self.outcome is not None and self.outcome.begin.with_state
+
+    @property
+    def members(self) -> list[bytes]:
+        """The keys of the members of the round."""
+        return [] if self.outcome is None else [member.key for member in self.outcome.begin.members]
+
+
+class EpochRound:
+    """Averages the gradients and the state of one peer at the end of each epoch.
+
+    Args:
+        settings: of the optimizer.
+        run: whose rounds are joined.
+        replica: is averaged.
+        gradients: are averaged; None with local updates.
+
+    Attributes:
+        machine: names how this peer computes.
+    """
+
+    def __init__(self, settings: Settings, run: Run, replica: Replica, gradients: Gradients | None) -> None:
+        self._settings, self._run, self._rules, self._replica = settings, run, run.rules, replica
+        self._gradients = gradients
+        self.machine = Machine(run.me)
+        self._options = b""
+        self._told_cost = False
+
+    def take(self) -> None:
+        """Bring to the next round the parts of the vector that rounds do not take themselves, and this peer's vote on
+        the options of the parameter groups. In the trainer's thread, which continues to change both."""
+        epoch = self._replica.tip.epoch
+        self._options = b"" if self._gradients is None else self._replica.options.own(epoch)
+        if self._rules.due_sizes and self._rules.is_due(epoch):
+            self._replica.take_buffers()
+        if self._rules.state_always and self._rules.may_average_state(epoch):
+            self._replica.take_state()
+
+    def put(self, averaged: Averaged) -> None:
+        """Set the extra tensors to their average, if they were averaged. In the trainer's thread, too."""
+        if averaged.outcome is not None and self._rules.due_sizes and self._rules.is_due(averaged.tip.epoch - 1):
+            self._replica.put_buffers()
+
+    def few_are_here(self) -> bool:
+        """Wait for `min_peers`, at most for `matchmaking_time`; whether they have not come."""
+        least = self._settings.min_peers
+        if least == 1:
+            return False
+        found = self._run.wait_for_contributors(least, self._settings.matchmaking_time)
+        if found < least:
+            log.warning("%d peers are here, and min_peers=%d: the next step tries again", found, least)
+        return found < least
+
+    def assist(self) -> Outcome:
+        """Join the next round without anything to average. Raises as `Run.average`."""
+        patience, machine = self._settings.matchmaking_time, self.machine.name
+        return self._run.average(
+            Contribution(0.0, self._open, patience, machine=machine), self._settings.averaging_timeout
+        )
+
+    def average(self, samples: float) -> Averaged | None:
+        """Join the round of this epoch, with `samples` as the weight of what was taken.
+
+        Returns:
+            None if there was no round and this peer can't continue alone: the next call tries again.
+
+        Raises:
+            Behind: if others are past this epoch.
+            Rejected: if the run has other terms.
+        """
+        before, gradients = self._replica.tip, b""
+        if self._gradients is not None:
+            gradients = self._gradients.average(self._settings.averaging_timeout, lambda: self._run.past(before))
+        # The average that a peer has is one more thing on which the bits of its step depend.
+        machine = f"{gradients.hex()} {self.machine.name}"[:256] if gradients else self.machine.name
+        patience = self._settings.averaging_timeout
+        until = time.monotonic() + patience
+        contribution = Contribution(
+            weight=samples,
+            open=self._open,
+            patience=self._settings.matchmaking_time,
+            tip=self._replica.tip,
+            machine=machine,
+            state=b"" if self._gradients is None else self._replica.state_digest,
+            options=self._options,
+        )
+        while True:
+            try:
+                outcome = self._run.average(contribution, until - time.monotonic())
+            except (Behind, Rejected):
+                raise
+            except AveragingError as error:
+                if self._run.is_over:
+                    return None
+                until = max(until, self._run.got_on_at + patience)  # the round failed, but made progress until then
+                if time.monotonic() >= until:
+                    return self._alone(samples, error)
+                # A peer that was put out of a round gets its result like one that missed the round.
+                log.warning("%s: trying again", error)
+                continue
+            self._tell_cost(outcome)
+            donors = (
+                self._of_other_gradients(outcome, gradients.hex())
+                or self._disagrees_with(outcome, machine)
+                or self._of_unknown_options(outcome)
+            )
+            return Averaged(outcome.commit.next_tip, outcome, outcome.begin.options, donors)
+
+    def _open(self, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
+        """The exchange of a round: gradients, extra tensors and state, in the order of `Rules.vector`.
+
+        Raises:
+            RuleBroken: if BEGIN averages what is not due, or with options with which no step can be made.
+        """
+        epoch = begin.tip.epoch
+        stepped = not self._rules.state_always and any(member.contributes for member in begin.members)
+        if stepped and not self._rules.options_fit(begin.options):
+            raise RuleBroken("BEGIN has options for the step that the parameter groups can't have")
+        if begin.with_state and not self._rules.may_average_state(epoch):
+            raise RuleBroken(f"BEGIN averages the state at the end of epoch {epoch}, where that is not due")
+        if begin.with_state and not self._rules.state_always:
+            self._replica.take_state()  # otherwise it was taken before the JOIN
+        parts: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], CodecPlan]] = []
+        if isinstance(self._gradients, EpochGradients):
+            parts.append((self._gradients.mine, self._gradients.averaged, self._gradients.codecs))
+        if self._rules.due_sizes and self._rules.is_due(epoch):
+            buffers = self._replica.buffers
+            parts.append((buffers.mine.flat, buffers.averaged.flat, buffers.codecs))
+        if begin.with_state:
+            state = self._replica.shared
+            parts.append((state.mine.flat, state.averaged.flat, state.codecs))
+        inputs = [flat for mine, _, _ in parts for flat in mine]
+        outputs = [flat for _, averaged, _ in parts for flat in averaged]
+        plan = sum((codecs for _, _, codecs in parts), CodecPlan((), 0))
+        return Exchange.of(self._run.me, begin, inputs, outputs, plan, send, fault)
+
+    def _tell_cost(self, outcome: Outcome) -> None:
+        """Warn, once, of a round that took long: this peer waits for a round as long as it makes progress."""
+        if self._told_cost or outcome.allreduce_seconds < self._settings.averaging_timeout:
+            return
+        self._told_cost = True
+        log.warning(
+            "a round of %d peers took %.0f s: this peer sent %.0f MB and received %.0f MB. To spend less time on that, "
+            "compress what is sent (grad_compression=shoal.compression.Float16Compression(), or an 8-bit codec), make "
+            "fewer epochs of the same samples (a larger target_batch_size), or let each peer go on meanwhile "
+            "(use_local_updates=True or delay_grad_averaging=True)",
+            len(outcome.begin.members),
+            outcome.allreduce_seconds,
+            outcome.bytes_sent / 1e6,
+            outcome.bytes_received / 1e6,
+        )
+
+    def _alone(self, samples: float, error: AveragingError) -> Averaged | None:
+        """Continue without a round, with what this peer has; the swarm decides later whose state is kept."""
+        if not samples:
+            log.warning("no average (%s), and this peer has no gradients of its own: the next step tries again", error)
+            return None
+        if self._settings.min_peers > 1:
+            log.warning("no average (%s), and min_peers=%d: the next step tries again", error, self._settings.min_peers)
+            return None
+        before = self._replica.tip
+        # Others may continue alone from the same state with as many samples, and so may this peer, a second time.
+        tip = before.after(blake3(b"shoal alone\0" + self._run.me + os.urandom(32)).digest(), samples)
+        if not self._run.follow(tip, after=before):
+            return None
+        log.warning("no average (%s): going on with this peer's own gradients", error)
+        if self._gradients is not None:
+            self._gradients.use_local()
+        return Averaged(tip, None, self._options)
+
+    def _of_other_gradients(self, outcome: Outcome, mine: str) -> tuple[PeerID, ...]:
+        """Compare this peer's average of gradients, which it had before the round, with those of the others.
+
+        Args:
+            mine: names this peer's average.
+
+        Returns:
+            If most members have another average: these members, to download the state from after their step. Of
+            averages that equally many members have, the one of more samples counts.
+        """
+        if not mine:
+            return ()
+        begin = outcome.begin
+        names = [machine[: len(mine)] for machine in begin.machines]
+        samples = {name: sum(w for w, one in zip(begin.weights, names, strict=True) if one == name) for name in names}
+        common = max(names, key=lambda name: (names.count(name), samples[name], name))
+        if mine == common:
+            return ()
+        log.warning("this peer's gradients are not the average that the others have: downloading the state")
+        return tuple(member.peer for member, name in zip(begin.members, names, strict=True) if name == common)
+
+    def _of_unknown_options(self, outcome: Outcome) -> tuple[PeerID, ...]:
+        """If most members step with options that differ from this peer's, and BEGIN has only a hash of them: all other
+        members, to download the state from after their step."""
+        name = "" if self._gradients is None else self._replica.options.unknown_of(outcome.begin.options)
+        if not name:
+            return ()
+        log.warning(
+            "%s of the parameter groups differs from that of most peers of the run, and takes too much to be told in "
+            "1 kB: downloading their state, and theirs with it. Set it alike on all peers",
+            name,
+        )
+        return tuple(m.peer for m in outcome.begin.members if m.key != self._run.me and m.contributes)
+
+    def _disagrees_with(self, outcome: Outcome, machine: str) -> tuple[PeerID, ...]:
+        """If the state from which this round began differs from the others' where it must not: the members to download
+        it from.
+
+        Peers that compute alike only disagree at the start of a run, where each has made its own parameters, or by a
+        fault. Others may round their steps differently, until the state is averaged.
+        """
+        begin = outcome.begin
+        if begin.with_state:
+            return ()
+        states = {m.key: s for m, s in zip(begin.members, begin.states, strict=True) if s}
+        mine = states.get(self._run.me, b"")
+        if self._replica.tip.epoch:
+            alike = {m.key for m, name in zip(begin.members, begin.machines, strict=True) if name == machine}
+            states = {key: state for key, state in states.items() if key in alike}
+        held = list(states.values())
+        common = max(held, key=lambda state: (held.count(state), state), default=b"")
+        if not mine or mine == common:
+            return ()
+        if self._replica.tip.epoch:
+            log.error("this peer's parameters differ from those of peers that compute alike: downloading the state")
+        return tuple(PeerID(key) for key, state in states.items() if state == common)
+
+
+def report_of(outcome: Outcome, epoch: int, digest: bytes) -> EpochReport:
+    """The report of a round, given the epoch that begins after it and the digest of the parameters."""
+    return EpochReport(
+        epoch=epoch,
+        samples=outcome.commit.samples,
+        num_peers=len(outcome.begin.members),
+        coordinator=str(outcome.coordinator),
+        round_seconds=outcome.matchmaking_seconds + outcome.allreduce_seconds,
+        matchmaking_seconds=outcome.matchmaking_seconds,
+        allreduce_seconds=outcome.allreduce_seconds,
+        bytes_sent=outcome.bytes_sent,
+        bytes_received=outcome.bytes_received,
+        state_digest=digest.hex(),
+    )
