@@ -4,7 +4,7 @@
 
 All four are throttled by token buckets (`workers/throttled_averager.py`), so that the links and not this machine's
 cores are what a round waits for. The optimum is the time that the links alone need: the bytes that the slowest peer has
-to send, by the best division there is (`shoal.swarm.protocol.load_balancing`), over its bandwidth.
+to send, by the best division there is (`shoal.swarm.protocol.plan`), over its bandwidth.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.processes import Worker, end_on_signals
-from shoal.swarm.protocol.load_balancing import best_shares
+from shoal.swarm.protocol.plan import best_shares
 
 TIMEOUT = 90.0
 LEAD = 0.1  # seconds between the command and the moment at which all peers begin

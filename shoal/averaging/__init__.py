@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from shoal.averaging.control import StepControl as StepControl
     from shoal.averaging.report import RoundReport as RoundReport
     from shoal.swarm.protocol.errors import AveragingError as AveragingError
-    from shoal.swarm.protocol.load_balancing import load_balance_peers as load_balance_peers
-    from shoal.swarm.protocol.member import Role as Role
+    from shoal.swarm.protocol.plan import load_balance_peers as load_balance_peers
+    from shoal.swarm.protocol.view import Role as Role
 
 _HOMES = {
     "AveragingError": "shoal.swarm.protocol.errors",
     "AveragingStage": "shoal.averaging.control",
     "DecentralizedAverager": "shoal.averaging.averager",
-    "Role": "shoal.swarm.protocol.member",
+    "Role": "shoal.swarm.protocol.view",
     "RoundReport": "shoal.averaging.report",
     "StepControl": "shoal.averaging.control",
-    "load_balance_peers": "shoal.swarm.protocol.load_balancing",
+    "load_balance_peers": "shoal.swarm.protocol.plan",
 }
 __all__ = [*_HOMES]
 

@@ -30,13 +30,13 @@ from shoal.compression import Compression, CompressionInfo, NoCompression
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.swarm.directory import DHTDirectory, Directory
+from shoal.swarm.protocol.contribution import encode_gathered
 from shoal.swarm.protocol.errors import AveragingError
-from shoal.swarm.protocol.gathered import encode_gathered
-from shoal.swarm.protocol.member import Member, Role
 from shoal.swarm.protocol.messages import Terms
 from shoal.swarm.protocol.plan import largest_chunk
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.protocol.view import Member, Role
 from shoal.swarm.swarm import Swarm
 from shoal.transfer.donor import EncodedState, Snapshot, StateDonor, encoded
 from shoal.transfer.transfer import Downloaded, NothingShared, download_state

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 from shoal.dht.records import get_dht_time
 from shoal.swarm.directory import Directory
-from shoal.swarm.protocol.member import Member
 from shoal.swarm.protocol.messages import Begin
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.swarm.protocol.view import Member
 from shoal.swarm.swarm import Swarm
 
 

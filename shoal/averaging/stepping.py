@@ -26,9 +26,8 @@ from shoal.dht.records import get_dht_time
 from shoal.flat import FlatBuffer
 from shoal.p2p.identity import PeerID
 from shoal.swarm.directory import DHTDirectory, Directory
-from shoal.swarm.protocol.contribution import Contribution, Outcome
+from shoal.swarm.protocol.contribution import Contribution, Outcome, told
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
-from shoal.swarm.protocol.gathered import told
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.swarm import Swarm

@@ -29,10 +29,10 @@ from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.book import RuleBroken
 from shoal.swarm.protocol.contribution import Contribution, Fault, Outcome, SendTo
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
-from shoal.swarm.protocol.member import Role
 from shoal.swarm.protocol.messages import Begin, Terms
 from shoal.swarm.protocol.plan import largest_chunk
 from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.protocol.view import Role
 
 log = logging.getLogger(__name__)
 

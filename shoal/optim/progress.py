@@ -21,9 +21,9 @@ from shoal.optim.run import Run
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError
-from shoal.swarm.protocol.member import Role
 from shoal.swarm.protocol.messages import Count, Progress
 from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.protocol.view import Role
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from shoal.dht.dht import DHT
 from shoal.optim.progress import GlobalProgress, LocalProgress, PerformanceEMA, Refresh, RunProgress
 from shoal.optim.run import Place, Run
 from shoal.swarm.protocol.errors import Behind
-from shoal.swarm.protocol.member import Role
 from shoal.swarm.protocol.messages import Terms
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.protocol.view import Role
 
 log = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from shoal.p2p.reactor import Reactor
 from shoal.swarm.directory import DHTDirectory
 from shoal.swarm.protocol.contribution import Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError
-from shoal.swarm.protocol.member import MAX_ADDRESSES, Member, Role
 from shoal.swarm.protocol.messages import Begin, Count, Progress, Terms
 from shoal.swarm.protocol.reach import Reachability
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tensors import Tensors
 from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.protocol.view import MAX_ADDRESSES, Member, Role
 from shoal.swarm.swarm import JOIN_TIMEOUT
 from shoal.swarm.swarm import Swarm as Swarm
 from shoal.transfer.donor import EncodedState, StateDonor

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from shoal.averaging.options import term_of
 from shoal.compression import Compression, NoCompression
 from shoal.optim.placement import HostCopy
-from shoal.swarm.protocol.member import Role
 from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.view import Role
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]

@@ -12,7 +12,7 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Leases
 from shoal.p2p.node import Node, Reply, Service
 from shoal.p2p.transport import Buffer
-from shoal.swarm.protocol.member import Member
+from shoal.swarm.protocol.view import Member
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 

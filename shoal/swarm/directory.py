@@ -12,7 +12,7 @@ import msgspec
 from shoal.dht.node import DHTNode
 from shoal.dht.records import get_dht_time
 from shoal.dht.validation import owner_marker
-from shoal.swarm.protocol.member import MAX_MEMBERS, Member
+from shoal.swarm.protocol.view import MAX_MEMBERS, Member
 
 log = logging.getLogger(__name__)
 

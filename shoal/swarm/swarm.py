@@ -16,14 +16,12 @@ from shoal.p2p.errors import P2PError, Refused, Unavailable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Answer, Node, Service
 from shoal.swarm.channel import Channel
-from shoal.swarm.contacts import Contacts
+from shoal.swarm.contacts import Contacts, Liveness
 from shoal.swarm.directory import Directory
 from shoal.swarm.fetching import Fetching
-from shoal.swarm.liveness import Liveness
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Meet, Send
 from shoal.swarm.protocol.contribution import Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, ResultLost
-from shoal.swarm.protocol.member import Member, Role
 from shoal.swarm.protocol.messages import (
     Begin,
     Broken,
@@ -47,6 +45,7 @@ from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tensors import Tensors
 from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.protocol.view import Member, Role
 
 DEFAULT_CHUNK_TIMEOUT = 15.0  # `next_chunk_timeout` when none is given, in seconds
 JOIN_TIMEOUT = 10.0

@@ -13,8 +13,8 @@ import shoal
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.exchange import Exchange
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, RoleAdaptiveCompression, TensorRole
-from shoal.swarm.protocol.member import Role
 from shoal.swarm.protocol.messages import Begin, Part, Result
+from shoal.swarm.protocol.view import Role
 from shoal.swarm.swarm import Swarm
 from tests.averaging.test_averager import averagers
 

@@ -14,8 +14,7 @@ import torch
 import shoal
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import StepControl
-from shoal.swarm.protocol.contribution import Outcome
-from shoal.swarm.protocol.gathered import decode_gathered, encode_gathered, told
+from shoal.swarm.protocol.contribution import Outcome, decode_gathered, encode_gathered, told
 from shoal.swarm.protocol.messages import Commit
 from tests.averaging.test_averager import averagers
 from tests.swarm.rounds import TIP, begin_of, digest, keys, member, members

@@ -10,7 +10,7 @@ from shoal.dht.node import DHTNode
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
 from shoal.swarm.directory import DHTDirectory
-from shoal.swarm.protocol.member import MAX_MEMBERS, Member, Role
+from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role
 from tests.dht.swarms import join
 
 

@@ -14,10 +14,10 @@ from shoal.optim.progress import Refresh, RunProgress, _Outbox, _Reports, refres
 from shoal.p2p.errors import PeerLost
 from shoal.p2p.reactor import Reactor
 from shoal.swarm.protocol.errors import Behind
-from shoal.swarm.protocol.member import Member, Role
 from shoal.swarm.protocol.messages import Count, Progress
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.protocol.view import Member, Role
 from tests.optim.conftest import Clock
 
 GENESIS = Tip.genesis("run")

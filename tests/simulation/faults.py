@@ -13,8 +13,8 @@ from blake3 import blake3
 
 from shoal.p2p.identity import PeerID
 from shoal.simulation.world import World
-from shoal.swarm.protocol.member import Role
 from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.protocol.view import Role
 from tests.simulation.swarms import Board, spawn_peer
 from tests.simulation.trainers import ELEMENTS, RULES, Trainer
 

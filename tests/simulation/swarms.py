@@ -20,10 +20,10 @@ from shoal.simulation.world import World
 from shoal.swarm.directory import RECORD_SECONDS, DHTDirectory, Directory
 from shoal.swarm.protocol.contribution import Contribution, Fault, Outcome, SendTo
 from shoal.swarm.protocol.errors import AveragingError
-from shoal.swarm.protocol.member import Member, Role
 from shoal.swarm.protocol.messages import Begin, Commit, Terms
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.protocol.view import Member, Role
 from shoal.swarm.swarm import Swarm
 from tests.codecs import codecs_of
 

@@ -8,7 +8,7 @@ import torch
 
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
-from shoal.swarm.protocol.member import Role
+from shoal.swarm.protocol.view import Role
 from tests.simulation.swarms import Board, spawn_peer
 from tests.simulation.trainers import ELEMENTS, RULES, Trainer
 

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
-from shoal.swarm.protocol.member import Member, Role
+from shoal.swarm.protocol.view import Member, Role
 from tests.simulation.swarms import Board, Peer, spawn_peer, spawn_swarm
 
 

@@ -14,7 +14,7 @@ import torch
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
 from shoal.swarm.protocol.contribution import Outcome
-from shoal.swarm.protocol.member import Role
+from shoal.swarm.protocol.view import Role
 from tests.simulation.swarms import Board, Peer, mean, results_by_tip, seeds, spawn_peer, spawn_swarm
 
 ROOT = Path(__file__).parents[2]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.swarm.protocol.member import Member, Role
 from shoal.swarm.protocol.messages import Begin, Have, Join, Repair, Terms
 from shoal.swarm.protocol.plan import ChunkSpan, divide
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.swarm.protocol.view import Member, Role
 
 TIP = Tip.genesis("run")
 TERMS = Terms({}, bytes(32))

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.swarm.protocol.book import WINDOW, Book, RuleBroken, root_of
-from shoal.swarm.protocol.member import Member, Role
 from shoal.swarm.protocol.messages import Begin, Repair, Source
 from shoal.swarm.protocol.tip import Ballot
+from shoal.swarm.protocol.view import Member, Role
 from tests.swarm.rounds import begin_of, chunks_of, digest, key, keys, member, members
 
 PLAN = Ballot(1, key(1))

@@ -14,7 +14,6 @@ from shoal.p2p.transport import MAX_BUFFER_BYTES
 from shoal.swarm.protocol.actions import Send
 from shoal.swarm.protocol.book import RuleBroken, root_of
 from shoal.swarm.protocol.coordinator import REMINDER_SECONDS, Coordinator, Phase
-from shoal.swarm.protocol.member import MAX_MEMBERS, Member, Role
 from shoal.swarm.protocol.messages import (
     MAX_GATHER_BYTES,
     Abort,
@@ -30,6 +29,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Ballot
+from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role
 from tests.swarm.rounds import (
     RULES,
     TIP,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shoal.p2p.errors import Refused
-from shoal.swarm.protocol import early
-from shoal.swarm.protocol.early import EarlyChunks
+from shoal.swarm.protocol import book as early
+from shoal.swarm.protocol.book import EarlyChunks
 from shoal.swarm.protocol.messages import Part
 from shoal.swarm.protocol.tip import Ballot
 from tests.swarm.rounds import key, member

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.protocol.load_balancing import best_shares, load_balance_peers
+from shoal.swarm.protocol.plan import best_shares, load_balance_peers
 
 pytestmark = pytest.mark.usefixtures("all_are_here")
 

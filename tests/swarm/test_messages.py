@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from shoal.p2p.multiaddr import MAX_LENGTH
 from shoal.p2p.node import Envelope
-from shoal.swarm.protocol.member import MAX_ADDRESSES, MAX_MEMBERS, Member, Role
 from shoal.swarm.protocol.messages import (
     MAX_CHUNK_ELEMENTS,
     MAX_CHUNKS,
@@ -50,6 +49,7 @@ from shoal.swarm.protocol.messages import (
     Waiting,
 )
 from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.swarm.protocol.view import MAX_ADDRESSES, MAX_MEMBERS, Member, Role
 from shoal.transfer.donor import transfer_service
 from tests.swarm.rounds import TIP, begin_of, digest, have_of, join_of, key, keys, member, members
 

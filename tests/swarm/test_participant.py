@@ -10,12 +10,11 @@ import pytest
 
 from shoal.swarm.protocol.book import RuleBroken
 from shoal.swarm.protocol.contribution import Contribution
-from shoal.swarm.protocol.member import Role
 from shoal.swarm.protocol.messages import Begin, Commit, Repair, Survey
 from shoal.swarm.protocol.participant import Participant, State
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tip import Ballot, Tip
-from shoal.swarm.protocol.view import View
+from shoal.swarm.protocol.view import Role, View
 from tests.swarm.rounds import TERMS, TIP, begin_of, digest, key, member, members
 
 ME = key(2)

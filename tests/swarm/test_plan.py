@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.p2p.transport import MAX_BUFFER_BYTES
-from shoal.swarm.protocol.load_balancing import best_shares
-from shoal.swarm.protocol.member import Member, Role
 from shoal.swarm.protocol.messages import MAX_CHUNK_ELEMENTS, MAX_CHUNKS
 from shoal.swarm.protocol.plan import (
     CHUNK_ELEMENTS,
     SMALLEST_CHUNK,
     ChunkSpan,
+    best_shares,
     can_divide,
     chunk_elements,
     chunk_table,
     divide,
     largest_chunk,
 )
+from shoal.swarm.protocol.view import Member, Role
 from tests.swarm.rounds import member
 
 groups = st.lists(

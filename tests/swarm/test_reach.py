@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from shoal.swarm.protocol.member import MAX_MEMBERS, Member, Role
 from shoal.swarm.protocol.reach import Reach, Reachability
+from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role
 from tests.swarm.rounds import key, member, members
 
 ME = member(0)

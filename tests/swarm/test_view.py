@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.protocol.member import MAX_MEMBERS, Member, Role
-from shoal.swarm.protocol.view import View
+from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role, View
 from tests.swarm.rounds import key, member, members
 
 ME = member(0)

@@ -16,11 +16,11 @@ from shoal.p2p.node import Reply
 from shoal.swarm.protocol.actions import Ask, Enter, FetchChunks, Send
 from shoal.swarm.protocol.book import Book, RuleBroken
 from shoal.swarm.protocol.contribution import Contribution, Fault, SendTo
-from shoal.swarm.protocol.member import Member
 from shoal.swarm.protocol.messages import Begin, Commit, Fetch, Join, Part, Repair, Result, Source
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
+from shoal.swarm.protocol.view import Member
 from tests.swarm.rounds import TERMS, chunks_of
 
 

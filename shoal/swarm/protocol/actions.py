@@ -9,8 +9,8 @@ import msgspec
 
 from shoal.p2p.transport import Buffer
 from shoal.swarm.protocol.contribution import BytesExchange
-from shoal.swarm.protocol.member import Member
 from shoal.swarm.protocol.messages import Begin, Join, Repair, Source, Survey
+from shoal.swarm.protocol.view import Member
 
 
 @dataclass(frozen=True, slots=True)

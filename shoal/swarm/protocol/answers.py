@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from shoal.swarm.protocol.book import root_of
-from shoal.swarm.protocol.member import Member
 from shoal.swarm.protocol.messages import Begin, Have, Source
 from shoal.swarm.protocol.tip import Ballot
+from shoal.swarm.protocol.view import Member
 
 
 def flaw(begin: Begin, ballot: Ballot, member: Member, have: Have, said: bytes | None) -> str | None:

@@ -30,7 +30,6 @@ from shoal.p2p.transport import MAX_BUFFER_BYTES
 from shoal.swarm.protocol.actions import Send
 from shoal.swarm.protocol.answers import flaw, repaired
 from shoal.swarm.protocol.book import RuleBroken, root_of
-from shoal.swarm.protocol.member import MAX_MEMBERS, Member
 from shoal.swarm.protocol.messages import (
     Abort,
     Begin,
@@ -49,6 +48,7 @@ from shoal.swarm.protocol.pace import Pace
 from shoal.swarm.protocol.plan import can_divide, chunk_elements, chunk_table, divide
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.swarm.protocol.view import MAX_MEMBERS, Member
 
 NOTICE_SECONDS = 0.5  # after which all members have noticed that one is lost
 MAX_REFUSED_REPAIRS = 3  # by one member; then it is put out

@@ -31,8 +31,8 @@ from typing import Annotated
 
 import msgspec
 
-from shoal.swarm.protocol.member import MAX_MEMBERS, Member
 from shoal.swarm.protocol.tip import Amount, Ballot, Digest, Tip, Weight
+from shoal.swarm.protocol.view import MAX_MEMBERS, Member
 
 MAX_CHUNKS = 1 << 14
 MAX_CHUNK_ELEMENTS = 1 << 20

@@ -13,11 +13,9 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Leases
 from shoal.p2p.node import Reply
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Send
-from shoal.swarm.protocol.book import RuleBroken, check_begin
+from shoal.swarm.protocol.book import EarlyChunks, RuleBroken, check_begin
 from shoal.swarm.protocol.contribution import BytesExchange, Contribution
-from shoal.swarm.protocol.early import EarlyChunks
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
-from shoal.swarm.protocol.member import Member
 from shoal.swarm.protocol.messages import (
     MAX_GATHER_BYTES,
     Abort,
@@ -46,7 +44,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tip import Ballot, Tip
-from shoal.swarm.protocol.view import View
+from shoal.swarm.protocol.view import Member, View
 
 
 class State(Enum):

@@ -12,11 +12,9 @@ from shoal.p2p.errors import Refused
 from shoal.p2p.node import Answer
 from shoal.swarm.protocol.actions import Action, Ask, Meet, Send
 from shoal.swarm.protocol.book import RuleBroken
-from shoal.swarm.protocol.contribution import BytesExchange
+from shoal.swarm.protocol.contribution import BytesExchange, decode_gathered
 from shoal.swarm.protocol.coordinator import Coordinator, Phase
 from shoal.swarm.protocol.errors import AveragingError
-from shoal.swarm.protocol.gathered import decode_gathered
-from shoal.swarm.protocol.member import Member, Role
 from shoal.swarm.protocol.messages import (
     MAX_GATHER_BYTES,
     Abort,
@@ -50,7 +48,7 @@ from shoal.swarm.protocol.participant import Participant
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.protocol.view import View
+from shoal.swarm.protocol.view import Member, Role, View
 
 SETTLE_SECONDS = 1.0  # BEGIN waits until nobody new was found for so long, while not everybody may have been found
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shoal.p2p.identity import PeerID
 from shoal.p2p.redial import Redial
-from shoal.swarm.protocol.member import MAX_MEMBERS, Member, Role
+from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role
 
 PATIENCE = 10.0  # seconds until it is said that somebody is not reached, or that nobody is there
 QUIET = 60.0  # seconds between two such warnings
