@@ -53,6 +53,7 @@ AGAIN_SECONDS = 1.5  # that a round waits for a member that this peer could not 
 DECLINED_SECONDS = 0.05  # after a JOIN that was declined: tips or views differ, and are about to be exchanged
 WAIT_FOR_TIP = 2.0  # how long a message about the next tip is kept: COMMIT reaches members at different times
 LOOK_SECONDS = 1.0
+LATER_SECONDS = 0.01  # more than the resolution of any loop's clock
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class Swarm:
         self._reported_to: tuple[bytes, Tip] | None = None  # the coordinator that has the last report, and its tip
         self._asked: list[bytes] = []  # coordinators that have not answered a report yet
         self._watching: list[bytes] = []
-        self._retired = False
+        self._retired = self._stopped = False
         self._tasks: list[asyncio.Task[Any]] = []
         self._stop_listening: Callable[[], None] = lambda: None
 
@@ -182,8 +183,8 @@ class Swarm:
         self._stop_listening()
         for task in self._tasks:
             task.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stopped = True
+        self._set_timer()
 
     def retire(self) -> None:
         """Leave the run, but until `stop` still tell members that missed the last round what it was."""
@@ -208,7 +209,7 @@ class Swarm:
     def forget_behind(self) -> None:
         """No member could send a state that outranks this peer's: do not ask for it for a while."""
         for time in self.peer.ignore_behind(self._now()):
-            asyncio.get_running_loop().call_at(time, self._tell_news)
+            asyncio.get_running_loop().call_at(time + LATER_SECONDS, self._tell_news)
 
     def _now(self) -> float:
         """The loop's time; in any thread once this peer has started."""
@@ -604,7 +605,7 @@ class Swarm:
     # -- time
 
     def _set_timer(self) -> None:
-        wake_at = None if self._retired else self.peer.wake_at()
+        wake_at = None if self._stopped else self.peer.wake_at()
         if self._timer is not None and (wake_at is None or self._timer.when() != wake_at):
             self._timer.cancel()
             self._timer = None
