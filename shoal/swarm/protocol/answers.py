@@ -1,5 +1,5 @@
-"""What a coordinator makes of its members' answers to a survey: whose can't be true, and where chunks come from now.
-Pure functions."""
+"""Evaluates the answers to a coordinator's survey: which cannot be true, and where missing chunks come from. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shoal.swarm.protocol.view import Member
 
 
 def flaw(begin: Begin, ballot: Ballot, member: Member, have: Have, said: bytes | None) -> str | None:
-    """What can't be true of a member's answer to the survey of `ballot`; None if it may be.
+    """Why a member's answer to the survey of `ballot` cannot be true; None if it can.
 
     Args:
-        said: the digest that it was DONE with, if it has been given no other chunks since.
+        said: the digest of its DONE, if it has received no other chunks since.
     """
     chunks = begin.starts[-1] if member.contributes else 0
     repair = have.repair
@@ -25,7 +25,7 @@ def flaw(begin: Begin, ballot: Ballot, member: Member, have: Have, said: bytes |
     if len(have.digests) != chunks:
         return f"it listed {len(have.digests)} chunks of {chunks}"
     for earlier in (have.done, repair.ballot if repair is not None else None):
-        # Whoever answers has promised to follow nothing below `ballot`, and `ballot` is new.
+        # A member that answers follows no ballot below `ballot` any more, and `ballot` is new.
         if earlier is not None and not begin.ballot <= earlier < ballot:
             return f"it followed attempt {earlier.number}, which nobody made before attempt {ballot.number}"
     if repair is not None and repair.round != begin.round:
@@ -38,12 +38,12 @@ def flaw(begin: Begin, ballot: Ballot, member: Member, have: Have, said: bytes |
 
 
 def held(member: Member, have: Have) -> bytes:
-    """What a member would say DONE with."""
+    """The digest that a member's DONE would have."""
     return root_of(have.digests) if member.contributes else b""
 
 
 def repaired(begin: Begin, live: Sequence[bytes], haves: Mapping[bytes, Have]) -> tuple[tuple[Source, ...], bytes]:
-    """Where the chunks come from that BEGIN's reducers do not bring any more; and the digest of the result, if it is
+    """The sources of the chunks that the reducers of BEGIN no longer send, and the digest of the result if it is
     settled (every member has every chunk in some version), else b"".
 
     Args:
@@ -68,7 +68,7 @@ def repaired(begin: Begin, live: Sequence[bytes], haves: Mapping[bytes, Have]) -
             if digest := _digest(haves[key], chunk):
                 holders.setdefault(digest, []).append(key)
         votes = Counter(digest for key in voters if (digest := _digest(haves[key], chunk)))
-        # Of two versions of a chunk (its reducer lied) the one that more members hold is the result.
+        # If there are two versions of a chunk (its reducer lied), the result is the one that more members hold.
         digest = max(votes, key=lambda digest: (votes[digest], digest), default=b"")
         result.append(digest)
         if digest and (owner not in live or len(holders) > 1 or chunk in fetched):
@@ -82,12 +82,12 @@ def repaired(begin: Begin, live: Sequence[bytes], haves: Mapping[bytes, Have]) -
 
 
 def _voters(live: Sequence[bytes], haves: Mapping[bytes, Have]) -> Sequence[bytes]:
-    """Whose chunks are the result: those who were complete under the highest ballot; everybody if nobody was."""
+    """The members whose chunks are the result: those that were complete under the highest ballot, else all."""
     ballots = {key: have.done for key, have in haves.items() if have.done is not None and have.digests}
     highest = max(ballots.values(), default=None)
     return [key for key, ballot in ballots.items() if ballot == highest] or live
 
 
 def _digest(have: Have, chunk: int) -> bytes:
-    """The digest of `chunk` in a member's answer; b"" if it lacks it (an auxiliary lists none)."""
+    """The digest of `chunk` in a member's answer; b"" if the member does not have the chunk."""
     return have.digests[chunk] if chunk < len(have.digests) else b""

@@ -24,7 +24,7 @@ class RuleBroken(Exception):
 
 @dataclass
 class Book:
-    """What one member knows of the chunks of a round.
+    """The chunks of a round, as one member knows them.
 
     Args:
         me: the member's key.
@@ -66,9 +66,9 @@ class Book:
     # -- as a sender
 
     def next_parts(self) -> list[tuple[bytes, int]]:
-        """(reducer, chunk) of each part that may be sent now, in turn over the reducers."""
+        """The parts that may be sent now, as (reducer, chunk), taking turns between reducers."""
         parts: list[tuple[bytes, int]] = []
-        # Starting behind ourselves, so that the members do not all send to the same reducer first.
+        # Start after this member in the order, so that members do not all send to the same reducer first.
         mine = self.keys.index(self.me)
         order = [key for key in self.keys[mine:] + self.keys[:mine] if self._queues.get(key)]
         while order:
@@ -82,8 +82,8 @@ class Book:
         return parts
 
     def result_arrived(self, sender: bytes, chunk: int, plan: Ballot) -> bool:
-        """A reducer sends the average of a chunk, by `plan`; returns whether it is wanted. Raises RuleBroken if it is
-        not its to send."""
+        """A reducer has sent the average of a chunk under `plan`. Returns whether it is needed. Raises RuleBroken if
+        the chunk is not the sender's to reduce."""
         if chunk >= len(self.chunks):
             raise RuleBroken(f"a result of chunk {chunk}; the round has {len(self.chunks)}")
         self._under_way[sender] = max(0, self._under_way.get(sender, 0) - 1)
@@ -102,8 +102,8 @@ class Book:
     # -- as a reducer
 
     def part_arrived(self, sender: bytes, chunk: int, plan: Ballot, weight: float) -> bool:
-        """A member's part of one of my chunks has come, by `plan`; returns whether it is wanted. Raises RuleBroken if
-        it does not belong here. What it weighs, its first part says."""
+        """A member's part of one of my chunks has arrived under `plan`. Returns whether it is needed. Raises RuleBroken
+        if it does not belong here. The first part of a member fixes the weight of all of them."""
         if sender not in self.weights:
             raise RuleBroken("it is not a member of the round")
         if chunk >= len(self.chunks):
@@ -123,7 +123,7 @@ class Book:
         return True
 
     def is_ready(self, chunk: int) -> bool:
-        """Whether my chunk can be reduced: every live member's part has come."""
+        """Whether my chunk can be reduced: the parts of all remaining members have arrived."""
         return (
             chunk in self.parts
             and chunk not in self._reduced
@@ -138,8 +138,7 @@ class Book:
         self._reduced[chunk] = None
 
     def waiting_for(self) -> dict[bytes, None]:
-        """Those who hold something up: members whose parts of a chunk are missing that others have sent me, and
-        reducers that owe me results."""
+        """The members that hold up a chunk which I reduce: their parts are missing."""
         late: dict[bytes, None] = {}
         for chunk, came in self.parts.items():
             if chunk not in self._reduced:
@@ -148,7 +147,7 @@ class Book:
 
     @property
     def awaited(self) -> dict[int, bytes]:
-        """The chunks whose averages are missing, and from which other member they come."""
+        """The chunks whose averages are missing, and the other members that send them."""
         if not self.receives[self.me]:
             return {}
         pairs = enumerate(zip(self.owners, self.digests, strict=True))
@@ -161,7 +160,7 @@ class Book:
     # -- when somebody leaves
 
     def put_out(self, keys: Iterable[bytes]) -> list[int]:
-        """Go on without these members; returns my chunks that can be reduced now."""
+        """Continue without these members. Returns my chunks that can be reduced now."""
         for key in keys:
             self.out[key] = None
             self._queues.pop(key, None)
@@ -169,7 +168,7 @@ class Book:
         return [chunk for chunk in self.parts if self.is_ready(chunk)]
 
     def repair(self, repair: Repair) -> tuple[list[Source], list[int]]:
-        """Follow a repair; returns the sources to fetch from, and my new chunks that can be reduced now."""
+        """Follow a repair. Returns the chunks to fetch, and my new chunks that can be reduced now."""
         fetches = []
         for source in repair.sources:
             if source.chunk >= len(self.chunks):
@@ -194,7 +193,7 @@ class Book:
 
     @property
     def complete(self) -> bool:
-        """Whether this member has all that it should have: every average, and its own chunks reduced for the others."""
+        """Whether this member has every average, or, if it receives none, has reduced all of its chunks."""
         if not self.receives[self.me]:
             return len(self._reduced) == len(self.parts)
         return not self.missing

@@ -1,19 +1,18 @@
 """The coordinator's decisions for one tip: when a round is due, who is in it, whom to put out, what to commit.
 
 [Note: why two coordinators cannot commit two results]
-Who can reach whom is not shared knowledge, so two peers may believe that they coordinate. It is the rule of
-single-decree Paxos that keeps them from committing two results of one tip to members that can hear each other:
+No peer knows which others can reach each other, so two peers may both believe that they coordinate. The rules of
+single-decree Paxos keep them from committing two results of one tip to members that can hear each other:
 
-1. A member follows one ballot at a time, and only ever a higher one; it answers DONE and HAVE only under the ballot
-   that it follows. A member that is in a round of a coordinator that it still reaches refuses every other BEGIN.
+1. A member follows one ballot at a time, and moves only to a higher one. It answers DONE and HAVE only under the
+   ballot that it follows. While it is in a round whose coordinator it still reaches, it refuses every other BEGIN.
 2. A coordinator commits only when all members that it has not put out have said DONE under its ballot, with one digest.
-3. A successor asks all members for what they hold before it decides. If one has a COMMIT, that is the decision. If one
-   was complete (DONE) under some ballot, the chunks of the one with the highest such ballot are the decision.
+3. A successor asks all members what they hold before it decides. If a member has a COMMIT, that is the decision. If
+   members were complete (DONE), the chunks of those with the highest such ballot are the decision.
 
-A coordinator that was replaced and does not know it lacks the DONE of every member that follows the successor, so it
-can commit only what all of them had already said DONE to, which by 3 is what the successor decides too. Only where no
-member of the one decision is asked for the other, in a partition, can there be two: then they have two lineages
-(`Tip`).
+A coordinator that was replaced without knowing it receives no DONE from the members that follow the successor. It can
+commit only what all of them had said DONE to before, and by rule 3 the successor decides the same. Two decisions are
+possible only in a partition, where no member of the one is asked for the other: then they have two lineages (`Tip`).
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ from shoal.swarm.protocol.view import MAX_MEMBERS, Member
 
 NOTICE_SECONDS = 0.5  # after which all members have noticed that one is lost
 MAX_REFUSED_REPAIRS = 3  # by one member; then it is put out
-REMINDER_SECONDS = 0.5  # that a member has to say why it does not join
-MAX_GATHERED_BYTES = MAX_BUFFER_BYTES - 64 * MAX_MEMBERS  # of all members: with their keys they fit one buffer
+REMINDER_SECONDS = 0.5  # in which a member may say why it does not join
+MAX_GATHERED_BYTES = MAX_BUFFER_BYTES - 64 * MAX_MEMBERS  # of all members together: with their keys, one buffer
 
 
 class Phase(Enum):
@@ -62,7 +61,7 @@ class Phase(Enum):
     RUNNING = "running"  # → COMMITTED when all are done, → SURVEYING when one is lost or digests differ
     SURVEYING = "surveying"  # → RUNNING by REPAIR, → COMMITTED if a member has a COMMIT, → ABORTED if outbid
     COMMITTED = "committed"
-    ABORTED = "aborted"  # nobody to go on with, out of time, or another coordinates
+    ABORTED = "aborted"  # no member is left, time is up, or another peer coordinates
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +88,12 @@ class Coordinator:
         me: the key of the peer that runs this.
         tip: the state that the round starts from.
         rules: see `Rules`.
-        veterans: the members of the last round. Where members count samples, BEGIN waits only for these and for those
-            who have reported since: not for a newcomer that is still downloading the state.
-        settled_at: before this time not everybody may have been found yet, so BEGIN waits even if all known joined.
-        all_until: before this time BEGIN waits for all who are connected. A peer that has downloaded the state of the
-            tip does not know who else is there, and if it is its turn to coordinate, they have to hear of it first.
+        veterans: the members of the last round. Where members count samples, BEGIN waits only for veterans and for
+            members that have reported since, and not for a newcomer that is still downloading the state.
+        settled_at: before this time some members may not have been found yet, so BEGIN waits even if all known members
+            have joined.
+        all_until: before this time BEGIN waits for all connected members. A peer that has downloaded the state of the
+            tip does not know who else is there. If it is its turn to coordinate, the others have to hear of it first.
     """
 
     me: bytes
@@ -106,20 +106,20 @@ class Coordinator:
     expected: dict[bytes, Member] = field(default_factory=dict)  # connected members: BEGIN waits for them
     joins: dict[bytes, Join] = field(default_factory=dict)
     gathered: dict[bytes, bytes] = field(default_factory=dict)
-    late: dict[bytes, None] = field(default_factory=dict)  # who joined too late for BEGIN: they wait for the COMMIT
+    late: dict[bytes, None] = field(default_factory=dict)  # members that joined after BEGIN; they wait for the COMMIT
     counts: dict[bytes, Progress] = field(default_factory=dict)
     begin: Begin | None = None
     ballot: Ballot | None = None
     out: dict[bytes, str] = field(default_factory=dict)  # members put out of the round, and why
     done: dict[bytes, bytes] = field(default_factory=dict)
     have: dict[bytes, Have] = field(default_factory=dict)
-    disputed: dict[bytes, bytes] = field(default_factory=dict)  # what members were done with when that differed
+    disputed: dict[bytes, bytes] = field(default_factory=dict)  # the digests of DONE, by member, when they differed
     settled: bytes = b""  # the digest of the result, once every member has every chunk in some version
     commit: Commit | None = None
     deadline: float | None = None  # of the phase
-    wait_until: dict[bytes, float] = field(default_factory=dict)  # how long those who joined want to wait
+    wait_until: dict[bytes, float] = field(default_factory=dict)  # how long members that joined want to wait
     took_over: bool = False
-    reminded: bool = False  # those that have not joined were called once more before BEGIN without them
+    reminded: bool = False  # whether members that have not joined were called once more
     pace: Pace = field(init=False)
     complaints: dict[bytes, dict[bytes, str]] = field(default_factory=dict)  # of each member: of whom, and why
     refused_repairs: dict[bytes, int] = field(default_factory=dict)  # how many, by member
@@ -133,7 +133,7 @@ class Coordinator:
 
     @classmethod
     def successor(cls, me: bytes, begin: Begin, attempt: int, lost: Iterable[bytes], rules: Rules) -> Coordinator:
-        """Takes over the round of a lost coordinator: `start_survey` is the first thing to do."""
+        """The coordinator that takes over the round of a lost one. Call `start_survey` first."""
         coordinator = cls(me, begin.tip, rules, phase=Phase.SURVEYING, begin=begin, took_over=True)
         coordinator.ballot = Ballot(attempt, me)
         coordinator.out = dict.fromkeys(lost, "lost")
@@ -143,16 +143,16 @@ class Coordinator:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is coordinated any more."""
+        """Whether the round has ended, with a result or without."""
         return self.phase in (Phase.COMMITTED, Phase.ABORTED)
 
     @property
     def is_before_begin(self) -> bool:
-        """Whether it can still be changed who takes part."""
+        """Whether members can still join and leave."""
         return self.phase in (Phase.COUNTING, Phase.GATHERING)
 
     def expect(self, members: Iterable[Member], now: float) -> list[Send]:
-        """These members, and no others, are connected now."""
+        """Exactly these members are connected now."""
         self.expected = {member.key: member for member in members}
         gone = [key for key in (*self.joins, *self.counts) if key not in self.expected and key != self.me]
         if self.is_before_begin:
@@ -163,8 +163,8 @@ class Coordinator:
         return self.tick(now)
 
     def progress(self, key: bytes, report: Progress, now: float) -> tuple[Count, list[Send]]:
-        """A member reports its samples; returns what to answer and what else to send. Only samples that were reported
-        call the round, never those that are expected."""
+        """A member reports its samples. Returns the answer, and what else to send. Only reported samples call the
+        round, never estimates."""
         before = self.counts.get(key)
         if report.counted:
             self.counts[key] = msgspec.structs.replace(report, asks=False)
@@ -176,14 +176,14 @@ class Coordinator:
         rate = sum(count.rate for count in self.counts.values())
         called = self.phase is not Phase.COUNTING
         wait = 0.0
-        if report.counted and (report.asks or self.counts[key] != before):  # else it is said again
+        if report.counted and (report.asks or self.counts[key] != before):  # else it repeats an earlier report
             wait = self.pace.reported(key, report.samples, report.step, report.seconds, report.asks and not called, now)
         others = self.pace.under_way(but=key)
         return Count(self.tip, samples, rate, len(self.counts), called, others, wait), actions
 
     def join(self, key: bytes, join: Join, gathered: bytes, now: float) -> list[Send]:
-        """A member's input is ready. It may join again (after a lost answer); the last one counts. Raises RuleBroken if
-        all together gather more than fits BEGIN."""
+        """A member's input is ready. It may join again (after a lost answer); the last JOIN counts. Raises RuleBroken
+        if the members gather more than fits BEGIN."""
         if not self.is_before_begin:
             self.late[key] = None
             return self._regroup() if self._is_too_small() else []
@@ -201,11 +201,11 @@ class Coordinator:
         if self.phase is Phase.COUNTING:
             actions = self._gather(now + join.patience)
         else:
-            self._follow_the_first()  # which may have changed its mind
+            self._follow_the_first()  # its JOIN may have changed
         return actions + self.tick(now)
 
     def unjoin(self, key: bytes, now: float) -> list[Send]:
-        """A member that has joined waits no longer."""
+        """A member withdraws its JOIN."""
         self.late.pop(key, None)
         if self.phase is not Phase.GATHERING:
             return []
@@ -219,7 +219,7 @@ class Coordinator:
         self.wait_until.pop(key, None)
 
     def _follow_the_first(self) -> None:
-        """Where nobody calls, the first who joined says how long all wait."""
+        """Where samples are not counted, the first member that joined says how long all wait."""
         if self.rules.target_samples is not None:
             return
         if not self.wait_until:
@@ -233,13 +233,13 @@ class Coordinator:
         return [Send(tuple(self.expected), Call(self.tip))]
 
     def tick(self, now: float) -> list[Send]:
-        """What is due at `now`; call it at `wake_at`, and after every event."""
+        """Do what is due at `now`; to be called at `wake_at` and after every event."""
         if self._judgements and self._judgements[0].at <= now:
             return self._judge(self._judgements.popleft(), now)
         if self.phase is Phase.GATHERING and self._may_begin(now):
             missing = tuple(key for key in self.expected if key not in self.joins and self._waits_for(key))
             if missing and not self._is_full() and not self.reminded:
-                # They may be in a round of another coordinator, or past one: then two results would be committed.
+                # They may be in a round of another coordinator, or past one: without them there could be two results.
                 self.reminded, self.deadline = True, now + REMINDER_SECONDS
                 return [Send(missing, Call(self.tip))]
             return self._begin(now)
@@ -248,24 +248,24 @@ class Coordinator:
         return []
 
     def postpone(self, now: float) -> list[Send]:
-        """A member that was called is in a round of another coordinator: wait how that ends, then call again."""
+        """A member that was called is in a round of another coordinator: wait until that ends, then call again."""
         if self.phase is Phase.GATHERING:
             self.deadline, self.reminded = now + REMINDER_SECONDS, False
         return []
 
     def wait(self, now: float) -> list[Send]:
-        """A member's user lets the others wait: the time of the round counts from then on. (Not where samples are
-        counted: no user has a say there.)"""
+        """A member's user lets the others wait, so the time of the round starts again. Not where samples are counted:
+        users do not control rounds there."""
         return self.gets_on(now) if self.rules.target_samples is None else []
 
     def gets_on(self, now: float) -> list[Send]:
-        """The round was seen to get on somewhere: its time counts from now."""
+        """A member has seen the round make progress, so its time starts again."""
         if self.phase in (Phase.RUNNING, Phase.SURVEYING):
             self.deadline = now + self._round_timeout
         return []
 
     def wake_at(self) -> float | None:
-        """When `tick` has something to do if nothing happens before; None if never."""
+        """When `tick` is due if nothing else happens; None if never."""
         times = [self._judgements[0].at] if self._judgements else []
         deadline = self._wake_at()
         return min([*times, deadline]) if deadline is not None else min(times, default=None)
@@ -284,13 +284,13 @@ class Coordinator:
         return self.rules.target_samples is None or key in self.counts or key in self.veterans
 
     def _are_enough(self) -> bool:
-        """Whether those who joined can make a round: as many as it takes, and somebody to reduce."""
+        """Whether the members that joined can make a round: they are enough, and one of them can reduce."""
         chosen = [self.joins[key].sender for key in self._chosen()]
         counted = chosen if self.rules.target_samples is None else [sender for sender in chosen if sender.contributes]
         return len(counted) >= max(1, self.rules.min_group) and can_divide(chosen)
 
     def _chosen(self) -> list[bytes]:
-        """The first who joined, as many as a group may have, and among them one who can reduce if there is any."""
+        """The first members that joined, as many as a group may have, with one that can reduce if there is any."""
         reducers = [key for key, join in self.joins.items() if join.sender.addresses]
         return list(dict.fromkeys([*reducers[:1], *self.joins]))[: self.rules.target_group]
 
@@ -303,7 +303,7 @@ class Coordinator:
         return self._is_full() or now >= self.deadline or (now >= self._settled() and self._all_joined())
 
     def _settled(self) -> float:
-        """From when on BEGIN waits only for those for whom it has a reason to wait."""
+        """The time after which BEGIN does not wait for members that may not have been found yet."""
         here = all(key in self.joins for key in self.expected)
         return self.settled_at if here else max(self.settled_at, self.all_until)
 
@@ -414,7 +414,7 @@ class Coordinator:
 
     @property
     def _round_timeout(self) -> float:
-        """That of the round's BEGIN, which another may have sent."""
+        """The time-out in the round's BEGIN, which another peer may have sent."""
         assert self.begin is not None
         return self.begin.timeout
 
@@ -423,7 +423,7 @@ class Coordinator:
         return [] if self.begin is None else [m.key for m in self.begin.members if m.key not in self.out]
 
     def put_out(self, key: bytes, reason: str, now: float) -> list[Send]:
-        """A member was lost or broke a rule: go on without it."""
+        """A member was lost or broke a rule: continue without it."""
         if self.is_before_begin:
             return self.expect([m for m in self.expected.values() if m.key != key], now)
         if self.phase in (Phase.COMMITTED, Phase.ABORTED) or key not in self.live():
@@ -434,8 +434,8 @@ class Coordinator:
         return told + (self._regroup() if self._is_too_small() else self.start_survey(now))
 
     def _is_too_small(self) -> bool:
-        """Whether a group was left by so many (who cancelled their steps, say) that it is smaller than one may be, and
-        others wait who could make up for them."""
+        """Whether so many members have left (they cancelled their steps, for example) that the group is too small,
+        while others wait that could replace them."""
         if self.phase not in (Phase.RUNNING, Phase.SURVEYING) or self.rules.target_samples is not None:
             return False
         return bool(self.late) and len(self.live()) < self.rules.min_group
@@ -444,7 +444,7 @@ class Coordinator:
         return self.abort(f"fewer than {self.rules.min_group} members are left, and others wait: join again")
 
     def start_survey(self, now: float) -> list[Send]:
-        """Ask the live members what they hold, under a new ballot."""
+        """Ask the remaining members what they hold, under a new ballot."""
         assert self.begin is not None
         assert self.ballot is not None
         if not self.live():
@@ -459,8 +459,7 @@ class Coordinator:
         return [Send(tuple(self.live()), survey, buffers)]
 
     def outbid(self, ballot: Ballot, reachable: bool, now: float) -> list[Send]:
-        """A member follows a higher ballot: give way to its holder if that is `reachable`; if it is lost, bid
-        higher."""
+        """A member follows a higher ballot: give way to its holder if that is `reachable`, else bid higher."""
         if self.phase is not Phase.SURVEYING or self.ballot is None or ballot <= self.ballot:
             return []
         if reachable:
@@ -495,12 +494,12 @@ class Coordinator:
         return [Send(tuple(live), Repair(self.begin.round, self.ballot, sources))]
 
     def finished(self, key: bytes, done: Done, view: Collection[Member], now: float) -> list[Send]:
-        """A member has all chunks. `view` are the members that will be expected next."""
+        """A member has all chunks. `view` are the members that the next round expects."""
         if self.phase is not Phase.RUNNING or done.ballot != self.ballot or key not in self.live():
             return []
         assert self.begin is not None
         if done.root and self.settled and done.root != self.settled:
-            # Without this, one that never follows a repair would have the others repair for ever.
+            # Without this, a member that never follows a repair would make the others repair for ever.
             return self.put_out(key, "it is done with another result than the repair makes", now)
         self.done[key] = done.root
         if len(self.done) < len(self.live()):
@@ -509,7 +508,7 @@ class Coordinator:
         if len(roots) > 1:
             self.disputed = self.done
             return self.start_survey(now)
-        root = roots.pop() if roots else root_of(())  # only auxiliary members have nothing to average
+        root = roots.pop() if roots else root_of(())  # all members are auxiliary, and average nothing
         samples = sum(self.begin.weights)
         keys = tuple(member.key for member in self.begin.members)
         kept = tuple(member for member in view if member.key not in self.out)

@@ -1,17 +1,17 @@
 """Which peer begins another step near the end of an epoch, and which one waits because its samples would come too late.
 
 [Note: why waiting costs nothing]
-The round of an epoch is called when enough samples were reported, and begins when everybody has ended the step that it
-was in. A step that ends after the call delays the round, and its samples exceed the target: with N peers in lockstep
-that is up to N - 1 steps too many. So a member that has reported a step asks whether to begin another, and is told to
-wait if the others will have the missing samples without it:
+The round of an epoch is called when enough samples were reported, and begins when each member has completed the step
+that it was in. A step that ends after the call delays the round, and its samples exceed the target: with N peers in
+lockstep these are up to N - 1 steps too many. So a member that has reported a step asks whether to begin another. It is
+told to wait if the others will have the missing samples without it:
 
-- by steps that are under way, however long they take: the round waits for them in any case; or
-- by steps that they will have ended by the time at which the asking member would have ended its own.
+- from steps that have begun, however long they take: the round waits for them in any case; or
+- from steps that will have ended by the time at which the asking member would have ended its own.
 
-Either way its own step could not have made the epoch end earlier. One that waits is not under way, so of those whose
-steps are needed somebody always goes. It is the coordinator that decides, one question after the other, because peers
-that each decide by what they know would all wait for each other, or all go.
+In both cases its own step could not make the epoch end earlier. A member that waits has begun no step, so of the
+members whose steps are needed one always goes on. The coordinator decides, one question at a time: peers that decided
+for themselves would all wait for each other, or all go on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-LATE = 1.0  # a step that takes so much longer (as a part of its time) than expected is no longer counted on
+LATE = 1.0  # a step is not relied on after its expected time and this fraction of it
 MAX_STEPS_AHEAD = 64  # of one member
 
 
@@ -38,8 +38,8 @@ class Step:
     seconds: float
 
     def landings(self, now: float, horizon: float) -> Iterator[tuple[float, float, float]]:
-        """When its samples and those of the member's further steps up to `horizon` come; how many; until when they are
-        counted on. None if it is long overdue."""
+        """For this step and the member's further steps up to `horizon`: when its samples arrive, how many they are, and
+        until when they are relied on. Nothing if the step is long overdue."""
         due = self.begun + self.seconds
         if now >= due + LATE * self.seconds:
             return
@@ -53,7 +53,7 @@ class Step:
 
 
 class Pace:
-    """What the members of a run are doing in one epoch, as far as they report it. Time is an argument, in seconds.
+    """The steps of a run's members in one epoch, as far as they report them. Time is an argument, in seconds.
 
     Args:
         target: samples of all members at which the epoch ends.
@@ -66,28 +66,28 @@ class Pace:
 
     def reported(self, key: bytes, samples: float, step: float, seconds: float, asks: bool, now: float) -> float:
         """A member has `samples`, and begins a step that adds `step` more and takes `seconds` (0 samples: it begins
-        none). If it `asks` first: for how many seconds the others can be counted on; 0 to begin."""
+        none). If it `asks` first, returns the seconds for which the others can be relied on; 0 means: begin."""
         in_vain = self._steps.pop(key, None) is not None and samples <= self._samples.get(key, 0.0)
         self._samples[key] = samples
         if step <= 0 or seconds <= 0:
             return 0.0
         wait = self._until_target(now, seconds) if asks and samples > 0 else 0.0
-        if not wait and not in_vain:  # nobody is to wait for one whose steps add nothing
+        if not wait and not in_vain:  # no member waits for one whose steps add nothing
             self._steps[key] = Step(now, step, seconds)
         return wait
 
     def lost(self, key: bytes) -> None:
-        """That member is gone, and with it what it had reported."""
+        """That member is gone, and its report is void."""
         self._samples.pop(key, None)
         self._steps.pop(key, None)
 
     def under_way(self, but: bytes) -> float:
-        """Samples of all steps that were begun and not reported, but for that member's."""
+        """The samples of all steps that have begun and were not reported, without that member's."""
         return sum(step.samples for key, step in self._steps.items() if key != but)
 
     def _until_target(self, now: float, seconds: float) -> float:
-        """For how long those who are under way can be counted on to reach the target, if they will without another
-        member's step of so many seconds; else 0."""
+        """The seconds for which the steps that have begun can be relied on to reach the target without another step of
+        so many seconds; 0 if they will not reach it."""
         missing = self._target - sum(self._samples.values())
         until = now
         landings = (landing for step in self._steps.values() for landing in step.landings(now, now + seconds))
