@@ -55,7 +55,7 @@ def best_shares(bandwidths: Sequence[float], auxiliary: Sequence[float] = ()) ->
     members, helpers = [b / fastest for b in bandwidths], [b / fastest for b in auxiliary]
     size = len(members)
     if size <= 2 and any(members):
-        # What members reduce changes nothing; so helpers get no more than they have done when the members end.
+        # The shares of the members change nothing, so helpers get no more than they can reduce until the members end.
         end = max(1 / b for b in members if b) if size == 2 else 0.0
         lent = [min(b / sum(members + helpers), end * b / size) for b in helpers]
         left = 1 - sum(lent)
@@ -75,7 +75,7 @@ def best_shares(bandwidths: Sequence[float], auxiliary: Sequence[float] = ()) ->
 
 
 def filled(bandwidths: Sequence[float | None]) -> list[float]:
-    """The bandwidths, with the mean of those above 0 (1 if there is none) in the place of those not known."""
+    """The bandwidths, where the mean of those above 0 (1 if there is none) replaces unknown ones."""
     known = [bandwidth for bandwidth in bandwidths if bandwidth]
     mean = math.fsum(bandwidth / len(known) for bandwidth in known) if known else 1.0
     return [mean if bandwidth is None else bandwidth for bandwidth in bandwidths]
@@ -107,21 +107,21 @@ def load_balance_peers(vector_size: int, bandwidths: Sequence[float | None], min
         exact = [size if size >= min_size else 0.0 for size in exact]
         exact = [vector_size * size / (math.fsum(exact) or 1.0) for size in exact]
     sizes = [math.floor(size) for size in exact]
-    # What rounding down has left goes to those who lost most by it.
+    # The elements left by rounding down go to the peers that lost most by it.
     by_loss = sorted(range(len(sizes)), key=lambda index: sizes[index] - exact[index])
     for index in by_loss[: vector_size - sum(sizes)]:
         sizes[index] += 1
     return tuple(sizes)
 
 
-CHUNK_ELEMENTS = 1 << 20  # 4 MiB of float32: the longer a chunk, the more seldom a thread needs the GIL
+CHUNK_ELEMENTS = 1 << 20  # 4 MiB of float32: the longer a chunk, the less often a thread needs the GIL
 SMALLEST_CHUNK = 1 << 12
 CHUNKS_PER_REDUCER = 4  # of a small vector: enough to overlap sending, reducing and receiving
-WORTH_ELEMENTS = 1 << 17  # half a MiB of float32: with chunks below that, what each costs by itself is most of a round
+WORTH_ELEMENTS = 1 << 17  # half a MiB of float32: below that, the fixed cost of chunks is most of a round
 
 
 def largest_chunk(itemsizes: Iterable[int]) -> int:
-    """How many elements of so many bytes each a chunk may have: CHUNK_ELEMENTS, less where one is wide."""
+    """The largest number of elements of a chunk: CHUNK_ELEMENTS, or less for elements of many bytes."""
     return min(CHUNK_ELEMENTS, MAX_BUFFER_BYTES // max(itemsizes, default=1))
 
 
@@ -163,12 +163,12 @@ def chunk_table(sizes: Sequence[int], elements: int) -> list[ChunkSpan]:
 
 
 def can_divide(members: Sequence[Member]) -> bool:
-    """Whether these members can make a round: somebody is there to reduce."""
+    """Whether these members can make a round: at least one of them can reduce."""
     return any(_bandwidths(members))
 
 
 def _bandwidths(members: Sequence[Member]) -> list[float]:
-    """With how much each member reduces, in any unit; 0 of those that do not reduce."""
+    """The bandwidth with which each member reduces, in any unit; 0 for members that do not reduce."""
     bandwidths = filled([member.bandwidth if member.reduces else 0.0 for member in members])
     if not any(bandwidths):
         bandwidths = [1.0 if member.addresses or len(members) == 1 else 0.0 for member in members]

@@ -1,4 +1,4 @@
-"""When a round of a run begins, and what it averages: the same at all members but for the times. Pure functions."""
+"""When a round of a run begins, and what it averages. Equal for all members, except for the times. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ class Rules:
 
     Attributes:
         sizes: elements of each flat buffer of what every round averages.
-        matchmaking_time: the longest wait, in seconds, from the CALL to BEGIN; where nobody calls, the first who joins
-            says how long it waits.
+        matchmaking_time: the longest wait, in seconds, from the CALL to BEGIN. Where samples are not counted, the first
+            member that joins says how long it waits.
         round_timeout: seconds without progress after which a round ends that this peer began.
-        min_group: fewer members than this begin nothing; where samples are counted, members that contribute.
-        target_group: as many members begin at once, whoever else is expected; None for no such number.
-        target_samples: a round is called when the members have so many samples; None if whoever joins calls it.
+        min_group: the least number of members of a round; where samples are counted, of members that contribute.
+        target_group: when so many members have joined, the round begins at once; None for no such number.
+        target_samples: a round is called when the members have so many samples; None if the first JOIN calls it.
         chunk_elements: no chunk is larger, unless there would be too many.
         smallest_span: members that would reduce fewer elements reduce none.
-        due_sizes: elements of each flat buffer of what is averaged beside that in rounds where state is due.
-        state_sizes: the same of the state itself, which is averaged where it is due and members hold unlike ones.
+        due_sizes: elements of each flat buffer that is averaged, too, in rounds where state is due.
+        state_sizes: elements of each flat buffer of the state itself, which is averaged where it is due and where
+            members hold different ones.
         state_every: state is due in the rounds that end the epochs of this many, twice this many, and so on.
         state_always: average the state whenever it is due, whatever the members say of theirs.
         options_fit: whether the options of a JOIN can be those of the members' steps; others have no vote.
@@ -56,15 +57,15 @@ class Rules:
     def averages_state(self, epoch: int, joins: Iterable[Join]) -> bool:
         """Whether the round that ends this epoch, with these JOINs, averages the state itself.
 
-        Members that compute alike can only differ by a fault, or at the start of a run; they are made equal by a
-        download. So what most members of each kind of machine hold is compared.
+        Members with machines of one kind can differ only by a fault, or at the start of a run, and a download makes
+        them equal. So the states compared are those that most members of each kind of machine hold.
         """
         if not self.may_average_state(epoch):
             return False
         return self.state_always or len(set(usual_states(joins).values())) > 1
 
     def options(self, joins: Iterable[Join]) -> bytes:
-        """With which options all members make the step that follows on a round with these JOINs."""
+        """The options with which all members make the step that follows a round with these JOINs."""
         return usual_options(join for join in joins if self.options_fit(join.options))
 
     def vector(self, epoch: int, with_state: bool) -> tuple[int, ...]:
@@ -74,7 +75,7 @@ class Rules:
 
 
 def usual_states(joins: Iterable[Join]) -> dict[str, bytes]:
-    """The state's digest that most members of each kind of machine hold; of those that tell one."""
+    """The digest of the state that most members of each kind of machine hold, among members that tell one."""
     votes: dict[str, Counter[bytes]] = {}
     for join in joins:
         if join.state:
@@ -83,8 +84,8 @@ def usual_states(joins: Iterable[Join]) -> dict[str, bytes]:
 
 
 def usual_options(joins: Iterable[Join]) -> bytes:
-    """The options that most JOINs hold, of those that hold any; of equally many, those behind which there are more
-    samples. b"" if there are none."""
+    """The options that most JOINs hold, among JOINs that hold any. On a tie, those with more samples behind them. b""
+    if there are none."""
     votes: Counter[bytes] = Counter()
     samples: dict[bytes, float] = {}
     for join in joins:
