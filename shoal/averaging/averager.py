@@ -36,8 +36,8 @@ from shoal.swarm.protocol.messages import Terms
 from shoal.swarm.protocol.plan import largest_chunk
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.protocol.view import Member, Role
-from shoal.swarm.swarm import Swarm
+from shoal.swarm.protocol.view import Role
+from shoal.swarm.swarm import Place, Swarm
 from shoal.transfer.donor import EncodedState, Snapshot, StateDonor, encoded
 from shoal.transfer.transfer import Downloaded, NothingShared, download_state
 
@@ -167,11 +167,16 @@ class DecentralizedAverager(Stepping):
         self.state_sharing_priority, self.tensor_infos = 0.0, tensor_infos
         self._shares_state = not client_mode and not auxiliary if allow_state_sharing is None else allow_state_sharing
         self._state_compression = state_compression if state_compression is not None else NoCompression()
-        self._timeouts = {
-            "chunk_timeout": next_chunk_timeout,
-            "sender_timeout": sender_timeout,
-            "reducer_timeout": reducer_timeout,
-        }
+        names = [info.key if isinstance(info.key, str) else "" for info in tensor_infos or ()]
+        self._place = Place(
+            role=self.mode,
+            bandwidth=bandwidth,
+            chunk_timeout=next_chunk_timeout,
+            sender_timeout=sender_timeout,
+            reducer_timeout=reducer_timeout,
+            request_timeout=self.request_timeout,
+            tensors=[described("averaged_tensors", self._tensors, names)],
+        )
         self._starting: Future[None] | None = None  # from start to shutdown
         self._donor: StateDonor | None = None
         self._snapshots = itertools.count()
@@ -227,16 +232,9 @@ class DecentralizedAverager(Stepping):
         self._swarm = swarm
 
     def _make_swarm(self, run_id: str, directory: Directory, rules: Rules) -> Swarm:
-        node = self.dht.node
-        addresses = () if self.client_mode else tuple(map(str, self.dht.dht_node.visible_addresses()))[:8]
-        me = Member(node.peer_id.key, addresses, self.mode, self.bandwidth)
+        addresses = self.dht.dht_node.visible_addresses()
         terms = Terms(self.agreed_options(), self.schema_hash)
-        times: Any = self._timeouts
-        names = [info.key if isinstance(info.key, str) else "" for info in self.tensor_infos or ()]
-        tensors = described("averaged_tensors", self._tensors, names)
-        return Swarm(
-            node, directory, run_id, me, terms, rules, request_timeout=self.request_timeout, tensors=[tensors], **times
-        )
+        return Swarm(self.dht.node, addresses, directory, run_id, terms, rules, self._place)
 
     def agreed_options(self) -> dict[str, str]:
         """The options that must be equal on all peers, as they compare them."""

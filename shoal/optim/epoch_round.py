@@ -70,14 +70,14 @@ def make_run(settings: Settings, dht: DHT, replica: Replica, gradients: Gradient
         chunk_timeout=settings.next_chunk_timeout,
         **{name: given.get(name) for name in PLACE_TIMES},
         keeps_state=settings.role is not Role.AUXILIARY,
-        shares_state=given.get("allow_state_sharing", True),
         tensors=[
             described("parameters", replica.parameters, names),
             described("trained parameters", replica.trained, trained),
             described("extra_tensors", extras),
         ],
     )
-    return Run(dht, settings.run_id, Terms(agreed, blake3(b"".join(schemas)).digest()), rules, place)
+    terms, shares_state = Terms(agreed, blake3(b"".join(schemas)).digest()), given.get("allow_state_sharing", True)
+    return Run(dht, settings.run_id, terms, rules, place, shares_state=shares_state)
 
 
 class Machine:

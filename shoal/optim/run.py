@@ -11,7 +11,6 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from shoal.averaging.exchange import compute_serially
@@ -24,42 +23,15 @@ from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.messages import Begin, Count, Progress, Terms
 from shoal.swarm.protocol.reach import Reachability
 from shoal.swarm.protocol.rules import Rules
-from shoal.swarm.protocol.tensors import Tensors
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.protocol.view import MAX_ADDRESSES, Member, Role
-from shoal.swarm.swarm import JOIN_TIMEOUT
+from shoal.swarm.protocol.view import Member, Role
+from shoal.swarm.swarm import Place as Place
 from shoal.swarm.swarm import Swarm as Swarm
 from shoal.transfer.donor import EncodedState, StateDonor
 from shoal.transfer.transfer import Downloaded, download_state
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """What a peer chooses for itself in a run. None stands for the default.
-
-    Attributes:
-        role: of this peer in rounds. A client declares no addresses, even if the DHT has some.
-        bandwidth: see `Member`.
-        chunk_timeout: seconds of silence after which a member that holds up a round is left out.
-        sender_timeout, reducer_timeout: see `Swarm`.
-        request_timeout: seconds that the coordinator may take to answer.
-        keeps_state: whether this peer holds the state that a tip names.
-        shares_state: whether newcomers get this peer's state.
-        tensors: see `Swarm`.
-    """
-
-    role: Role
-    bandwidth: float | None = None
-    chunk_timeout: float | None = None
-    sender_timeout: float | None = None
-    reducer_timeout: float | None = None
-    request_timeout: float | None = None
-    keeps_state: bool = False
-    shares_state: bool = True
-    tensors: Sequence[Tensors] = ()
 
 
 class HasState(Protocol):
@@ -84,27 +56,15 @@ class Run:
         terms: what must be equal in the run.
         rules: when a round begins.
         place: what this peer chooses for itself.
+        shares_state: whether newcomers get this peer's state.
     """
 
-    def __init__(self, dht: DHT, run_id: str, terms: Terms, rules: Rules, place: Place) -> None:
-        visible = () if place.role is Role.CLIENT else dht.get_visible_maddrs()
-        addresses = tuple(map(str, visible))[:MAX_ADDRESSES]
-        self.dht, self.rules, self._place = dht, rules, place
-        self.member = Member(dht.peer_id.key, addresses, place.role, place.bandwidth)
-        self.swarm = Swarm(
-            dht.node,
-            DHTDirectory(dht.dht_node, run_id),
-            run_id,
-            self.member,
-            terms,
-            rules,
-            chunk_timeout=place.chunk_timeout,
-            sender_timeout=place.sender_timeout,
-            reducer_timeout=place.reducer_timeout,
-            request_timeout=JOIN_TIMEOUT if place.request_timeout is None else place.request_timeout,
-            keeps_state=place.keeps_state,
-            tensors=place.tensors,
-        )
+    def __init__(
+        self, dht: DHT, run_id: str, terms: Terms, rules: Rules, place: Place, *, shares_state: bool = True
+    ) -> None:
+        self.dht, self.rules, self._shares_state = dht, rules, shares_state
+        directory = DHTDirectory(dht.dht_node, run_id)
+        self.swarm = Swarm(dht.node, dht.get_visible_maddrs(), directory, run_id, terms, rules, place)
         self._state_service = f"state/{run_id}"
         self._donor: StateDonor | None = None
         self._random = random.Random(self.me)
@@ -129,7 +89,7 @@ class Run:
                     self._state_service,
                     state.take_snapshot,
                     state.current_tip,
-                    self._place.shares_state,
+                    self._shares_state,
                     state.priority,
                 )
 
@@ -163,6 +123,11 @@ class Run:
     def me(self) -> bytes:
         """This peer's key."""
         return self.dht.peer_id.key
+
+    @property
+    def member(self) -> Member:
+        """This peer as a member."""
+        return self.swarm.me
 
     @property
     def reactor(self) -> Reactor:

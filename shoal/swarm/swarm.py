@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.p2p.errors import P2PError, Refused, Unavailable
 from shoal.p2p.identity import PeerID
+from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Answer, Node, Service
 from shoal.swarm.channel import Channel
 from shoal.swarm.contacts import Contacts, Liveness
@@ -45,7 +47,7 @@ from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tensors import Tensors
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.protocol.view import Member, Role
+from shoal.swarm.protocol.view import MAX_ADDRESSES, Member, Role
 
 DEFAULT_CHUNK_TIMEOUT = 15.0  # `next_chunk_timeout` when none is given, in seconds
 JOIN_TIMEOUT = 10.0
@@ -58,22 +60,42 @@ LATER_SECONDS = 0.01  # more than the resolution of any loop's clock
 log = logging.getLogger(__name__)
 
 
-class Swarm:
-    """The rounds of one run, for one peer.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a peer chooses for itself in a run. None stands for the default.
 
-    Args:
-        node: this peer.
-        directory: where the members of the run are listed.
-        run_id: the name of the run.
-        me: this peer as a member.
-        terms: what must be equal in the run.
-        rules: when a round begins; the same for all members but for the times.
+    Attributes:
+        role: of this peer in rounds. A client declares no addresses.
+        bandwidth: see `Member`.
         chunk_timeout: seconds of silence after which a member that holds up a round is left out.
         sender_timeout, reducer_timeout: the same for members that owe parts (`chunk_timeout` when None), and for those
             that owe results (twice `sender_timeout`).
         request_timeout: seconds that the coordinator may take to answer.
         keeps_state: whether a tip names a state that this peer keeps, and so only has with the result of its round.
-        tensors: the tensors behind the schema hash in `terms`: a peer with other ones is told which differ.
+        tensors: the tensors behind the schema hash of the terms: a peer with other ones is told which differ.
+    """
+
+    role: Role = Role.NODE
+    bandwidth: float | None = None
+    chunk_timeout: float | None = None
+    sender_timeout: float | None = None
+    reducer_timeout: float | None = None
+    request_timeout: float | None = None
+    keeps_state: bool = False
+    tensors: Sequence[Tensors] = ()
+
+
+class Swarm:
+    """The rounds of one run, for one peer.
+
+    Args:
+        node: this peer.
+        addresses: where it listens.
+        directory: where the members of the run are listed.
+        run_id: the name of the run.
+        terms: what must be equal in the run.
+        rules: when a round begins; the same for all members but for the times.
+        place: what this peer chooses for itself.
 
     Attributes:
         peer: the machine.
@@ -83,31 +105,27 @@ class Swarm:
     def __init__(
         self,
         node: Node,
+        addresses: Iterable[Multiaddr],
         directory: Directory,
         run_id: str,
-        me: Member,
         terms: Terms,
         rules: Rules,
-        *,
-        chunk_timeout: float | None = None,
-        sender_timeout: float | None = None,
-        reducer_timeout: float | None = None,
-        request_timeout: float = JOIN_TIMEOUT,
-        keeps_state: bool = False,
-        tensors: Sequence[Tensors] = (),
+        place: Place,
     ) -> None:
-        chunk_timeout = DEFAULT_CHUNK_TIMEOUT if chunk_timeout is None else chunk_timeout
-        sender_timeout = chunk_timeout if sender_timeout is None else sender_timeout
+        listens = () if place.role is Role.CLIENT else tuple(map(str, addresses))[:MAX_ADDRESSES]
+        me = Member(node.peer_id.key, listens, place.role, place.bandwidth)
+        chunk_timeout = DEFAULT_CHUNK_TIMEOUT if place.chunk_timeout is None else place.chunk_timeout
+        sender_timeout = chunk_timeout if place.sender_timeout is None else place.sender_timeout
         # A reducer that waits for a part looks like one that stalls, so it may complain first.
-        reducer_timeout = 2 * sender_timeout if reducer_timeout is None else reducer_timeout
-        self.node, self.rules = node, rules
-        self._chunk_timeout, self._request_timeout = chunk_timeout, request_timeout
+        reducer_timeout = 2 * sender_timeout if place.reducer_timeout is None else place.reducer_timeout
+        self.node, self.rules, self._chunk_timeout = node, rules, chunk_timeout
+        self._request_timeout = JOIN_TIMEOUT if place.request_timeout is None else place.request_timeout
         self.service = Service(f"averaging/{run_id}", Message, self._undecodable)
         channel = self._channel = Channel(node, self.service)
         silence = Silence(sender_timeout, reducer_timeout)
         self.peer = Peer(run_id, me, terms, rules, channel.is_connected, silence)
-        self.peer.keeps_state = keeps_state
-        self.contacts = Contacts(channel, self.peer, directory, tensors, self._act)
+        self.peer.keeps_state = place.keeps_state
+        self.contacts = Contacts(channel, self.peer, directory, place.tensors, self._act)
         self._liveness = Liveness(channel, self.peer, chunk_timeout, self._act)
         self._fetching = Fetching(channel, chunk_timeout, self._progressed)
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -24,7 +24,7 @@ from shoal.swarm.protocol.messages import Begin, Commit, Terms
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Member, Role
-from shoal.swarm.swarm import Swarm
+from shoal.swarm.swarm import Place, Swarm
 from tests.codecs import codecs_of
 
 SCHEMA = bytes(32)
@@ -152,22 +152,12 @@ async def spawn_peer(
         directory = DHTDirectory(dht, run_id, world.wall_clock)
         if board is not None:
             await dht.bootstrap(board.node.addresses)
-    addresses = () if role is Role.CLIENT else tuple(map(str, node.addresses))
-    me = Member(node.peer_id.key, addresses, role, bandwidth)
     rules = rules or Rules(sizes=(elements,), matchmaking_time=15.0, round_timeout=60.0)
     generator = torch.Generator().manual_seed(world.rng.randrange(1 << 30))
     vector = torch.randn(elements, generator=generator)
     commits: list[Commit] = []
-    swarm = Swarm(
-        node,
-        directory,
-        run_id,
-        me,
-        terms,
-        rules,
-        chunk_timeout=chunk_timeout,
-        keeps_state=keeps_state,
-    )
+    place = Place(role=role, bandwidth=bandwidth, chunk_timeout=chunk_timeout, keeps_state=keeps_state)
+    swarm = Swarm(node, node.addresses, directory, run_id, terms, rules, place)
     participant = swarm.peer.participant
     advance = participant.advance
 
