@@ -190,7 +190,7 @@ def _strongly_connected(edges: Mapping[str, Iterable[str]]) -> Iterator[list[str
 
 
 def constructors(package: Path) -> list[Constructor]:
-    """The constructors of all classes of a package, those with the most collaborators first."""
+    """Lists the constructors of all classes of a package, sorted by the number of collaborators, largest first."""
     trees = {module: ast.parse(path.read_text()) for module, path in sources(package).items()}
     judge = _Judge(trees)
     found = []

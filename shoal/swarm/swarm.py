@@ -123,8 +123,8 @@ class Swarm:
         self.service = Service(f"averaging/{run_id}", Message, self._undecodable)
         channel = self._channel = Channel(node, self.service)
         silence = Silence(sender_timeout, reducer_timeout)
-        self.peer = Peer(run_id, me, terms, rules, channel.is_connected, silence)
-        self.peer.keeps_state = place.keeps_state
+        reaches, keeps_state = channel.is_connected, place.keeps_state
+        self.peer = Peer(run_id, me, terms, rules, reaches, silence, keeps_state=keeps_state)
         self.contacts = Contacts(channel, self.peer, directory, place.tensors, self._act)
         self._liveness = Liveness(channel, self.peer, chunk_timeout, self._act)
         self._fetching = Fetching(channel, chunk_timeout, self._progressed)
@@ -381,8 +381,7 @@ class Swarm:
     def _progressed(self) -> None:
         """A round was seen to make progress, so the patience of the call that waits for its end counts from now. (Not
         where the input depends on no state: there a user has said how long the call may take.)"""
-        participant = self.peer.participant
-        participant.progressed_at = self._now()
+        self.peer.participant.progressed(self._now())
         self._be_patient()
 
     def _be_patient(self) -> None:

@@ -117,8 +117,7 @@ class Wire:
         self.results: dict[bytes, set[bytes]] = {member.key: set() for member in members}  # of the first tip
         self.peers: dict[bytes, Peer] = {}
         for member in members:
-            peer = Peer("run", member, TERMS, rules, self._reaches(member.key), Silence(1e9, 1e9))
-            peer.keeps_state = True
+            peer = Peer("run", member, TERMS, rules, self._reaches(member.key), Silence(1e9, 1e9), keeps_state=True)
             peer.view.learn(members)
             self.peers[member.key] = peer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -45,6 +46,8 @@ from shoal.swarm.protocol.messages import (
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tip import Ballot, Tip
 from shoal.swarm.protocol.view import Member, View
+
+log = logging.getLogger(__name__)
 
 
 class State(Enum):
@@ -398,8 +401,8 @@ class Participant:
         for sender, message, buffers in self._early.take(round_id):
             try:
                 self.on_chunk(sender, message, buffers)
-            except Refused:
-                continue  # its sender was complained of
+            except Refused as error:
+                log.warning("%r refused a chunk of %r: %s", self.view.me.peer, PeerID(sender), error)
         self._check_done()
 
     def on_chunk(self, sender: bytes, message: Part | Result, buffers: Sequence[memoryview]) -> None:
@@ -525,6 +528,10 @@ class Participant:
         if self.input.tip is not None:
             raise Refused("in a round of a training run nobody's user is waited for")
         self.silence.excuse(now)
+
+    def progressed(self, now: float) -> None:
+        """The round was seen to make progress."""
+        self.progressed_at = now
 
     def ask_to_wait(self) -> bool:
         """Whether this peer's user lets the others wait; then they are told."""

@@ -65,13 +65,13 @@ class Peer:
         rules: when a round begins.
         reaches: whether a message to the peer with that key can be sent now; true of this peer itself.
         silence: watches the members that owe something in a round.
+        keeps_state: whether a tip names a state that this peer keeps. Then it goes on to the next tip only when it
+            holds the result of the round between them.
 
     Attributes:
         view: the members that this peer knows.
         participant: the member's side.
         lead: the coordinator's side, if it is this peer's turn.
-        keeps_state: whether a tip names a state that this peer keeps. Then it goes on to the next tip only when it
-            holds the result of the round between them.
         out: the actions to perform, in order.
         news: a counter that grows when the round of this tip is called, when the tip changes, and when this peer hears
             of a state that outranks its own.
@@ -86,8 +86,10 @@ class Peer:
         rules: Rules,
         reaches: Callable[[bytes], bool],
         silence: Silence,
+        *,
+        keeps_state: bool = False,
     ) -> None:
-        self.terms, self.rules, self.keeps_state = terms, rules, False
+        self.terms, self.rules, self.keeps_state = terms, rules, keeps_state
         self.news = self.changes = 0
         self.out: list[Action] = []
         self.view = View(run_id, me, reaches)
