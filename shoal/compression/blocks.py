@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shoal.compression.codec import elements_of
 from shoal.compression.floats import FloatCodec
-from shoal.compression.payload import elements_of
 
 
 class BlockCodec(FloatCodec):

@@ -9,8 +9,7 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import Codec
-from shoal.compression.payload import elements_of, payload_of
+from shoal.compression.codec import Codec, elements_of, payload_of
 
 _COMPRESSED: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _MAX: Final = torch.finfo(torch.float16).max

@@ -8,8 +8,7 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import Codec
-from shoal.compression.payload import elements_of, payload_of
+from shoal.compression.codec import Codec, elements_of, payload_of
 
 REAL_FLOATS: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 

@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import Codec
-from shoal.compression.payload import elements_of, payload_of
+from shoal.compression.codec import Codec, elements_of, payload_of
 
 
 @dataclass(frozen=True, slots=True)

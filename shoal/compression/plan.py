@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from shoal.compression._torch import foreach_copy_
-from shoal.compression.codec import Codec, Compression
+from shoal.compression.codec import Codec, Compression, payload_of
 from shoal.compression.floats import REAL_FLOATS
 from shoal.compression.info import CompressionInfo, TensorRole
 from shoal.compression.kind import KindCodec
 from shoal.compression.none import NoCompression
-from shoal.compression.payload import payload_of
 from shoal.compression.statistic import StatisticCodec
 
 _ALIGNMENT: Final = 8

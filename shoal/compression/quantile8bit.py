@@ -10,8 +10,8 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
+from shoal.compression.codec import elements_of
 from shoal.compression.floats import LARGEST, FloatCodec
-from shoal.compression.payload import elements_of
 
 _BINS: Final = 256
 _CODEBOOK_NBYTES: Final = _BINS * 4

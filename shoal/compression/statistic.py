@@ -8,9 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import Codec
+from shoal.compression.codec import Codec, elements_of, payload_of
 from shoal.compression.floats import FloatCodec
-from shoal.compression.payload import elements_of, payload_of
 
 _OCTAVE: Final = 1 << 23  # between the bits of a float32 and those of its double
 _OCTAVES: Final = 64

@@ -21,11 +21,10 @@ from __future__ import annotations
 from shoal.flat._torch import grad_of
 from shoal.flat.buffer import FlatBuffer
 from shoal.flat.contiguous import ContiguousParams
-from shoal.flat.finite import is_finite
 from shoal.flat.flat_parameter import FlatParameter
 from shoal.flat.kernels import pick_kernels
 from shoal.flat.layout import BufferSpec, Layout, TensorEntry
-from shoal.flat.memory_views import bytes_of, own_storage, tensor_from
+from shoal.flat.memory_views import bytes_of, is_finite, own_storage, tensor_from
 from shoal.flat.replacement import Places, holders_of, living_modules
 from shoal.flat.span import Span
 

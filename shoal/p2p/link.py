@@ -26,7 +26,7 @@ from shoal.p2p.frames import Kind
 from shoal.p2p.identity import PeerID
 from shoal.p2p.lane import Address, Lane
 from shoal.p2p.limit import Limit
-from shoal.p2p.movement import LARGE_BYTES
+from shoal.p2p.transport import LARGE_BYTES
 
 log = logging.getLogger(__name__)
 

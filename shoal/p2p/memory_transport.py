@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Leases
-from shoal.p2p.movement import LARGE_BYTES
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.transport import Buffer, Transport, check_size
+from shoal.p2p.transport import LARGE_BYTES, Buffer, Transport, check_size
 
 Delay = Callable[[PeerID, PeerID, int], float]
 

@@ -15,10 +15,9 @@ import msgspec
 
 from shoal.p2p.errors import MessageTooLarge, P2PError, PeerLost, PeerUnreachable, Refused, Unavailable
 from shoal.p2p.identity import Identity, PeerID
-from shoal.p2p.movement import Movement
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.race import first_to_succeed
-from shoal.p2p.transport import Buffer, LostHandler, Transport
+from shoal.p2p.transport import Buffer, LostHandler, Movement, Transport
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,8 @@ Buffer = bytes | bytearray | memoryview
 MAX_HEADER_BYTES = 1 << 20
 MAX_BUFFER_BYTES = 4 << 20
 MAX_BUFFERS = 4
+LARGE_BYTES = 16 << 10
+"""Messages of so many bytes are large: on a slow line others wait behind them."""
 
 MessageHandler = Callable[[PeerID, memoryview, Sequence[memoryview]], None]
 LostHandler = Callable[[PeerID, str], None]
@@ -66,7 +68,7 @@ class Transport(ABC):
 
     @abstractmethod
     def moved(self, peer: PeerID) -> int:
-        """Bytes of large messages (`movement.LARGE_BYTES`) that have passed between this peer and that one so far, both
+        """Bytes of large messages (`LARGE_BYTES`) that have passed between this peer and that one so far, both
         ways, those that are under way included, about; 0 if it is not connected. While it grows, what has not come is
         late and not lost."""
 
@@ -93,6 +95,26 @@ class Transport(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Stop listening and end all connections, after a short time for what is queued to leave."""
+
+
+class Movement:
+    """Looks at how many bytes have passed between two peers, now and then.
+
+    Args:
+        moved: `Transport.moved` at the beginning.
+    """
+
+    def __init__(self, moved: int) -> None:
+        self._moved = moved
+
+    def goes_on(self, moved: int) -> bool:
+        """Whether at least LARGE_BYTES of them have passed since the beginning, or since this last said so."""
+        if moved < self._moved:  # another connection, which counts from its own beginning
+            self._moved = 0
+        if moved - self._moved < LARGE_BYTES:
+            return False
+        self._moved = moved
+        return True
 
 
 def check_size(header: Buffer, buffers: Sequence[Buffer]) -> None:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from shoal.p2p.errors import P2PError, Refused
 from shoal.p2p.identity import PeerID
-from shoal.p2p.movement import Movement
 from shoal.p2p.node import Reply
-from shoal.p2p.transport import Buffer
+from shoal.p2p.transport import Buffer, Movement
 from shoal.swarm.channel import Channel
 from shoal.swarm.directory import REFRESH_SECONDS, Directory
 from shoal.swarm.protocol.errors import Rejected

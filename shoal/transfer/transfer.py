@@ -23,8 +23,8 @@ from shoal.flat.memory_views import bytes_of
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Leases, Target
-from shoal.p2p.movement import Movement
 from shoal.p2p.node import Node, Reply, Service
+from shoal.p2p.transport import Movement
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import (

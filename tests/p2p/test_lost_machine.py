@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from shoal.p2p.movement import LARGE_BYTES, Movement
 from shoal.p2p.tcp import LEAST_PATIENCE
+from shoal.p2p.transport import LARGE_BYTES, Movement
 from tests.namespaces import ADDRESSES, cut, inside, wired
 
 pytestmark = pytest.mark.alone

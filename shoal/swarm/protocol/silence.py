@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from shoal.p2p.movement import Movement
+from shoal.p2p.transport import Movement
 from shoal.swarm.protocol.contribution import BytesExchange
 
 EXCUSE_SECONDS = 3.0  # nobody is complained of for so long after a member said that its user lets it wait
