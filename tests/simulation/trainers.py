@@ -18,8 +18,9 @@ from shoal.swarm.protocol.errors import AveragingError, Behind
 from shoal.swarm.protocol.messages import Begin, Progress
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
+from shoal.transfer.donor import EncodedState, Snapshot, StateDonor, encoded
 from shoal.transfer.manifest import CHUNK_ELEMENTS
-from shoal.transfer.transfer import EncodedState, Snapshot, StateDonor, download_state, encoded
+from shoal.transfer.transfer import download_state
 from tests.codecs import codecs_of
 from tests.simulation.swarms import Peer
 
