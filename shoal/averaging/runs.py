@@ -1,4 +1,4 @@
-"""Runs that a peer is in for one round: those of group bits (Moshpit), and a second round of the same group."""
+"""Runs that a peer joins for one round: those of group bits (Moshpit SGD), and a second round of the same group."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shoal.swarm.swarm import Swarm
 
 
 class Runs:
-    """The runs that one peer has been in for a round. Of the last ones it still tells the result to members that missed
-    it, until it joins another.
+    """The runs that one peer has joined for a round. It still tells members that missed the round of the last one what
+    its result was, until it joins another.
 
     Args:
         make: makes this peer's part in the run of that name.
@@ -30,16 +30,17 @@ class Runs:
     async def joined(
         self, run_id: str, directory: Directory, rules: Rules, tip: Tip | None = None, members: Iterable[Member] = ()
     ) -> AsyncIterator[Swarm]:
-        """Within, this peer is in that run: at `tip`, where it left it the last time, or at its beginning. `members`
-        are in it, too."""
+        """Within, this peer is in that run.
+
+        Args:
+            run_id, directory, rules: see `Swarm`.
+            tip: where this peer left the run the last time; None: its beginning.
+            members: that are in the run, too.
+        """
         swarm = self._make(run_id, directory, rules)
-        swarm.peer.view.learn(members)
-        if tip is not None:
-            swarm.peer.participant.move(tip)
-        # Members of such a run forget what they followed when they leave it. So that no round ever has the name of an
-        # earlier one, whose messages may still come, ballots go on from the clock.
-        swarm.peer.participant.heard_of(Ballot(int(get_dht_time() * 1000), bytes(32)))
-        await swarm.start()
+        # Members of such a run forget what they followed when they leave it. Ballots continue from the clock, so that
+        # no round has the name of an earlier one, whose messages may still arrive.
+        await swarm.start(tip=tip, members=members, ballot=Ballot(int(get_dht_time() * 1000), bytes(32)))
         try:
             yield swarm
         finally:
@@ -54,11 +55,12 @@ class Runs:
 
 
 def next_bits(bits: str, begin: Begin, me: bytes, target_group_size: int | None) -> str:
-    """The group bits of a member after a round: those before, moved on by its place in the group, so that members of
-    one group come into different ones. With groups of M out of M**d peers all have the global average after d rounds.
+    """The group bits of a member after a round: its place in the group is appended, and as many bits are dropped from
+    the front. So members of one group come into different ones. With groups of M out of M**d peers, all have the global
+    average after d rounds.
 
-    Source: Ryabinin et al. 2021, Moshpit SGD (arXiv 2103.03239), algorithm 1; places as in hivemind's key manager, but
-    rotated by the round's name instead of drawn.
+    Source: Ryabinin et al. 2021, Moshpit SGD (arXiv 2103.03239), algorithm 1. Places are as in hivemind's key manager,
+    but rotated by the round's name instead of drawn.
     """
     keys = [member.key for member in begin.members]
     places = max(len(keys), target_group_size or 0)
@@ -66,4 +68,4 @@ def next_bits(bits: str, begin: Begin, me: bytes, target_group_size: int | None)
     if me not in keys or not width:
         return bits
     place = (keys.index(me) + begin.round[0]) % places
-    return (bits + f"{place:0{width}b}")[-len(bits) :] if bits else ""
+    return (bits + f"{place:0{width}b}")[width:]

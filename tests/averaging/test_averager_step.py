@@ -141,6 +141,6 @@ def test_step_takes_its_arguments_as_the_reference_does() -> None:
     with averagers([[torch.zeros(2)]]) as (peer,):
         with pytest.raises(ValueError, match="require_trigger=True needs wait=False"):
             peer.step(require_trigger=True)
-        future = peer.step(None, None, 1.0, 20.0, True, False, False)
+        future = peer.step(None, None, 1.0, 20.0, True, False, False)  # type: ignore[call-overload]
         assert not isinstance(future, dict)
         assert future.cancel()

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.averaging.shared_state import snapshot_of, state_of
+from shoal.averaging.averager import snapshot_of, state_of
 from shoal.transfer.donor import Snapshot
 from shoal.transfer.manifest import BufferShape, Manifest
 from shoal.transfer.transfer import Downloaded
