@@ -13,8 +13,9 @@ import logging
 import math
 import random
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
@@ -157,7 +158,7 @@ class DecentralizedAverager:
         self.set_group_bits(initial_group_bits)
         layout = Layout.of(averaged_tensors).on("cpu")
         self._rules = Rules(
-            sizes=tuple(spec.numel for spec in layout.buffers),
+            sizes=layout.sizes,
             matchmaking_time=min_matchmaking_time,
             round_timeout=60.0 if allreduce_timeout is None else allreduce_timeout,
             min_group=min_group_size,
@@ -191,7 +192,6 @@ class DecentralizedAverager:
         self._starting: Future[None] | None = None  # from start to shutdown
         self._swarm: Swarm | None = None  # of the run, from start to shutdown
         self._runs = Runs(self._make_swarm)
-        self._tips: dict[str, Tip] = {}  # where this peer left the runs of group bits
         self._turn = asyncio.Lock()  # one step at a time: steps share the memory, and this peer's place in a round
         self._joining: tuple[StepControl, Contribution, Swarm] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -495,24 +495,14 @@ class DecentralizedAverager:
                 log.debug("%r: %s: trying again", self.peer_id, error)
             await asyncio.sleep(RETRY_SECONDS)
 
-    @contextlib.asynccontextmanager
-    async def _run_of_step(self) -> AsyncIterator[Swarm]:
+    def _run_of_step(self) -> AbstractAsyncContextManager[Swarm]:
         """The run in which this peer averages: that of its group bits."""
         self._runs.forget()
-        swarm, bits = self._swarm, self._bits
-        if swarm is None:
+        if self._swarm is None:
             raise AveragingError(SHUT_DOWN)
-        if not bits:
-            yield swarm
-            return
-        name = f"{self.prefix}.0b{bits}"
-        directory = DHTDirectory(self.dht.dht_node, name)
-        async with self._runs.joined(name, directory, self._rules, self._tips.get(bits)) as swarm:
-            try:
-                yield swarm
-            finally:
-                self._tips[bits] = swarm.tip
-                self.dht.node.spawn(directory.withdraw(swarm.me))
+        if not self._bits:
+            return contextlib.nullcontext(self._swarm)
+        return self._runs.listed(f"{self.prefix}.0b{self._bits}", self.dht.dht_node, self._rules)
 
     async def _aggregate(self, swarm: Swarm, control: StepControl, hold: Hold, deadline: float) -> Outcome:
         """Join a round of the run, and write its result to the tensors. Subclasses may average otherwise."""
@@ -650,7 +640,8 @@ class DecentralizedAverager:
 
     async def _load_state(self, timeout: float) -> State | None:
         try:
-            return state_of(await self._download(timeout))
+            state = await self._download(timeout)
+            return msgspec.msgpack.decode(state.scalars), state.tensors()
         except NothingShared as error:
             log.warning("%s", error)
             return None
@@ -694,19 +685,6 @@ def snapshot_of(
     memory.copy_from(tensors)
     layout = msgspec.msgpack.encode(memory.layout.to_wire())
     return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(data), plan_of(compression, memory.layout, infos))
-
-
-def state_of(state: Downloaded) -> State:
-    """The data and tensors of a snapshot that was downloaded. The tensors are views of the downloaded buffers.
-
-    Raises:
-        ValueError: if the donors sent something else.
-    """
-    layout = Layout.from_wire(msgspec.msgpack.decode(state.manifest.layout))
-    if [(b.numel, b.dtype) for b in layout.buffers] != [(b.numel(), b.dtype) for b in state.buffers]:
-        raise ValueError("the state's layout does not describe its buffers")
-    tensors = [state.buffers[entry.buffer][entry.span.slice].view(entry.shape) for entry in layout.entries]
-    return msgspec.msgpack.decode(state.scalars), tensors
 
 
 def _check_tensors(tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo] | None) -> None:

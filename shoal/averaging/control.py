@@ -234,16 +234,10 @@ class RoundReport:
     @classmethod
     def of(cls, outcome: Outcome) -> RoundReport:
         """The report of a round with that outcome."""
-        return cls(
-            tuple(member.peer for member in outcome.begin.members),
-            outcome.coordinator,
-            outcome.matchmaking_seconds,
-            outcome.allreduce_seconds,
-            outcome.join_to_begin_seconds,
-            outcome.bytes_sent,
-            outcome.bytes_received,
-            outcome.commit.root.hex(),
-        )
+        members = tuple(member.peer for member in outcome.begin.members)
+        seconds = outcome.matchmaking_seconds, outcome.allreduce_seconds, outcome.join_to_begin_seconds
+        nbytes = outcome.bytes_sent, outcome.bytes_received
+        return cls(members, outcome.coordinator, *seconds, *nbytes, outcome.commit.root.hex())
 
 
 def check_weight(weight: float) -> float:

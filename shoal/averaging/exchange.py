@@ -229,15 +229,12 @@ class Exchange:
 
     def _contributions(self, chunk: int) -> dict[bytes, tuple[torch.Tensor, float]]:
         """(tensor, weight) by member, in member order, so that the sum does not depend on the order of arrival."""
-        book, payloads, mine = self.book, self._payloads.get(chunk, {}), self._slice(self._inputs, chunk)
-        contributions = {}
-        for key in book.keys:
-            if key == book.me and book.weights[key] > 0 and book.receives[key]:
-                contributions[key] = mine, book.weights[key]
-            elif key in payloads:
-                decoded = self._codecs[chunk].decode(payloads[key], mine.dtype, mine.numel())
-                contributions[key] = decoded, book.weights[key]
-        return contributions
+        book, codec, mine = self.book, self._codecs[chunk], self._slice(self._inputs, chunk)
+        payloads = self._payloads.get(chunk, {})
+        tensors = {key: codec.decode(payload, mine.dtype, mine.numel()) for key, payload in payloads.items()}
+        if book.weights[book.me] > 0 and book.receives[book.me]:
+            tensors[book.me] = mine
+        return {key: (tensors[key], book.weights[key]) for key in book.keys if key in tensors}
 
     def _received(self, chunk: int, out: torch.Tensor) -> None:
         self.book.received(chunk, blake3(bytes_of(out)).digest())
@@ -280,11 +277,6 @@ class Vector:
         self.layout, self.outputs = layout, FlatBuffer(layout)
         self.inputs = FlatBuffer(layout) if inputs is None else inputs
         self._codecs = plan_of(compression, layout, infos)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The number of elements of each flat buffer."""
-        return tuple(spec.numel for spec in self.layout.buffers)
 
     def open(self, me: bytes, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
         """The exchange of a round of this vector."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 
+from shoal.dht.node import DHTNode
 from shoal.dht.records import get_dht_time
-from shoal.swarm.directory import Directory
+from shoal.swarm.directory import DHTDirectory, Directory
 from shoal.swarm.protocol.messages import Begin
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Ballot, Tip
@@ -25,6 +26,7 @@ class Runs:
     def __init__(self, make: Callable[[str, Directory, Rules], Swarm]) -> None:
         self._make = make
         self._past: list[Swarm] = []
+        self._tips: dict[str, Tip] = {}  # where this peer left the runs that it may join again
 
     @contextlib.asynccontextmanager
     async def joined(
@@ -46,6 +48,18 @@ class Runs:
         finally:
             swarm.retire()
             self._past.append(swarm)
+
+    @contextlib.asynccontextmanager
+    async def listed(self, run_id: str, dht: DHTNode, rules: Rules) -> AsyncIterator[Swarm]:
+        """Within, this peer is in that run, whose members find each other in the DHT. It continues from the state at
+        which it left the run the last time."""
+        directory = DHTDirectory(dht, run_id)
+        async with self.joined(run_id, directory, rules, self._tips.get(run_id)) as swarm:
+            try:
+                yield swarm
+            finally:
+                self._tips[run_id] = swarm.tip
+                swarm.node.spawn(directory.withdraw(swarm.me))
 
     def forget(self) -> None:
         """Serve the runs of the last rounds no longer: their memory is about to be written."""

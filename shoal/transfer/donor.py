@@ -156,12 +156,10 @@ class StateDonor:
             if self._preparing is None:
                 self._preparing = self._node.spawn(self._prepare())
             preparing = self._preparing
-            try:
-                held = await asyncio.shield(preparing)  # a newcomer that leaves must not end it for the others
-            except asyncio.CancelledError:
-                if preparing.cancelled():
-                    raise Refused("this peer does not share its state any more") from None
-                raise
+            await asyncio.wait([preparing])  # which does not end it for the others if this newcomer leaves
+            if preparing.cancelled():
+                raise Refused("this peer does not share its state any more")
+            held = preparing.result()
         held.readers.add(peer)
         return Reply(Offer(self._priority()), [held.state.manifest.encode()])
 
@@ -170,14 +168,14 @@ class StateDonor:
         if len(self._held) < MAX_SNAPSHOTS:
             return True
         id, idle = min(self._held.items(), key=lambda item: (bool(item[1].readers), item[1].asked))
-        if idle.readers and idle.asked + SPARE_SECONDS > _now():
+        if idle.readers and idle.asked + SPARE_SECONDS > now():
             return False
         self._drop(id)
         return True
 
     async def _prepare(self) -> _Held:
         try:
-            held = _Held(await self._take_snapshot(), _now())
+            held = _Held(await self._take_snapshot(), now())
             self._held[held.state.manifest.id] = held
             self._drop_when_idle(held.state.manifest.id)
             return held
@@ -187,7 +185,7 @@ class StateDonor:
     def _drop_when_idle(self, id: bytes) -> None:
         if id not in self._held:
             return
-        if (until := self._held[id].asked + KEEP_SECONDS) > _now():
+        if (until := self._held[id].asked + KEEP_SECONDS) > now():
             asyncio.get_running_loop().call_at(until, self._drop_when_idle, id)
             return
         self._drop(id)
@@ -206,7 +204,7 @@ class StateDonor:
         payloads = held.state.payloads
         if request.chunk >= len(payloads):
             raise Refused(f"the state has {len(payloads)} chunks, there is no number {request.chunk}")
-        held.asked = _now()
+        held.asked = now()
         return Reply(Chunk(), [payloads[request.chunk]], chunk_name(request.manifest, request.chunk))
 
 
@@ -215,7 +213,8 @@ def chunk_name(manifest: bytes, chunk: int) -> bytes:
     return manifest[: NAME_BYTES - CHUNK_NUMBER_BYTES] + chunk.to_bytes(CHUNK_NUMBER_BYTES)
 
 
-def _now() -> float:
+def now() -> float:
+    """The time of the event loop."""
     return asyncio.get_running_loop().time()
 
 

@@ -13,13 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
 import torch
 from blake3 import blake3
 from torch import Tensor
 
 from shoal.compression import Codec, CodecPlan, CodecSpan, NoCompression, codec_by_name
+from shoal.flat import Layout, bytes_of
 from shoal.flat.allocation import empty
-from shoal.flat.memory_views import bytes_of
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Expected, Leases
@@ -27,7 +28,7 @@ from shoal.p2p.movement import Movement
 from shoal.p2p.node import Node, Reply, Service
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import Chunk, GetChunk, GetManifest, Offer, Withheld, chunk_name, transfer_service
+from shoal.transfer.donor import Chunk, GetChunk, GetManifest, Offer, Withheld, chunk_name, now, transfer_service
 from shoal.transfer.download import DownloadPlan
 from shoal.transfer.manifest import BufferShape, Manifest, choose
 
@@ -73,9 +74,16 @@ class Downloaded:
     nbytes: int
     seconds: float
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the layout, as views of the buffers.
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+        Raises:
+            ValueError: if the donors sent a layout that is none, or not that of the buffers.
+        """
+        layout = Layout.from_wire(msgspec.msgpack.decode(self.manifest.layout))
+        if [(b.numel, b.dtype) for b in layout.buffers] != [(b.numel(), b.dtype) for b in self.buffers]:
+            raise ValueError("the state's layout does not describe its buffers")
+        return [self.buffers[entry.buffer][entry.span.slice].view(entry.shape) for entry in layout.entries]
 
 
 async def download_state(
@@ -163,7 +171,7 @@ class _Fetch:
         payload, (out, codec) = memoryview(reply.buffers[0]), self._place(number)
         if payload.nbytes != codec.encoded_nbytes(out.numel(), out.dtype):
             self.plan.donor_failed(donor, f"sent chunk {number} with a wrong size")
-        elif self.plan.received(donor, number, blake3(payload).digest(), _now()):
+        elif self.plan.received(donor, number, blake3(payload).digest(), now()):
             self.nbytes += payload.nbytes
             if not in_place:
                 out.copy_(codec.decode(payload, out.dtype, out.numel()))
@@ -190,7 +198,7 @@ class _Download:
     _movements: dict[PeerID, Movement] = field(init=False, default_factory=dict)
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
-    _start: float = field(init=False, default_factory=_now)
+    _start: float = field(init=False, default_factory=now)
     _waiting_until: float = field(init=False, default=0.0)  # for offers
 
     async def run(self) -> Downloaded:
@@ -227,7 +235,7 @@ class _Download:
 
     def _ask_offers(self) -> None:
         self._offers.clear()
-        self._waiting_until = _now() + OFFER_SECONDS
+        self._waiting_until = now() + OFFER_SECONDS
         for donor in self.donors:
             if donor not in self._dropped:
                 self._begin(self._ask_offer(donor))
@@ -258,7 +266,7 @@ class _Download:
     async def _choice(self) -> tuple[Manifest, list[PeerID]]:
         """Wait for offers. Returns the state that most donors of the highest priority offer, and all that hold it."""
         while not self._can_choose():
-            await self._event(self._waiting_until if _now() < self._waiting_until else None)
+            await self._event(self._waiting_until if now() < self._waiting_until else None)
         if self._withheld.issuperset(self.donors):
             raise NothingShared(f"nobody shares a state. {self._story()}")
         if not self._offers and self._unwanted:
@@ -278,7 +286,7 @@ class _Download:
         return (
             len(self._offers) == left
             or (2 * most > left and len(priorities) == 1)
-            or (bool(self._offers) and _now() >= self._waiting_until)
+            or (bool(self._offers) and now() >= self._waiting_until)
         )
 
     async def _is_reserved(self, tip: Tip, holders: Sequence[PeerID]) -> bool:
@@ -295,7 +303,7 @@ class _Download:
         plan = fetch.plan
         while plan.missing and not plan.failed:
             self._look_who_sends(plan)
-            for donor, chunk in plan.next_requests(_now()):
+            for donor, chunk in plan.next_requests(now()):
                 self._begin(self._ask_chunk(fetch, donor, chunk))
             await self._event(plan.next_check())
         self._dropped |= plan.dropped
@@ -305,24 +313,16 @@ class _Download:
             fetch.expected.close()
             self._fetch = None
             return None
-        scalars, *buffers = fetch.parts
-        return Downloaded(
-            manifest=manifest,
-            buffers=buffers,
-            lossy=fetch.codecs.lossy,
-            scalars=bytes(bytes_of(scalars)),
-            chunks_from=plan.chunks_from,
-            dropped=self._dropped,
-            nbytes=fetch.nbytes,
-            seconds=_now() - self._start,
-        )
+        buffers, lossy, scalars = fetch.parts[1:], fetch.codecs.lossy, bytes(bytes_of(fetch.parts[0]))
+        seconds = now() - self._start
+        return Downloaded(manifest, buffers, lossy, scalars, plan.chunks_from, self._dropped, fetch.nbytes, seconds)
 
     def _look_who_sends(self, plan: DownloadPlan) -> None:
         """A donor whose chunk is on its way over a slow line is not silent."""
         for donor in plan.owing:
             moved = self.node.transport.moved(donor)
             if self._movements.setdefault(donor, Movement(moved)).goes_on(moved):
-                plan.is_sending(donor, _now())
+                plan.is_sending(donor, now())
                 self._progressed()
 
     async def _ask_chunk(self, fetch: _Fetch, donor: PeerID, chunk: int) -> None:
@@ -340,7 +340,7 @@ class _Download:
 
     def _progressed(self) -> None:
         if not self._patience.expired():
-            self._patience.reschedule(_now() + self.timeout)
+            self._patience.reschedule(now() + self.timeout)
 
     def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self.node.spawn(coroutine)
