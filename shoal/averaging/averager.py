@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 State = tuple[Any, list[torch.Tensor]]
+Infos = Sequence[CompressionInfo]
 
 DEFAULT_TIMEOUT = 60.0  # of a step, in seconds beyond the time at which it is scheduled
 REQUEST_TIMEOUT = 10.0
@@ -135,7 +136,7 @@ class DecentralizedAverager:
         reducer_timeout: float | None = None,
         compression: Compression | None = None,
         state_compression: Compression | None = None,
-        tensor_infos: Sequence[CompressionInfo] | None = None,
+        tensor_infos: Infos | None = None,
         bandwidth: float | None = None,
         min_vector_size: int = 0,
         auxiliary: bool = False,
@@ -154,7 +155,12 @@ class DecentralizedAverager:
             raise ValueError(f"target_group_size={target_group_size} is less than min_group_size={min_group_size}")
         if not 0 < averaging_alpha <= 1:
             raise ValueError(f"averaging_alpha={averaging_alpha}: give a number over 0 and at most 1")
-        _check_tensors(averaged_tensors, tensor_infos)
+        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in averaged_tensors]
+        if tensor_infos is not None and [(info.shape, info.dtype) for info in tensor_infos] != shapes:
+            raise ValueError("tensor_infos must have one for each of averaged_tensors, of its shape and dtype")
+        for index, (_, dtype) in enumerate(shapes):
+            if not dtype.is_floating_point:
+                raise ValueError(f"averaged_tensors[{index}] is of {dtype}: only floating point can be averaged")
         self.set_group_bits(initial_group_bits)
         layout = Layout.of(averaged_tensors).on("cpu")
         self._rules = Rules(
@@ -176,9 +182,9 @@ class DecentralizedAverager:
         self.lock_averaged_tensors = threading.Lock()
         self._tensors = tuple(averaged_tensors)
         self._memory = FlatBuffer.adopt(self._tensors)
-        self._on_host = all(spec.device.type == "cpu" for spec in self._memory.layout.buffers)
         self._compression = compression or NoCompression()
-        self._vector = Vector(layout, self._compression, tensor_infos, self._memory if self._on_host else None)
+        on_host = self._memory.layout == layout
+        self._vector = Vector(layout, self._compression, tensor_infos, self._memory if on_host else None)
         names = [info.key if isinstance(info.key, str) else "" for info in tensor_infos or ()]
         self._place = Place(
             role=self.mode,
@@ -241,7 +247,9 @@ class DecentralizedAverager:
     async def _start(self) -> None:
         compute_serially()
         swarm = self._make_swarm(self.prefix, DHTDirectory(self.dht.dht_node, self.prefix), self._rules)
-        donor = self._donor = StateDonor(
+        await swarm.start()
+        self._swarm = swarm
+        self._donor = StateDonor(
             self.dht.node,
             f"state/{self.prefix}",
             self._take_snapshot,
@@ -250,13 +258,6 @@ class DecentralizedAverager:
             allow=self._shares_state,
             priority=lambda: self.state_sharing_priority,
         )
-        try:
-            await swarm.start()
-        except BaseException:  # cancelled by shutdown(), too: a peer that did not start must not stay listed
-            swarm.stop()
-            donor.close()
-            raise
-        self._swarm = swarm
 
     def _make_swarm(self, run_id: str, directory: Directory, rules: Rules) -> Swarm:
         """This peer's part in the run of that name."""
@@ -541,12 +542,10 @@ class DecentralizedAverager:
         )
         return contribution
 
-    async def _average(
-        self, swarm: Swarm, control: StepControl, contribution: Contribution, deadline: float
-    ) -> Outcome:
-        self._joining = (control, contribution, swarm)
+    async def _average(self, swarm: Swarm, control: StepControl, given: Contribution, deadline: float) -> Outcome:
+        self._joining = (control, given, swarm)
         try:
-            return await swarm.average(contribution, deadline - asyncio.get_running_loop().time())
+            return await swarm.average(given, deadline - asyncio.get_running_loop().time())
         finally:
             self._joining = None
 
@@ -575,7 +574,7 @@ class DecentralizedAverager:
 
     async def _read(self) -> None:
         """Copy the averaged tensors to the host, unless they are there."""
-        if not self._on_host:
+        if self._vector.inputs is not self._memory:
             for host, tensor in zip(self._vector.inputs.flat, self._memory.flat, strict=True):
                 host.copy_(tensor)
 
@@ -673,11 +672,7 @@ class DecentralizedAverager:
 
 
 def snapshot_of(
-    tip: Tip,
-    data: Any,
-    tensors: Sequence[torch.Tensor],
-    compression: Compression = NoCompression(),  # noqa: B008
-    infos: Sequence[CompressionInfo] | None = None,
+    tip: Tip, data: Any, tensors: Sequence[torch.Tensor], compression: Compression, infos: Infos | None = None
 ) -> Snapshot:
     """A snapshot of plain data and tensors, to be sent with that compression. `infos` are the names and roles of the
     tensors, if there are any."""
@@ -685,14 +680,6 @@ def snapshot_of(
     memory.copy_from(tensors)
     layout = msgspec.msgpack.encode(memory.layout.to_wire())
     return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(data), plan_of(compression, memory.layout, infos))
-
-
-def _check_tensors(tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo] | None) -> None:
-    if infos is not None and [(i.shape, i.dtype) for i in infos] != [(tuple(t.shape), t.dtype) for t in tensors]:
-        raise ValueError("tensor_infos must have one for each of averaged_tensors, of its shape and dtype")
-    for index, tensor in enumerate(tensors):
-        if not tensor.is_floating_point():
-            raise ValueError(f"averaged_tensors[{index}] is of {tensor.dtype}: only floating point can be averaged")
 
 
 def _done(result: T) -> Future[T]:

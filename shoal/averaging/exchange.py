@@ -274,7 +274,7 @@ class Vector:
         infos: Sequence[CompressionInfo] | None = None,
         inputs: FlatBuffer | None = None,
     ) -> None:
-        self.layout, self.outputs = layout, FlatBuffer(layout)
+        self.layout, self.sizes, self.outputs = layout, layout.sizes, FlatBuffer(layout)
         self.inputs = FlatBuffer(layout) if inputs is None else inputs
         self._codecs = plan_of(compression, layout, infos)
 

@@ -96,7 +96,7 @@ class PowerSGDGradientAverager(GradientAverager):
         self._left = Vector(Layout.of(lefts).on("cpu"), self._compression)
         self._right = Vector(Layout.of([*rights, *plain]).on("cpu"), self._compression)
         self._qs, self._errors = self._first()
-        self._rules = dataclasses.replace(self._rules, sizes=self._left.layout.sizes)
+        self._rules = dataclasses.replace(self._rules, sizes=self._left.sizes)
         if start:
             self.run_in_background()
 
@@ -186,9 +186,7 @@ class PowerSGDGradientAverager(GradientAverager):
 
     def _second_run(self, begin: Begin) -> contextlib.AbstractAsyncContextManager[Swarm]:
         """The run in which the members of a round make another."""
-        rules = dataclasses.replace(
-            self._rules, sizes=self._right.layout.sizes, target_group=len(begin.members), min_group=1
-        )
+        rules = dataclasses.replace(self._rules, sizes=self._right.sizes, target_group=len(begin.members), min_group=1)
         return self._runs.joined(f"{self.prefix}/{begin.round.hex()}", Unlisted(), rules, members=begin.members)
 
     def _common_qs(self, begin: Begin) -> Tensors:

@@ -187,7 +187,7 @@ class Swarm:
     async def start(
         self, *, tip: Tip | None = None, members: Iterable[Member] = (), ballot: Ballot | None = None
     ) -> None:
-        """Serve, be listed, and meet the members that are there.
+        """Serve, be listed, and meet the members that are there. A peer whose start fails has stopped.
 
         Args:
             tip: the state that this peer is at; None: the beginning of the run.
@@ -203,7 +203,11 @@ class Swarm:
         self.peer.settle(self._now())
         self._stop_listening = self.node.on_lost(lambda peer, reason: self._lost(peer.key))
         self.node.serve(self.service, self._handle)
-        await self.contacts.start()
+        try:
+            await self.contacts.start()
+        except BaseException:  # cancelled, too: a peer that did not start must not stay listed
+            self.stop()
+            raise
         self._tasks = [self.node.spawn(self._keep_looking())]
 
     def stop(self) -> None:

@@ -208,7 +208,9 @@ class _Download:
                 self._ask_offers()
                 while True:
                     manifest, holders = await self._choice()
-                    if not await self._is_reserved(manifest.tip, holders):
+                    reserve = self.reserve if self._stale < MAX_STALE else None
+                    if reserve is not None and not await reserve(manifest.tip, holders):
+                        self._stale += 1
                         self._ask_offers()
                     elif (downloaded := await self._download(manifest, holders)) is not None:
                         return downloaded
@@ -288,12 +290,6 @@ class _Download:
             or (2 * most > left and len(priorities) == 1)
             or (bool(self._offers) and now() >= self._waiting_until)
         )
-
-    async def _is_reserved(self, tip: Tip, holders: Sequence[PeerID]) -> bool:
-        if self.reserve is None or self._stale == MAX_STALE or await self.reserve(tip, holders):
-            return True
-        self._stale += 1
-        return False
 
     # -- its chunks
 

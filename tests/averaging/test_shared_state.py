@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shoal.averaging.averager import snapshot_of
+from shoal.compression import NoCompression
 from shoal.transfer.donor import Snapshot
 from shoal.transfer.manifest import BufferShape, Manifest
 from shoal.transfer.transfer import Downloaded
@@ -25,7 +26,7 @@ def downloaded(snapshot: Snapshot, buffers: Sequence[torch.Tensor], layout: byte
 
 def test_data_and_tensors_come_back() -> None:
     tensors = [torch.randn(3, 2), torch.randn(()), torch.randn(5).double()]
-    snapshot = snapshot_of(TIP, {"epoch": 3}, tensors)
+    snapshot = snapshot_of(TIP, {"epoch": 3}, tensors, NoCompression())
     state = downloaded(snapshot, snapshot.buffers, snapshot.layout)
     assert msgspec.msgpack.decode(state.scalars) == {"epoch": 3}
     loaded = state.tensors()
@@ -34,7 +35,7 @@ def test_data_and_tensors_come_back() -> None:
 
 @pytest.mark.parametrize("kind", ["fewer elements", "another dtype", "a buffer too few"])
 def test_a_layout_that_does_not_describe_the_buffers_is_refused(kind: str) -> None:
-    snapshot = snapshot_of(TIP, {}, [torch.randn(40), torch.randn(5).double()])
+    snapshot = snapshot_of(TIP, {}, [torch.randn(40), torch.randn(5).double()], NoCompression())
     first, second = snapshot.buffers
     buffers = {
         "fewer elements": [first[:8], second],
@@ -46,7 +47,7 @@ def test_a_layout_that_does_not_describe_the_buffers_is_refused(kind: str) -> No
 
 
 def test_a_layout_that_is_none_is_refused() -> None:
-    snapshot = snapshot_of(TIP, {}, [torch.randn(40)])
+    snapshot = snapshot_of(TIP, {}, [torch.randn(40)], NoCompression())
     for layout in (b"\xc1", msgspec.msgpack.encode([1, [["float32", [-4]]]])):
         damaged = downloaded(snapshot, snapshot.buffers, layout)
         with pytest.raises(ValueError):  # noqa: PT011
