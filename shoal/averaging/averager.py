@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
 import random
@@ -30,7 +29,6 @@ from shoal.compression import Compression, CompressionInfo, NoCompression
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.flat import FlatBuffer, Layout
-from shoal.p2p.identity import PeerID
 from shoal.swarm.directory import DHTDirectory, Directory
 from shoal.swarm.protocol.contribution import Contribution, Outcome, encode_gathered, told
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
@@ -105,6 +103,10 @@ class DecentralizedAverager:
             every member of the run is asked. There is no process that could be a daemon.)
 
     Attributes:
+        peer_id: this peer, as it is named in the result of `step`.
+        mode: the `Role` of this peer in a round.
+        total_size: the number of elements that are averaged.
+        schema_hash: 32 bytes, equal for averagers of tensors of the same shapes and dtypes in the same order.
         last_round: a `RoundReport` of the last step that succeeded, or None.
         state_sharing_priority: `load_state_from_peers` of other peers prefers peers with a higher one. 0 at first.
         tensor_infos: as given.
@@ -172,8 +174,10 @@ class DecentralizedAverager:
             chunk_elements=min(part_size_bytes // 4, largest_chunk(t.element_size() for t in averaged_tensors)),
             smallest_span=min_vector_size,
         )
-        self.dht, self.prefix = dht, prefix
+        self.dht, self.prefix, self.peer_id = dht, prefix, dht.peer_id
         self.client_mode, self.auxiliary, self.bandwidth = client_mode, auxiliary, bandwidth
+        self.mode = Role.CLIENT if client_mode else Role.AUXILIARY if auxiliary else Role.NODE
+        self.total_size, self.schema_hash = sum(map(torch.numel, averaged_tensors)), layout.schema_hash
         self.averaging_alpha, self.tensor_infos = averaging_alpha, tensor_infos
         self.min_matchmaking_time, self.shutdown_timeout = min_matchmaking_time, shutdown_timeout
         self.request_timeout = REQUEST_TIMEOUT if request_timeout is None else request_timeout
@@ -204,7 +208,6 @@ class DecentralizedAverager:
         self._state_compression = state_compression or NoCompression()
         self._shares_state = not client_mode and not auxiliary if allow_state_sharing is None else allow_state_sharing
         self._donor: StateDonor | None = None
-        self._snapshots = itertools.count()
         if start:
             self.run_in_background()
 
@@ -253,8 +256,7 @@ class DecentralizedAverager:
             self.dht.node,
             f"state/{self.prefix}",
             self._take_snapshot,
-            # The state may change at any time, so each snapshot has a tip of its own, and none is offered again.
-            lambda: Tip.genesis(f"{self.prefix} {next(self._snapshots)}"),
+            current_tip=lambda: None,  # the state may change at any time
             allow=self._shares_state,
             priority=lambda: self.state_sharing_priority,
         )
@@ -304,27 +306,7 @@ class DecentralizedAverager:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    # -- what it is
-
-    @property
-    def peer_id(self) -> PeerID:
-        """This peer, as it is named in the result of `step`."""
-        return self.dht.peer_id
-
-    @property
-    def mode(self) -> Role:
-        """The role of this peer in a round."""
-        return Role.CLIENT if self.client_mode else Role.AUXILIARY if self.auxiliary else Role.NODE
-
-    @property
-    def total_size(self) -> int:
-        """The number of elements that are averaged."""
-        return sum(tensor.numel() for tensor in self._tensors)
-
-    @property
-    def schema_hash(self) -> bytes:
-        """32 bytes, equal for averagers of tensors of the same shapes and dtypes in the same order."""
-        return self._vector.layout.schema_hash
+    # -- what may be changed
 
     @property
     def allow_state_sharing(self) -> bool:
@@ -488,10 +470,9 @@ class DecentralizedAverager:
                 if swarm is not self._swarm:
                     self._bits = next_bits(self._bits, outcome.begin, self.peer_id.key, self._rules.target_group)
                 return outcome
-            except (Rejected, Behind):
-                raise
             except AveragingError as error:
-                if not control.allow_retries or loop.time() >= deadline - 2 * RETRY_SECONDS:
+                final = isinstance(error, Rejected | Behind) or not control.allow_retries
+                if final or loop.time() >= deadline - 2 * RETRY_SECONDS:
                     raise
                 log.debug("%r: %s: trying again", self.peer_id, error)
             await asyncio.sleep(RETRY_SECONDS)

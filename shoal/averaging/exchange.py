@@ -29,7 +29,8 @@ class Exchange:
     """One member's side of the all-reduce of one round.
 
     Args:
-        book: what is owed to whom.
+        me: the key of this member.
+        begin: describes the round.
         inputs: flat 1-D CPU tensors, only read.
         outputs: of the same sizes and dtypes; they hold the average when `book.complete`.
         codecs: of all elements; equal at all members.
@@ -37,35 +38,29 @@ class Exchange:
         fault: called with a member that broke a rule, and the reason.
 
     Attributes:
-        book: as given.
+        book: what is owed to whom.
         progressed: a counter that grows with everything that arrives.
+
+    Raises:
+        RuleBroken: if the plan of the round does not fit the vector.
     """
 
-    def __init__(self, book: Book, inputs: Flat, outputs: Flat, codecs: CodecPlan, send: SendTo, fault: Fault) -> None:
-        self.book, self.progressed = book, 0
-        self._inputs, self._outputs = inputs, outputs
-        self._codecs = [codecs.codec_of(chunk.buffer, chunk.start, chunk.stop) for chunk in book.chunks]
-        self._send, self._fault = send, fault
-        self._started = False
-        self._expected = Expected(Leases())  # output memory in which chunks of others are received
-        self._payloads: dict[int, dict[bytes, memoryview]] = {}
-
-    @classmethod
-    def of(
-        cls, me: bytes, begin: Begin, inputs: Flat, outputs: Flat, codecs: CodecPlan, send: SendTo, fault: Fault
-    ) -> Exchange:
-        """The exchange of the round that `begin` describes.
-
-        Raises:
-            RuleBroken: if its plan does not fit the vector.
-        """
+    def __init__(
+        self, me: bytes, begin: Begin, inputs: Flat, outputs: Flat, codecs: CodecPlan, send: SendTo, fault: Fault
+    ) -> None:
         try:
             chunks = chunk_table([tensor.numel() for tensor in inputs], begin.chunk_elements)
         except ValueError as error:
             raise RuleBroken(str(error)) from error
         if begin.starts[-1] != len(chunks):
             raise RuleBroken(f"BEGIN divides {begin.starts[-1]} chunks; the vector has {len(chunks)}")
-        return cls(Book(me, begin, chunks), inputs, outputs, codecs, send, fault)
+        self.book, self.progressed = Book(me, begin, chunks), 0
+        self._inputs, self._outputs = inputs, outputs
+        self._codecs = [codecs.codec_of(chunk.buffer, chunk.start, chunk.stop) for chunk in chunks]
+        self._send, self._fault = send, fault
+        self._started = False
+        self._expected = Expected(Leases())  # output memory in which chunks of others are received
+        self._payloads: dict[int, dict[bytes, memoryview]] = {}
 
     def start(self, weight: float, leases: Leases) -> None:
         """Send the first parts, and reduce the chunks that are ready. Before this call the input is not read, and the
@@ -280,7 +275,7 @@ class Vector:
 
     def open(self, me: bytes, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
         """The exchange of a round of this vector."""
-        return Exchange.of(me, begin, self.inputs.flat, self.outputs.flat, self._codecs, send, fault)
+        return Exchange(me, begin, self.inputs.flat, self.outputs.flat, self._codecs, send, fault)
 
 
 def plan_of(compression: Compression, layout: Layout, infos: Sequence[CompressionInfo] | None) -> CodecPlan:

@@ -110,7 +110,8 @@ class StateDonor:
         service_name: the same at donors and newcomers, and unlike that of any other service of the node.
         take_snapshot: makes a consistent copy of the state, encoded (see `encoded`), best in a thread of its own. It
             may raise `Refused` with the reason why there is none now.
-        current_tip: the name of the state that `take_snapshot` would copy.
+        current_tip: the name of the state that `take_snapshot` would copy; None if it has no name, and so no snapshot
+            is offered twice.
         allow: whether newcomers are served at all; may be changed later.
         priority: of this state among those of others, when it is asked for.
     """
@@ -120,7 +121,7 @@ class StateDonor:
         node: Node,
         service_name: str,
         take_snapshot: Callable[[], Awaitable[EncodedState]],
-        current_tip: Callable[[], Tip],
+        current_tip: Callable[[], Tip | None],
         allow: bool = True,
         priority: Callable[[], float] = lambda: 0.0,
     ) -> None:

@@ -193,7 +193,6 @@ class _Download:
     _dropped: dict[PeerID, str] = field(init=False, default_factory=dict)
     _withheld: set[PeerID] = field(init=False, default_factory=set)
     _unwanted: set[PeerID] = field(init=False, default_factory=set)
-    _stale: int = field(init=False, default=0)  # offers that were given up
     _fetch: _Fetch | None = field(init=False, default=None)
     _movements: dict[PeerID, Movement] = field(init=False, default_factory=dict)
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
@@ -205,12 +204,13 @@ class _Download:
         """See `download_state`."""
         try:
             async with asyncio.timeout(self.timeout) as self._patience:
+                stale = 0  # offers that were given up
                 self._ask_offers()
                 while True:
                     manifest, holders = await self._choice()
-                    reserve = self.reserve if self._stale < MAX_STALE else None
+                    reserve = self.reserve if stale < MAX_STALE else None
                     if reserve is not None and not await reserve(manifest.tip, holders):
-                        self._stale += 1
+                        stale += 1
                         self._ask_offers()
                     elif (downloaded := await self._download(manifest, holders)) is not None:
                         return downloaded

@@ -104,7 +104,7 @@ class Trainer:
         peer = self.peer
 
         def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
-            return Exchange.of(peer.key, begin, [peer.vector], [peer.output], codecs_of([peer.vector]), send, fault)
+            return Exchange(peer.key, begin, [peer.vector], [peer.output], codecs_of([peer.vector]), send, fault)
 
         outcome = await peer.swarm.average(Contribution(samples, open_exchange, tip=self.tip), patience)
         self.outcomes.append(outcome)
