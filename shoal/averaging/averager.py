@@ -484,7 +484,8 @@ class DecentralizedAverager:
             raise AveragingError(SHUT_DOWN)
         if not self._bits:
             return contextlib.nullcontext(self._swarm)
-        return self._runs.listed(f"{self.prefix}.0b{self._bits}", self.dht.dht_node, self._rules)
+        name = f"{self.prefix}.0b{self._bits}"
+        return self._runs.joined(name, DHTDirectory(self.dht.dht_node, name), self._rules)
 
     async def _aggregate(self, swarm: Swarm, control: StepControl, hold: Hold, deadline: float) -> Outcome:
         """Join a round of the run, and write its result to the tensors. Subclasses may average otherwise."""

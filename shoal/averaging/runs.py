@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from shoal.dht.node import DHTNode
 from shoal.dht.records import get_dht_time
 from shoal.swarm.directory import DHTDirectory, Directory
 from shoal.swarm.protocol.messages import Begin
@@ -26,38 +25,30 @@ class Runs:
     def __init__(self, make: Callable[[str, Directory, Rules], Swarm]) -> None:
         self._make = make
         self._past: list[Swarm] = []
-        self._tips: dict[str, Tip] = {}  # where this peer left the runs that it may join again
+        self._tips: dict[str, Tip] = {}  # at which this peer left the runs that it may join again
 
     @contextlib.asynccontextmanager
     async def joined(
-        self, run_id: str, directory: Directory, rules: Rules, tip: Tip | None = None, members: Iterable[Member] = ()
+        self, run_id: str, directory: Directory, rules: Rules, members: Iterable[Member] = ()
     ) -> AsyncIterator[Swarm]:
-        """Within, this peer is in that run.
+        """Within, this peer is in that run. In a run that the DHT lists, it continues from the state at which it left
+        the run the last time.
 
         Args:
             run_id, directory, rules: see `Swarm`.
-            tip: where this peer left the run the last time; None: its beginning.
             members: that are in the run, too.
         """
         swarm = self._make(run_id, directory, rules)
         # Members of such a run forget what they followed when they leave it. Ballots continue from the clock, so that
         # no round has the name of an earlier one, whose messages may still arrive.
-        await swarm.start(tip=tip, members=members, ballot=Ballot(int(get_dht_time() * 1000), bytes(32)))
+        ballot = Ballot(int(get_dht_time() * 1000), bytes(32))
+        await swarm.start(tip=self._tips.get(run_id), members=members, ballot=ballot)
         try:
             yield swarm
         finally:
             swarm.retire()
             self._past.append(swarm)
-
-    @contextlib.asynccontextmanager
-    async def listed(self, run_id: str, dht: DHTNode, rules: Rules) -> AsyncIterator[Swarm]:
-        """Within, this peer is in that run, whose members find each other in the DHT. It continues from the state at
-        which it left the run the last time."""
-        directory = DHTDirectory(dht, run_id)
-        async with self.joined(run_id, directory, rules, self._tips.get(run_id)) as swarm:
-            try:
-                yield swarm
-            finally:
+            if isinstance(directory, DHTDirectory):
                 self._tips[run_id] = swarm.tip
                 swarm.node.spawn(directory.withdraw(swarm.me))
 

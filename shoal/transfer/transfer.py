@@ -341,11 +341,8 @@ class _Download:
     def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self.node.spawn(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._changed.set()
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._changed.set())
 
     async def _event(self, until: float | None) -> None:
         """Wait until a task has ended, at most until that time."""
