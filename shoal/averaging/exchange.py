@@ -187,8 +187,8 @@ class Exchange:
                 self._expect(chunk, owner, Carries.RESULT)
 
     def _check_size(self, chunk: int, data: memoryview) -> None:
-        out = self._slice(self._outputs, chunk)
-        expected = self._codecs[chunk].encoded_nbytes(out.numel(), out.dtype)
+        span = self.book.chunks[chunk]
+        expected = self._codecs[chunk].encoded_nbytes(span.stop - span.start, self._outputs[span.buffer].dtype)
         if data.nbytes != expected:
             raise RuleBroken(f"chunk {chunk} came as {data.nbytes} bytes instead of {expected}")
 
