@@ -14,7 +14,6 @@ import random
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
@@ -22,10 +21,10 @@ import msgspec
 import torch
 
 from shoal.averaging.control import AveragingStage, Gathered, Hold, RoundReport, StepControl, check_weight
-from shoal.averaging.exchange import Vector, compute_serially, plan_of
+from shoal.averaging.exchange import Infos, Vector, compute_serially, plan_of
 from shoal.averaging.options import described, term_of
 from shoal.averaging.runs import Runs, next_bits
-from shoal.compression import Compression, CompressionInfo, NoCompression
+from shoal.compression import Compression, NoCompression
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.flat import FlatBuffer, Layout
@@ -45,7 +44,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 State = tuple[Any, list[torch.Tensor]]
-Infos = Sequence[CompressionInfo]
 
 DEFAULT_TIMEOUT = 60.0  # of a step, in seconds beyond the time at which it is scheduled
 REQUEST_TIMEOUT = 10.0
@@ -252,13 +250,10 @@ class DecentralizedAverager:
         swarm = self._make_swarm(self.prefix, DHTDirectory(self.dht.dht_node, self.prefix), self._rules)
         await swarm.start()
         self._swarm = swarm
+        node, name, allow = self.dht.node, f"state/{self.prefix}", self._shares_state
+        # The state may change at any time, so it has no name, and no snapshot is offered twice.
         self._donor = StateDonor(
-            self.dht.node,
-            f"state/{self.prefix}",
-            self._take_snapshot,
-            current_tip=lambda: None,  # the state may change at any time
-            allow=self._shares_state,
-            priority=lambda: self.state_sharing_priority,
+            node, name, self._take_snapshot, lambda: None, allow, priority=lambda: self.state_sharing_priority
         )
 
     def _make_swarm(self, run_id: str, directory: Directory, rules: Rules) -> Swarm:
@@ -477,7 +472,7 @@ class DecentralizedAverager:
                 log.debug("%r: %s: trying again", self.peer_id, error)
             await asyncio.sleep(RETRY_SECONDS)
 
-    def _run_of_step(self) -> AbstractAsyncContextManager[Swarm]:
+    def _run_of_step(self) -> contextlib.AbstractAsyncContextManager[Swarm]:
         """The run in which this peer averages: that of its group bits."""
         self._runs.forget()
         if self._swarm is None:
@@ -513,15 +508,9 @@ class DecentralizedAverager:
             if await hold.take():
                 await fill()
 
-        contribution = Contribution(
-            control.weight,
-            partial(vector.open, self.peer_id.key),
-            max(0.0, control.scheduled_time - get_dht_time()),
-            prepare,
-            control.data_for_gather,
-            excused=lambda: not control.triggered,
-            tip=control.tip,
-        )
+        open, patience = partial(vector.open, self.peer_id.key), max(0.0, control.scheduled_time - get_dht_time())
+        contribution = Contribution(control.weight, open, patience, prepare, control.data_for_gather, tip=control.tip)
+        contribution.excused = lambda: not control.triggered
         return contribution
 
     async def _average(self, swarm: Swarm, control: StepControl, given: Contribution, deadline: float) -> Outcome:

@@ -23,6 +23,7 @@ from shoal.swarm.protocol.messages import Begin, Carries, Part, Repair, Result, 
 from shoal.swarm.protocol.plan import chunk_table
 
 Flat = Sequence[torch.Tensor]
+Infos = Sequence[CompressionInfo]
 
 
 class Exchange:
@@ -263,11 +264,7 @@ class Vector:
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        compression: Compression,
-        infos: Sequence[CompressionInfo] | None = None,
-        inputs: FlatBuffer | None = None,
+        self, layout: Layout, compression: Compression, infos: Infos | None = None, inputs: FlatBuffer | None = None
     ) -> None:
         self.layout, self.sizes, self.outputs = layout, layout.sizes, FlatBuffer(layout)
         self.inputs = FlatBuffer(layout) if inputs is None else inputs
@@ -278,7 +275,7 @@ class Vector:
         return Exchange(me, begin, self.inputs.flat, self.outputs.flat, self._codecs, send, fault)
 
 
-def plan_of(compression: Compression, layout: Layout, infos: Sequence[CompressionInfo] | None) -> CodecPlan:
+def plan_of(compression: Compression, layout: Layout, infos: Infos | None) -> CodecPlan:
     """The codecs of a layout, whose tensors have these names, roles and kinds."""
     if infos is None:
         return plan_codecs(compression, layout)

@@ -285,11 +285,9 @@ class _Download:
         left = len(self.donors) - len(self._dropped)
         most = max(Counter(manifest.id for manifest, _ in self._offers.values()).values(), default=0)
         priorities = {priority for _, priority in self._offers.values()}
-        return (
-            len(self._offers) == left
-            or (2 * most > left and len(priorities) == 1)
-            or (bool(self._offers) and now() >= self._waiting_until)
-        )
+        if self._offers and now() >= self._waiting_until:
+            return True
+        return len(self._offers) == left or (2 * most > left and len(priorities) == 1)
 
     # -- its chunks
 
