@@ -201,8 +201,8 @@ class Swarm:
         if ballot is not None:
             self.peer.participant.heard_of(ballot)
         self.peer.settle(self._now())
-        self._stop_listening = self.node.on_lost(lambda peer, reason: self._lost(peer.key))
         self.node.serve(self.service, self._handle)
+        self._stop_listening = self.node.on_lost(lambda peer, reason: self._lost(peer.key))
         try:
             await self.contacts.start()
         except BaseException:  # cancelled, too: a peer that did not start must not stay listed
