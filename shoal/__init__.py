@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from shoal import compression as compression
     from shoal.averaging.averager import DecentralizedAverager as DecentralizedAverager
     from shoal.averaging.control import AveragingStage as AveragingStage
+    from shoal.averaging.control import RoundReport as RoundReport
     from shoal.averaging.control import StepControl as StepControl
-    from shoal.averaging.report import RoundReport as RoundReport
     from shoal.dht.dht import DHT as DHT
     from shoal.dht.records import ValueWithExpiration as ValueWithExpiration
     from shoal.dht.records import get_dht_time as get_dht_time
@@ -65,7 +65,7 @@ _HOMES = {
     "PowerSGDGradientAverager": "shoal.optim.power_sgd_averager",
     "ProgressTracker": "shoal.optim.progress_tracker",
     "QHM": "shoal.functional.qhm_optimizer",
-    "RoundReport": "shoal.averaging.report",
+    "RoundReport": "shoal.averaging.control",
     "StepControl": "shoal.averaging.control",
     "TrainingStateAverager": "shoal.optim.state_averager",
     "ValueWithExpiration": "shoal.dht.records",

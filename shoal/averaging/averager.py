@@ -1,37 +1,36 @@
-"""The public face of a round: tensors that peers average whenever they call `step`."""
+"""The averager that users hold: tensors that peers average whenever they call `step`.
+
+A step waits for its turn, joins a round of the run (of the run that its group bits name, if there are any), and tries
+again if the round fails. The trainer's thread calls the public methods; the coroutines are on the reactor.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
+import math
 import random
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, Literal, overload
+from functools import partial
+from typing import Any, Literal, TypeVar, overload
 
+import msgspec
 import torch
 
-from shoal.averaging.control import Gathered, StepControl
-from shoal.averaging.exchange import compute_serially
-from shoal.averaging.options import (
-    check_bits,
-    check_group,
-    check_role,
-    check_tensors,
-    check_weight_of_role,
-    described,
-    term_of,
-)
-from shoal.averaging.shared_state import snapshot_of, state_of
-from shoal.averaging.stepping import Stepping
-from shoal.compression import Compression, CompressionInfo, NoCompression
+from shoal.averaging.control import AveragingStage, Gathered, Hold, RoundReport, StepControl, check_weight
+from shoal.averaging.exchange import Infos, Vector, compute_serially, plan_of
+from shoal.averaging.options import described, term_of
+from shoal.averaging.runs import Runs, next_bits
+from shoal.compression import Compression, NoCompression
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
+from shoal.flat import FlatBuffer, Layout
 from shoal.swarm.directory import DHTDirectory, Directory
-from shoal.swarm.protocol.contribution import encode_gathered
-from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.contribution import Contribution, Outcome, encode_gathered, told
+from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.messages import Terms
 from shoal.swarm.protocol.plan import largest_chunk
 from shoal.swarm.protocol.rules import Rules
@@ -43,15 +42,19 @@ from shoal.transfer.transfer import Downloaded, NothingShared, download_state
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 State = tuple[Any, list[torch.Tensor]]
 
 DEFAULT_TIMEOUT = 60.0  # of a step, in seconds beyond the time at which it is scheduled
 REQUEST_TIMEOUT = 10.0
+HOLD_SECONDS = 1.0  # that a result waits at least for the tensors
+RETRY_SECONDS = 0.05  # after a round that failed, so that rounds that fail at once do not keep the reactor busy
 NOT_STARTED = "this averager was not started, or was shut down"
+SHUT_DOWN = "the averager was shut down"
 
 
-class DecentralizedAverager(Stepping):
-    """Averages tensors with whichever peers call `step` at about the same time. All methods are synchronous.
+class DecentralizedAverager:
+    """Averages tensors with the peers that call `step` at about the same time. All methods are synchronous.
 
     The given tensors move into flat memory (`tensor.data` becomes a view of it), where rounds read and write them.
 
@@ -64,44 +67,53 @@ class DecentralizedAverager(Stepping):
         averaged_tensors: floating point tensors of any shapes; the same shapes and dtypes, in the same order, on all
             peers.
         dht: this peer's place in the DHT, started.
-        start: be reachable right away; else call `run_in_background`.
-        prefix: names the run: averagers of one prefix meet.
-        target_group_size: begin a round as soon as so many have joined, and never with more; None: whoever is there.
+        start: become reachable at once; otherwise call `run_in_background`.
+        prefix: the name of the run: averagers of one prefix meet.
+        target_group_size: begin a round as soon as this many peers have joined, and never with more; None: with all
+            that are known.
         min_group_size: never begin with fewer.
-        initial_group_bits: "0"s and "1"s. If there are any, a step averages with those who have the same bits only, and
-            its round moves the bits on by this peer's place in the group. So the averages of groups of
-            `target_group_size` M out of M**d peers spread to all peers in d rounds (Moshpit SGD).
-        min_matchmaking_time: at most so many seconds are waited for members that are known and have not joined. (The
-            reference waits at least so long; here a round begins as soon as all have joined.)
-        request_timeout: seconds that whoever coordinates may take to answer; 10 when None.
-        averaging_alpha: tensors become alpha * average + (1 - alpha) * what they were. With another number than 1 they
-            are not the same bits on all members.
-        part_size_bytes: of what is sent and reduced at a time, as float32 before compression; from 16 KiB to 4 MiB.
-        allreduce_timeout: seconds without any progress after which a round is given up; 60 when None. Does not count
-            while a member waits for its trigger.
+        initial_group_bits: "0"s and "1"s. If there are any, a step averages only with peers of the same bits, and its
+            round changes the bits by this peer's place in the group. So the averages of groups of `target_group_size` M
+            out of M**d peers spread to all peers in d rounds (Moshpit SGD).
+        min_matchmaking_time: the longest time in seconds to wait for members that are known and have not joined. (In
+            hivemind it is the shortest time; here a round begins as soon as all have joined.)
+        request_timeout: seconds that the coordinator may take to answer; 10 when None.
+        averaging_alpha: tensors become alpha * average + (1 - alpha) * their values before. With another number than 1
+            they are not the same bits on all members.
+        part_size_bytes: the size of what is sent and reduced at a time, as float32 before compression; from 16 KiB to
+            4 MiB.
+        allreduce_timeout: seconds without any progress after which a round is given up; 60 when None. The time in which
+            a member waits for its trigger does not count.
         next_chunk_timeout: seconds without a sign of life after which a member that holds up a round is left out; 15
             when None.
-        sender_timeout: the same of members that owe parts; `next_chunk_timeout` when None.
-        reducer_timeout: the same of members that owe averages; twice `sender_timeout` when None.
-        compression: how chunks travel; must be equal on all peers.
+        sender_timeout: the same for members that owe parts; `next_chunk_timeout` when None.
+        reducer_timeout: the same for members that owe averages; twice `sender_timeout` when None.
+        compression: how chunks travel; equal on all peers.
         state_compression: how `load_state_from_peers` sends tensors.
         tensor_infos: name and role of each tensor, for a `compression` that chooses by them; equal on all peers.
-        bandwidth: how much this peer can carry, in any unit that all peers share; its part of the reducing is in
-            proportion.
+        bandwidth: of this peer, in any unit that all peers share. A peer reduces in proportion to it.
         min_vector_size: members that would reduce fewer elements than this reduce none.
-        client_mode: never listen and reduce nothing, but get the exact average; None: as the DHT.
+        client_mode: never listen and reduce nothing, but get the exact average; by default as the DHT.
         auxiliary: only reduce: lend bandwidth, contribute and receive nothing.
-        allow_state_sharing: answer `load_state_from_peers` of others; by default nodes do.
+        allow_state_sharing: answer `load_state_from_peers` of other peers; by default only nodes do.
         shutdown_timeout: seconds that `shutdown` waits for the round that is under way to end.
-        declare_state_period, daemon: accepted and without effect. The reference lists donors in the DHT ever so often;
-            here every member of the run is asked. There is no process that could be a daemon.
+        declare_state_period, daemon: accepted, and without effect. (hivemind lists donors in the DHT periodically; here
+            every member of the run is asked. There is no process that could be a daemon.)
 
     Attributes:
+        peer_id: this peer, as it is named in the result of `step`.
+        mode: the `Role` of this peer in a round.
+        total_size: the number of elements that are averaged.
+        schema_hash: 32 bytes, equal for averagers of tensors of the same shapes and dtypes in the same order.
         last_round: a `RoundReport` of the last step that succeeded, or None.
-        state_sharing_priority: `load_state_from_peers` of others prefers peers with more. 0 at first.
+        state_sharing_priority: `load_state_from_peers` of other peers prefers peers with a higher one. 0 at first.
         tensor_infos: as given.
+        in_step: whether all members make their steps together. Then a member that misses a round fetches its result;
+            otherwise it joins the next one.
 
-    Raises ValueError if a tensor is not of floating point, shares memory with another, or if the options contradict.
+    Raises:
+        ValueError: if a tensor is not of floating point or shares memory with another, or if options contradict each
+            other.
     """
 
     def __init__(
@@ -124,7 +136,7 @@ class DecentralizedAverager(Stepping):
         reducer_timeout: float | None = None,
         compression: Compression | None = None,
         state_compression: Compression | None = None,
-        tensor_infos: Sequence[CompressionInfo] | None = None,
+        tensor_infos: Infos | None = None,
         bandwidth: float | None = None,
         min_vector_size: int = 0,
         auxiliary: bool = False,
@@ -135,14 +147,24 @@ class DecentralizedAverager(Stepping):
         shutdown_timeout: float = 5.0,
     ) -> None:
         client_mode = dht.client_mode if client_mode is None else client_mode
-        check_role(client_mode, auxiliary, bandwidth)
-        check_group(target_group_size, min_group_size)
-        check_bits(initial_group_bits)
-        check_tensors(averaged_tensors, tensor_infos)
+        if client_mode and auxiliary:
+            raise ValueError("an auxiliary averager lends bandwidth, and a client has none to lend: choose one of both")
+        if bandwidth is not None and not 0 <= bandwidth < math.inf:
+            raise ValueError(f"bandwidth={bandwidth}: give a number that is not negative")
+        if target_group_size is not None and target_group_size < min_group_size:
+            raise ValueError(f"target_group_size={target_group_size} is less than min_group_size={min_group_size}")
         if not 0 < averaging_alpha <= 1:
             raise ValueError(f"averaging_alpha={averaging_alpha}: give a number over 0 and at most 1")
-        rules = Rules(
-            sizes=(),  # until the vector is made
+        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in averaged_tensors]
+        if tensor_infos is not None and [(info.shape, info.dtype) for info in tensor_infos] != shapes:
+            raise ValueError("tensor_infos must have one for each of averaged_tensors, of its shape and dtype")
+        for index, (_, dtype) in enumerate(shapes):
+            if not dtype.is_floating_point:
+                raise ValueError(f"averaged_tensors[{index}] is of {dtype}: only floating point can be averaged")
+        self.set_group_bits(initial_group_bits)
+        layout = Layout.of(averaged_tensors).on("cpu")
+        self._rules = Rules(
+            sizes=layout.sizes,
             matchmaking_time=min_matchmaking_time,
             round_timeout=60.0 if allreduce_timeout is None else allreduce_timeout,
             min_group=min_group_size,
@@ -150,23 +172,21 @@ class DecentralizedAverager(Stepping):
             chunk_elements=min(part_size_bytes // 4, largest_chunk(t.element_size() for t in averaged_tensors)),
             smallest_span=min_vector_size,
         )
-        super().__init__(
-            averaged_tensors,
-            dht,
-            prefix,
-            rules,
-            compression=compression if compression is not None else NoCompression(),
-            infos=tensor_infos,
-            auxiliary=auxiliary,
-            averaging_alpha=averaging_alpha,
-            group_bits=initial_group_bits,
-        )
-        self.client_mode, self.bandwidth = client_mode, bandwidth
+        self.dht, self.prefix, self.peer_id = dht, prefix, dht.peer_id
+        self.client_mode, self.auxiliary, self.bandwidth = client_mode, auxiliary, bandwidth
+        self.mode = Role.CLIENT if client_mode else Role.AUXILIARY if auxiliary else Role.NODE
+        self.total_size, self.schema_hash = sum(map(torch.numel, averaged_tensors)), layout.schema_hash
+        self.averaging_alpha, self.tensor_infos = averaging_alpha, tensor_infos
         self.min_matchmaking_time, self.shutdown_timeout = min_matchmaking_time, shutdown_timeout
         self.request_timeout = REQUEST_TIMEOUT if request_timeout is None else request_timeout
-        self.state_sharing_priority, self.tensor_infos = 0.0, tensor_infos
-        self._shares_state = not client_mode and not auxiliary if allow_state_sharing is None else allow_state_sharing
-        self._state_compression = state_compression if state_compression is not None else NoCompression()
+        self.state_sharing_priority, self.in_step = 0.0, False
+        self.last_round: RoundReport | None = None
+        self.lock_averaged_tensors = threading.Lock()
+        self._tensors = tuple(averaged_tensors)
+        self._memory = FlatBuffer.adopt(self._tensors)
+        self._compression = compression or NoCompression()
+        on_host = self._memory.layout == layout
+        self._vector = Vector(layout, self._compression, tensor_infos, self._memory if on_host else None)
         names = [info.key if isinstance(info.key, str) else "" for info in tensor_infos or ()]
         self._place = Place(
             role=self.mode,
@@ -178,18 +198,24 @@ class DecentralizedAverager(Stepping):
             tensors=[described("averaged_tensors", self._tensors, names)],
         )
         self._starting: Future[None] | None = None  # from start to shutdown
+        self._swarm: Swarm | None = None  # of the run, from start to shutdown
+        self._runs = Runs(self._make_swarm)
+        self._turn = asyncio.Lock()  # one step at a time: steps share the memory, and this peer's place in a round
+        self._joining: tuple[StepControl, Contribution, Swarm] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._state_compression = state_compression or NoCompression()
+        self._shares_state = not client_mode and not auxiliary if allow_state_sharing is None else allow_state_sharing
         self._donor: StateDonor | None = None
-        self._snapshots = itertools.count()
         if start:
             self.run_in_background()
 
     # -- life
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        """Be reachable: be listed in the DHT, and meet the members that are there.
+        """Become reachable: be listed in the DHT, and meet the members that are there.
 
         Args:
-            await_ready: wait until that is done; else before the first step.
+            await_ready: wait until that is done; otherwise the first step waits.
             timeout: of that wait, see `wait_until_ready`.
         """
         if self._starting is None:
@@ -198,15 +224,23 @@ class DecentralizedAverager(Stepping):
             self.wait_until_ready(timeout)
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until this averager is reachable, at most `timeout` seconds. Raises RuntimeError if it was not started,
-        or was shut down; TimeoutError, which ends the waiting only; and what has ended the start."""
+        """Wait until this averager is reachable.
+
+        Args:
+            timeout: the longest time to wait, in seconds.
+
+        Raises:
+            RuntimeError: if it was not started, or was shut down.
+            TimeoutError: after `timeout`; the start continues.
+            Exception: what has ended the start. It may be tried again.
+        """
         if (starting := self._starting) is None:
             raise RuntimeError(NOT_STARTED)
         try:
             starting.result(timeout)
         except CancelledError:
             raise RuntimeError(NOT_STARTED) from None
-        except BaseException:  # whatever ended the start, which may be tried again
+        except BaseException:  # whatever ended the start
             if starting.done() and self._starting is starting:
                 self._starting = None
             raise
@@ -214,45 +248,35 @@ class DecentralizedAverager(Stepping):
     async def _start(self) -> None:
         compute_serially()
         swarm = self._make_swarm(self.prefix, DHTDirectory(self.dht.dht_node, self.prefix), self._rules)
-        donor = self._donor = StateDonor(
-            self.dht.node,
-            f"state/{self.prefix}",
-            self._take_snapshot,
-            # What is shared may change at any time, so no snapshot that was taken before is offered again.
-            lambda: Tip.genesis(f"{self.prefix} {next(self._snapshots)}"),
-            allow=self._shares_state,
-            priority=lambda: self.state_sharing_priority,
-        )
-        try:
-            await swarm.start()
-        except BaseException:  # cancelled by shutdown(), too: who did not start must not stay listed
-            swarm.stop()
-            donor.close()
-            raise
+        await swarm.start()
         self._swarm = swarm
+        node, name, allow = self.dht.node, f"state/{self.prefix}", self._shares_state
+        # The state may change at any time, so it has no name, and no snapshot is offered twice.
+        self._donor = StateDonor(
+            node, name, self._take_snapshot, lambda: None, allow, priority=lambda: self.state_sharing_priority
+        )
 
     def _make_swarm(self, run_id: str, directory: Directory, rules: Rules) -> Swarm:
+        """This peer's part in the run of that name."""
         addresses = self.dht.dht_node.visible_addresses()
         terms = Terms(self.agreed_options(), self.schema_hash)
         return Swarm(self.dht.node, addresses, directory, run_id, terms, rules, self._place)
 
     def agreed_options(self) -> dict[str, str]:
         """The options that must be equal on all peers, as they compare them."""
-        return {
-            "compression": term_of(self._compression.spec),
-            "target_group_size": str(self._rules.target_group),
-        }
+        compression, group_size = term_of(self._compression.spec), str(self._rules.target_group)
+        return {"compression": compression, "target_group_size": group_size}
 
     def is_alive(self) -> bool:
         """Whether this averager is reachable."""
         return self._starting is not None and self._swarm is not None
 
     def shutdown(self) -> None:
-        """Leave the run; a step that is under way fails. The DHT stays. Calling it again does nothing."""
+        """Leave the run. A step that is under way fails. The DHT stays. Calling this again does nothing."""
         starting, self._starting = self._starting, None
         if starting is None:
             return
-        starting.cancel()  # no effect on one that is done
+        starting.cancel()  # without effect on a start that is done
         if not self.dht.is_alive():
             self._swarm = None
             return
@@ -260,7 +284,7 @@ class DecentralizedAverager(Stepping):
         async def stop() -> None:
             swarm, self._swarm = self._swarm, None
             if swarm is None:
-                return  # it was starting, and has been told to end that
+                return  # it was starting, and the start is cancelled
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -277,26 +301,11 @@ class DecentralizedAverager(Stepping):
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    # -- what it is
-
-    @property
-    def mode(self) -> Role:
-        """What this peer does in a round."""
-        return Role.CLIENT if self.client_mode else Role.AUXILIARY if self.auxiliary else Role.NODE
-
-    @property
-    def total_size(self) -> int:
-        """How many numbers are averaged."""
-        return sum(tensor.numel() for tensor in self._tensors)
-
-    @property
-    def schema_hash(self) -> bytes:
-        """Equal (32 bytes) for averagers of tensors of the same shapes and dtypes in the same order."""
-        return self._vector.layout.schema_hash
+    # -- what may be changed
 
     @property
     def allow_state_sharing(self) -> bool:
-        """Whether this averager answers `load_state_from_peers` of others; may be changed at any time."""
+        """Whether this averager answers `load_state_from_peers` of other peers; may be changed at any time."""
         return self._shares_state
 
     @allow_state_sharing.setter
@@ -305,11 +314,35 @@ class DecentralizedAverager(Stepping):
         if self._donor is not None:
             self._donor.allow = value
 
+    @overload
+    def get_group_bits(self, wait: Literal[True] = True) -> str: ...
+    @overload
+    def get_group_bits(self, wait: Literal[False]) -> Future[str]: ...
+    def get_group_bits(self, wait: bool = True) -> str | Future[str]:
+        """The bits of the peers with which the next step averages, see `initial_group_bits`. Without `wait`, a future
+        of them."""
+        return self._bits if wait else _done(self._bits)
+
+    @overload
+    def set_group_bits(self, group_bits: str, wait: Literal[True] = True) -> None: ...
+    @overload
+    def set_group_bits(self, group_bits: str, wait: Literal[False]) -> Future[None]: ...
+    def set_group_bits(self, group_bits: str, wait: bool = True) -> Future[None] | None:
+        """Average with the peers of these bits from the next step on. Without `wait`, returns a future, which is done.
+
+        Raises:
+            ValueError: for anything but "0"s and "1"s.
+        """
+        if not isinstance(group_bits, str) or set(group_bits) - {"0", "1"} or len(group_bits) > 64:
+            raise ValueError(f'group bits {group_bits!r}: give a text of at most 64 "0"s and "1"s')
+        self._bits = group_bits
+        return None if wait else _done(None)
+
     # -- averaging
 
     @contextlib.contextmanager
     def get_tensors(self) -> Iterator[Sequence[torch.Tensor]]:
-        """The averaged tensors, to be read and changed in place. No round reads or writes them while this lasts."""
+        """The averaged tensors, to be read and changed in place. Within, no round reads or writes them."""
         with self.lock_averaged_tensors:
             yield self._tensors
 
@@ -357,34 +390,38 @@ class DecentralizedAverager(Stepping):
         require_trigger: bool = False,
         wait: bool = True,
     ) -> Gathered | StepControl:
-        """Take part in one round: on return the tensors hold the weighted mean, the same bits on all members.
+        """Join one round. On return the tensors hold the weighted mean, the same bits on all members.
+
+        Steps of one averager are made one after another, in the order in which they were called. A round writes the
+        tensors only when it has succeeded. So a step that fails, is cancelled or is tried again averages nothing twice.
 
         Args:
-            gather: plain data (numbers, strings, bytes, lists, dictionaries) that every member gets; at most 64 KiB.
-            scheduled_time: when the round shall begin at the latest, in seconds of `get_dht_time()`; by default in
+            gather: plain data (numbers, strings, bytes, lists, dictionaries) that every member receives; at most 64
+                KiB.
+            scheduled_time: the latest time at which the round begins, in seconds of `get_dht_time()`; by default in
                 `min_matchmaking_time` seconds.
             weight: of this peer's tensors in the mean, at least 0; 1 by default, 0 for an auxiliary.
-            timeout: seconds until this fails; by default 60 beyond `scheduled_time`.
+            timeout: seconds until the step fails; by default 60 beyond `scheduled_time`.
             allow_retries: join another round if one fails, as long as `timeout` allows.
             require_trigger: join a round, but do not read the tensors before `allow_allreduce` of the control is
-                called; the other members wait for it. Only with `wait=False`.
+                called. The other members wait for it. Only with `wait=False`.
             wait: return the result; if False, a `StepControl`, which is a future of it.
 
-        Steps of one averager are taken one after another, in the order in which they were called. A round writes the
-        tensors when it has succeeded, and not before: one that fails, is cancelled or tried again averages nothing
-        twice.
+        Returns:
+            What all members gathered, by peer id. It is None for a member that gathered nothing or what cannot be read,
+            and for all members if this peer missed the round and only fetched its result.
 
-        Returns: what all members gathered, by peer id; None of a member that gathered nothing, or nothing that can be
-            read, and of all if this peer missed the round and only got its result.
-        Raises AveragingError if there is no result in time or the averager is shut down, ValueError for arguments that
-            make no sense.
+        Raises:
+            AveragingError: if there is no result in time, or the averager is shut down.
+            ValueError: for arguments that make no sense.
         """
         self.wait_until_ready()
         if wait and require_trigger:
-            raise ValueError("require_trigger=True needs wait=False: who waits can't call allow_allreduce()")
+            raise ValueError("require_trigger=True needs wait=False: a caller that waits can't call allow_allreduce()")
         if weight is None:
             weight = 0.0 if self.auxiliary else 1.0
-        check_weight_of_role(weight, self.auxiliary)
+        if check_weight(weight) and self.auxiliary:
+            raise ValueError(f"weight={weight!r}: an auxiliary averager contributes nothing")
         now = get_dht_time()
         patience = self.min_matchmaking_time if scheduled_time is None else max(0.0, scheduled_time - now)
         timeout = patience + DEFAULT_TIMEOUT if timeout is None else timeout
@@ -393,20 +430,168 @@ class DecentralizedAverager(Stepping):
         control = StepControl(now + patience, now + timeout, allow_retries, weight, encode_gathered(gather))
         if not require_trigger:
             control.allow_allreduce()
-        control.attach(self._submit(self._step(control)), lambda: self._call_soon(self._reschedule, control))
+        control.attach(self._submit(self._step(control)), partial(self._reschedule, control))
         if not wait:
             return control
         try:
             return control.result()
-        except BaseException:  # Ctrl-C too: nobody waits for it any more
+        except BaseException:  # Ctrl-C too: nobody waits for the result any more
             control.cancel()
             raise
+
+    @property
+    def got_on_at(self) -> float:
+        """When the round of the step that is under way was last seen to make progress, in seconds of
+        `time.monotonic`."""
+        joining = self._joining
+        return joining[2].got_on_at if joining is not None else float("-inf")
+
+    async def _step(self, control: StepControl) -> Gathered:
+        timeout = control.get_timeout()
+        deadline = asyncio.get_running_loop().time() + timeout
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise AveragingError(f"no result within {timeout:.3g} s: the step before did not end") from None
+        hold = Hold(self.lock_averaged_tensors)
+        try:
+            outcome = await self._try(control, hold, deadline)
+        finally:
+            hold.release()
+            self._turn.release()
+        self.last_round = RoundReport.of(outcome)
+        return told(outcome)
+
+    async def _try(self, control: StepControl, hold: Hold, deadline: float) -> Outcome:
+        """Join a round; if it fails, join another one, as long as there is time."""
+        loop = asyncio.get_running_loop()
+        if self.in_step and self._swarm is not None:
+            control.tip = self._swarm.catch_up()
+        while True:
+            control.stage = AveragingStage.LOOKING_FOR_GROUP
+            try:
+                async with self._run_of_step() as swarm:
+                    outcome = await self._aggregate(swarm, control, hold, deadline)
+                if swarm is not self._swarm:
+                    self._bits = next_bits(self._bits, outcome.begin, self.peer_id.key, self._rules.target_group)
+                return outcome
+            except AveragingError as error:
+                final = isinstance(error, Rejected | Behind) or not control.allow_retries
+                if final or loop.time() >= deadline - 2 * RETRY_SECONDS:
+                    raise
+                log.debug("%r: %s: trying again", self.peer_id, error)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def _run_of_step(self) -> contextlib.AbstractAsyncContextManager[Swarm]:
+        """The run in which this peer averages: that of its group bits."""
+        self._runs.forget()
+        if self._swarm is None:
+            raise AveragingError(SHUT_DOWN)
+        if not self._bits:
+            return contextlib.nullcontext(self._swarm)
+        name = f"{self.prefix}.0b{self._bits}"
+        return self._runs.joined(name, DHTDirectory(self.dht.dht_node, name), self._rules)
+
+    async def _aggregate(self, swarm: Swarm, control: StepControl, hold: Hold, deadline: float) -> Outcome:
+        """Join a round of the run, and write its result to the tensors. Subclasses may average otherwise."""
+        contribution = self._contribution(self._vector, control, hold, self._read)
+        outcome = await self._average(swarm, control, contribution, deadline)
+        await self._hold_until(deadline, control, hold)  # a round that was missed has not taken the tensors
+        if not self.auxiliary:
+            self._write(self._vector.outputs)
+        return outcome
+
+    def _contribution(
+        self, vector: Vector, control: StepControl, hold: Hold, fill: Callable[[], Awaitable[None]]
+    ) -> Contribution:
+        """What this step brings to a round: the vector. Its inputs are written by `fill`, after the user has allowed
+        the all-reduce and does not use the tensors."""
+
+        async def prepare() -> None:
+            if not control.triggered:
+                control.stage = AveragingStage.AWAITING_TRIGGER
+                await control.wait_for_trigger()
+            if control.done():
+                raise asyncio.CancelledError  # a cancelled step brings nothing, even before the round has heard of it
+            control.stage, control.began_allreduce = AveragingStage.RUNNING_ALLREDUCE, True
+            contribution.weight = 0.0 if self.auxiliary else control.weight
+            if await hold.take():
+                await fill()
+
+        opens, patience = partial(vector.open, self.peer_id.key), max(0.0, control.scheduled_time - get_dht_time())
+        contribution = Contribution(control.weight, opens, patience, prepare, control.data_for_gather, tip=control.tip)
+        contribution.excused = lambda: not control.triggered
+        return contribution
+
+    async def _average(self, swarm: Swarm, control: StepControl, given: Contribution, deadline: float) -> Outcome:
+        self._joining = (control, given, swarm)
+        try:
+            return await swarm.average(given, deadline - asyncio.get_running_loop().time())
+        finally:
+            self._joining = None
+
+    def _reschedule(self, control: StepControl) -> None:
+        """The user has set another time for that step. In any thread."""
+
+        def reschedule() -> None:
+            if self._joining is not None and self._joining[0] is control:
+                _, contribution, swarm = self._joining
+                contribution.patience = max(0.0, control.scheduled_time - get_dht_time())
+                swarm.rejoin()
+
+        if self.dht.is_alive():
+            self.dht.reactor.loop.call_soon_threadsafe(reschedule)
+
+    async def _hold_until(self, deadline: float, control: StepControl, hold: Hold) -> None:
+        """There is a result: take the tensors to write it, unless the step was cancelled meanwhile."""
+        # With `in_step` a round that makes progress may last longer than the deadline.
+        try:
+            async with asyncio.timeout_at(max(deadline, asyncio.get_running_loop().time() + HOLD_SECONDS)):
+                await hold.take()
+        except TimeoutError:
+            raise AveragingError("there is a result, but the tensors are in use (`get_tensors`)") from None
+        if not control.claim():
+            raise asyncio.CancelledError
+
+    async def _read(self) -> None:
+        """Copy the averaged tensors to the host, unless they are there."""
+        if self._vector.inputs is not self._memory:
+            for host, tensor in zip(self._vector.inputs.flat, self._memory.flat, strict=True):
+                host.copy_(tensor)
+
+    def _write(self, outputs: FlatBuffer) -> None:
+        for tensor, output in zip(self._memory.flat, outputs.flat, strict=True):
+            if self.averaging_alpha == 1:
+                tensor.copy_(output)
+            else:
+                tensor.lerp_(output.to(tensor.device), self.averaging_alpha)
+
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run it on the reactor, until this averager is shut down."""
+
+        async def run() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            self._tasks.add(task)
+            try:
+                return await coroutine
+            except asyncio.CancelledError:
+                if self._swarm is None or not self.dht.is_alive():
+                    # If its holder has cancelled the future, nobody retrieves this error, and asyncio would complain.
+                    task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
+                    raise AveragingError(SHUT_DOWN) from None
+                raise  # the holder of the future has cancelled it
+            finally:
+                self._tasks.discard(task)
+
+        return self.dht.reactor.submit(run())
 
     # -- state
 
     def get_current_state(self) -> tuple[Any, ...]:
-        """What `load_state_from_peers` gives to others: (plain data, tensors, a `CompressionInfo` for each tensor, by
-        which a `state_compression` may choose, or None). Meant to be overridden; the third may be left out then."""
+        """What `load_state_from_peers` gives to other peers: (plain data, tensors, a `CompressionInfo` for each tensor,
+        by which a `state_compression` may choose, or None). Subclasses may override it and leave the third out."""
         with self.get_tensors() as tensors:
             copies = [tensor.detach().clone() for tensor in tensors]
         return {"group_key": self.get_group_bits()}, copies, self.tensor_infos
@@ -418,20 +603,26 @@ class DecentralizedAverager(Stepping):
     def load_state_from_peers(
         self, wait: bool = True, timeout: float | None = None
     ) -> State | Future[State | None] | None:
-        """Download the state that the majority of the peers has; see `get_current_state`.
+        """Download the state that the majority of the peers has, see `get_current_state`. Of peers with different
+        `state_sharing_priority`, those with the highest are preferred. Nothing of this averager changes.
 
-        Of peers with different `state_sharing_priority` those with the highest are preferred.
+        Args:
+            wait: return the result; if False, a future of it.
+            timeout: seconds without any progress; 60 when None.
 
-        Returns (plain data, tensors), or None, with a warning, if no peer shares a state. Nothing of this averager
-        changes.
-        Raises AveragingError if peers share one but none could bring it within `timeout` seconds (60 when None).
+        Returns:
+            (plain data, tensors), or None, with a warning, if no peer shares a state.
+
+        Raises:
+            AveragingError: if peers share a state, but none could bring it within `timeout`.
         """
         future = self._submit(self._load_state(60.0 if timeout is None else timeout))
         return future.result() if wait else future
 
     async def _load_state(self, timeout: float) -> State | None:
         try:
-            return state_of(await self._download(timeout))
+            state = await self._download(timeout)
+            return msgspec.msgpack.decode(state.scalars), state.tensors()
         except NothingShared as error:
             log.warning("%s", error)
             return None
@@ -439,10 +630,9 @@ class DecentralizedAverager(Stepping):
             raise AveragingError(f"the state that was downloaded can't be read: {error}") from error
 
     async def _download(self, timeout: float) -> Downloaded:
-        swarm = self._swarm
-        if swarm is None:
+        if self._swarm is None:
             raise AveragingError(NOT_STARTED)
-        members = swarm.peer.view.connected()
+        members = self._swarm.peer.view.connected()
         donors = [m.peer for m in members if m.role is not Role.AUXILIARY and m.peer != self.peer_id]
         rng = random.Random(self.peer_id.key)
         return await download_state(self.dht.node, f"state/{self.prefix}", donors, timeout=timeout, rng=rng)
@@ -459,5 +649,22 @@ class DecentralizedAverager(Stepping):
             data, tensors, *infos = self.get_current_state()
             return snapshot_of(swarm.tip, data, tensors, self._state_compression, *infos)
 
-        # In one expression, so that the tensors are let go of before it is encoded.
+        # In one expression, so that the tensors are released before the snapshot is encoded.
         return await asyncio.to_thread(lambda: encoded(take()))
+
+
+def snapshot_of(
+    tip: Tip, data: Any, tensors: Sequence[torch.Tensor], compression: Compression, infos: Infos | None = None
+) -> Snapshot:
+    """A snapshot of plain data and tensors, to be sent with that compression. `infos` are the names and roles of the
+    tensors, if there are any."""
+    memory = FlatBuffer(Layout.of(tensors).on("cpu"), recycled=True)
+    memory.copy_from(tensors)
+    layout = msgspec.msgpack.encode(memory.layout.to_wire())
+    return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(data), plan_of(compression, memory.layout, infos))
+
+
+def _done(result: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future

@@ -1,8 +1,8 @@
-"""The bytes of a round: parts go out of flat memory, are summed, and the averages come back into flat memory.
+"""The bytes of a round: parts leave flat memory and are summed, and the averages arrive in flat memory.
 
-Counted per round of N bytes, n members with equal spans: each member seals, sends, receives and opens 2(n-1)/n N,
-writes its span once and reads it n times, and hashes N. Results are opened where they belong. Nothing else is done per
-byte.
+In a round of N bytes and n members with equal spans, each member encodes, sends, receives and decodes 2(n-1)/n N,
+writes its span once and reads it n times, and hashes N. Averages that no codec has changed are received where they
+belong. Nothing else is done per byte.
 """
 
 from __future__ import annotations
@@ -13,92 +13,76 @@ from collections.abc import Sequence
 import torch
 from blake3 import blake3
 
-from shoal.compression import CodecPlan, NoCompression
-from shoal.flat import bytes_of, is_finite
+from shoal.compression import CodecPlan, Compression, CompressionInfo, NoCompression, plan_codecs
+from shoal.flat import FlatBuffer, Layout, bytes_of, is_finite
 from shoal.p2p.identity import PeerID
-from shoal.p2p.leases import Leases, Target
+from shoal.p2p.leases import Expected, Leases
 from shoal.swarm.protocol.book import Book, RuleBroken
 from shoal.swarm.protocol.contribution import Fault, SendTo
 from shoal.swarm.protocol.messages import Begin, Carries, Part, Repair, Result, Source, name_of
 from shoal.swarm.protocol.plan import chunk_table
 
-
-def compute_serially() -> None:
-    """Have torch use one thread for what the calling thread computes, and change nothing for other threads.
-
-    For the reactor: a chunk is too small to be worth a parallel region, and the trainer has the cores. (4 peers on 2
-    cores, 25M float32: 1.4 s a round with torch's default, 0.58 s so.) `torch.set_num_threads` sets the calling
-    thread's number and the default of threads to come; a thread of no other use puts the default back.
-    """
-    default = torch.get_num_threads()
-    torch.set_num_threads(1)
-    restore = threading.Thread(target=torch.set_num_threads, args=(default,), name="shoal-threads")
-    restore.start()
-    restore.join()
+Flat = Sequence[torch.Tensor]
+Infos = Sequence[CompressionInfo]
 
 
 class Exchange:
     """One member's side of the all-reduce of one round.
 
     Args:
-        book: what is owed to whom.
+        me: the key of this member.
+        begin: describes the round.
         inputs: flat 1-D CPU tensors, only read.
-        outputs: of the same sizes and dtypes; hold the average when `book.complete`.
+        outputs: of the same sizes and dtypes; they hold the average when `book.complete`.
         codecs: of all elements; equal at all members.
         send: sends a message with buffers to members.
-        fault: told of a member that broke a rule, with the reason.
+        fault: called with a member that broke a rule, and the reason.
+
+    Attributes:
+        book: what is owed to whom.
+        progressed: a counter that grows with everything that arrives.
+
+    Raises:
+        RuleBroken: if the plan of the round does not fit the vector.
     """
 
     def __init__(
-        self,
-        book: Book,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        codecs: CodecPlan,
-        send: SendTo,
-        fault: Fault,
+        self, me: bytes, begin: Begin, inputs: Flat, outputs: Flat, codecs: CodecPlan, send: SendTo, fault: Fault
     ) -> None:
-        self.book = book
-        self._inputs, self._outputs = inputs, outputs
-        self._codecs = [codecs.codec_of(chunk.buffer, chunk.start, chunk.stop) for chunk in book.chunks]
-        self._send, self._fault = send, fault
-        self._started = False
-        self._leases = Leases()  # where the output waits for what others send; who opens this names it
-        self._targets: dict[int, Target] = {}  # of chunks that others are to send as they are
-        self._payloads: dict[int, dict[bytes, memoryview]] = {}
-        self.progressed = 0  # grows with everything that arrives
-
-    @classmethod
-    def of(
-        cls,
-        me: bytes,
-        begin: Begin,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        codecs: CodecPlan,
-        send: SendTo,
-        fault: Fault,
-    ) -> Exchange:
-        """The exchange of the round that `begin` describes. Raises RuleBroken if its plan does not fit the vector."""
         try:
             chunks = chunk_table([tensor.numel() for tensor in inputs], begin.chunk_elements)
         except ValueError as error:
             raise RuleBroken(str(error)) from error
         if begin.starts[-1] != len(chunks):
             raise RuleBroken(f"BEGIN divides {begin.starts[-1]} chunks; the vector has {len(chunks)}")
-        return cls(Book(me, begin, chunks), inputs, outputs, codecs, send, fault)
+        self.book, self.progressed = Book(me, begin, chunks), 0
+        self._inputs, self._outputs = inputs, outputs
+        self._codecs = [codecs.codec_of(chunk.buffer, chunk.start, chunk.stop) for chunk in chunks]
+        self._send, self._fault = send, fault
+        self._started = False
+        self._expected = Expected(Leases())  # output memory in which chunks of others are received
+        self._payloads: dict[int, dict[bytes, memoryview]] = {}
 
     def start(self, weight: float, leases: Leases) -> None:
-        """Send the first parts, and reduce what is ready. Before this, the input is not read, nor the output written.
-        `weight` is what the input weighs, which may be another than in BEGIN."""
+        """Send the first parts, and reduce the chunks that are ready. Before this call the input is not read, and the
+        output is not written.
+
+        Args:
+            weight: of the input; it may differ from that in BEGIN.
+            leases: where memory of the output waits for chunks.
+        """
         self.book.weights[self.book.me] = weight
-        self._started, self._leases = True, leases
-        self._await_results()
+        self._started, self._expected.leases = True, leases
+        self._expect_results()
         self._reduce(self.book.put_out(()))
         self._send_parts()
 
     def part(self, sender: bytes, part: Part, buffers: Sequence[memoryview]) -> None:
-        """A member's part of one of my chunks has come. Raises RuleBroken if it does not belong here."""
+        """A member's part of one of my chunks has arrived.
+
+        Raises:
+            RuleBroken: if it does not belong here.
+        """
         chunk = part.chunk
         if len(buffers) > 1:
             raise RuleBroken(f"a part with {len(buffers)} payloads")
@@ -108,7 +92,7 @@ class Exchange:
             return
         if buffers:
             self._check_size(chunk, buffers[0])
-            # As long as this peer's user lets it wait, its parts must not take the memory in which chunks come.
+            # While this peer's user lets the round wait, its parts must not occupy the memory in which chunks arrive.
             payload = buffers[0] if self._started else memoryview(bytearray(buffers[0]))
             self._payloads.setdefault(chunk, {})[sender] = payload
         self.progressed += 1
@@ -116,44 +100,58 @@ class Exchange:
             self._reduce([chunk])
 
     def result(self, sender: bytes, result: Result, buffers: Sequence[memoryview]) -> None:
-        """The average of a chunk has come. Raises RuleBroken if it does not belong here."""
+        """The average of a chunk has arrived.
+
+        Raises:
+            RuleBroken: if it does not belong here.
+        """
         chunk = result.chunk
         if self.book.result_arrived(sender, chunk, result.plan):
             if len(buffers) != 1:
                 raise RuleBroken(f"a result with {len(buffers)} payloads")
             self._check_size(chunk, buffers[0])
             self.progressed += 1
-            in_place, out = self._stop_waiting(chunk), self._slice(self._outputs, chunk)
+            in_place, out = self._expected.stop(chunk), self._slice(self._outputs, chunk)
             if not in_place:
                 out.copy_(self._codecs[chunk].decode(buffers[0], out.dtype, out.numel()))
             self._received(chunk, out)
         self._send_parts()
 
     def put_out(self, keys: Sequence[bytes]) -> None:
-        """Go on without these members."""
+        """Continue without these members."""
         self.progressed += 1
         self._reduce(self.book.put_out(keys))
 
     def repair(self, repair: Repair) -> list[Source]:
-        """Follow a repair; returns what is to be fetched. Raises RuleBroken if it does not fit the round."""
+        """Follow a repair.
+
+        Returns:
+            The chunks to fetch.
+
+        Raises:
+            RuleBroken: if it does not fit the round.
+        """
         self.progressed += 1
         fetches, ready = self.book.repair(repair)
         for source in repair.sources:
-            self._stop_waiting(source.chunk)
-        self._await_results()
+            self._expected.stop(source.chunk)
+        self._expect_results()
         self._reduce(ready)
         self._send_parts()
         return fetches
 
     def await_fetched(self, chunk: int, holder: bytes, leases: Leases) -> None:
-        """That holder is about to be asked for a chunk; until it has come, its memory waits in `leases`."""
-        self._leases = leases
-        self._stop_waiting(chunk)
-        self._await(chunk, holder, Carries.FETCHED)
+        """That holder is about to be asked for a chunk, whose memory waits in `leases` until it arrives."""
+        self._expected.leases = leases
+        self._expect(chunk, holder, Carries.FETCHED)
 
     def fetched(self, chunk: int, digest: bytes, data: memoryview) -> None:
-        """A chunk has come from a holder. Raises RuleBroken if it is not the one with that digest."""
-        in_place, out = self._stop_waiting(chunk), bytes_of(self._slice(self._outputs, chunk))
+        """A chunk has arrived from a holder.
+
+        Raises:
+            RuleBroken: if it does not have that digest.
+        """
+        in_place, out = self._expected.stop(chunk), bytes_of(self._slice(self._outputs, chunk))
         if data.nbytes != out.nbytes or blake3(out if in_place else data).digest() != digest:
             raise RuleBroken(f"chunk {chunk} is not the one that was committed")
         if not in_place:
@@ -162,9 +160,8 @@ class Exchange:
         self.book.received(chunk, digest)
 
     def close(self) -> None:
-        """Nothing is written into the output any more, by whatever still comes."""
-        for chunk in list(self._targets):
-            self._stop_waiting(chunk)
+        """Nothing is written into the output any more, whatever still arrives."""
+        self._expected.close()
 
     def chunk_bytes(self, chunk: int) -> memoryview:
         """The average of a chunk that is here, uncompressed."""
@@ -172,31 +169,23 @@ class Exchange:
 
     # -- inside
 
-    def _slice(self, tensors: Sequence[torch.Tensor], chunk: int) -> torch.Tensor:
+    def _slice(self, tensors: Flat, chunk: int) -> torch.Tensor:
         span = self.book.chunks[chunk]
         return tensors[span.buffer][span.start : span.stop]
 
     def _name(self, carries: Carries, chunk: int) -> bytes:
         return name_of(self.book.begin.round, carries, chunk)
 
-    def _await(self, chunk: int, source: bytes, carries: Carries) -> None:
-        """Have a chunk opened where it belongs, if it comes as it is. (Of a bool, a byte may be wrong.)"""
+    def _expect(self, chunk: int, source: bytes, carries: Carries) -> None:
+        """Let a chunk that no codec changes be received where it belongs, from this peer only."""
         out = self._slice(self._outputs, chunk)
-        if out.dtype is not torch.bool:
-            self._targets[chunk] = self._leases.register(self._name(carries, chunk), PeerID(source), bytes_of(out))
+        if out.dtype is not torch.bool:  # a byte may be no valid bool
+            self._expected.expect(chunk, self._name(carries, chunk), PeerID(source), bytes_of(out))
 
-    def _await_results(self) -> None:
+    def _expect_results(self) -> None:
         for chunk, owner in self.book.awaited.items() if self._started else ():
-            if isinstance(self._codecs[chunk], NoCompression) and chunk not in self._targets:
-                self._await(chunk, owner, Carries.RESULT)
-
-    def _stop_waiting(self, chunk: int) -> bool:
-        """A chunk has come, or comes from somebody else. Nobody writes it any more; whether it was opened in place."""
-        target = self._targets.pop(chunk, None)
-        if target is None:
-            return False
-        self._leases.withdraw([target])
-        return target.filled
+            if isinstance(self._codecs[chunk], NoCompression) and chunk not in self._expected:
+                self._expect(chunk, owner, Carries.RESULT)
 
     def _check_size(self, chunk: int, data: memoryview) -> None:
         span = self.book.chunks[chunk]
@@ -212,6 +201,7 @@ class Exchange:
             self._send([owner], message, payload, self._name(Carries.PART, chunk) if payload else b"")
 
     def _reduce(self, chunks: Sequence[int]) -> None:
+        book = self.book
         for chunk in chunks if self._started else ():
             out, codec = self._slice(self._outputs, chunk), self._codecs[chunk]
             contributions = self._contributions(chunk)
@@ -226,43 +216,82 @@ class Exchange:
             if codec.lossy:
                 out.copy_(codec.decode(encoded, out.dtype, out.numel()))
             self._payloads.pop(chunk, None)
-            self.book.reduced(chunk)
-            live = [k for k in self.book.keys if k != self.book.me and k not in self.book.out and self.book.receives[k]]
-            message = Result(self.book.begin.round, chunk, self.book.plan)
+            book.reduced(chunk)
+            live = [key for key in book.keys if key != book.me and key not in book.out and book.receives[key]]
+            message = Result(book.begin.round, chunk, book.plan)
             self._send(live, message, [encoded], self._name(Carries.RESULT, chunk))
-            if self.book.receives[self.book.me]:
+            if book.receives[book.me]:
                 self._received(chunk, out)
 
     def _contributions(self, chunk: int) -> dict[bytes, tuple[torch.Tensor, float]]:
         """(tensor, weight) by member, in member order, so that the sum does not depend on the order of arrival."""
+        book, codec, mine = self.book, self._codecs[chunk], self._slice(self._inputs, chunk)
         payloads = self._payloads.get(chunk, {})
-        mine = self._slice(self._inputs, chunk)
-        contributions = {}
-        for key in self.book.keys:
-            weight = self.book.weights[key]
-            if key == self.book.me and weight > 0 and self.book.receives[key]:
-                contributions[key] = (mine, weight)
-            elif key in payloads:
-                decoded = self._codecs[chunk].decode(payloads[key], mine.dtype, mine.numel())
-                contributions[key] = (decoded, weight)
-        return contributions
+        tensors = {key: codec.decode(payload, mine.dtype, mine.numel()) for key, payload in payloads.items()}
+        if book.weights[book.me] > 0 and book.receives[book.me]:
+            tensors[book.me] = mine
+        return {key: (tensors[key], book.weights[key]) for key in book.keys if key in tensors}
 
     def _received(self, chunk: int, out: torch.Tensor) -> None:
         self.book.received(chunk, blake3(bytes_of(out)).digest())
 
 
 def _weighted_mean(contributions: dict[bytes, tuple[torch.Tensor, float]], out: torch.Tensor) -> None:
-    """Write the weighted mean into `out`, summed in order, in float32 (float64 for float64); of none, zeros."""
+    """Write the weighted mean into `out`, summed in order, in float32 (float64 for float64). The mean of none is 0."""
     total = sum(weight for _, weight in contributions.values())
     accumulator = out if out.dtype in (torch.float32, torch.float64) else torch.empty_like(out, dtype=torch.float32)
     if not contributions:
         accumulator.zero_()
     for number, (tensor, weight) in enumerate(contributions.values()):
-        if number == 0:
-            accumulator.copy_(tensor).mul_(weight / total) if tensor.dtype != accumulator.dtype else torch.mul(
-                tensor, weight / total, out=accumulator
-            )
-        else:
+        if number > 0:
             accumulator.add_(tensor, alpha=weight / total)
+        elif tensor.dtype == accumulator.dtype:
+            torch.mul(tensor, weight / total, out=accumulator)  # one pass instead of two
+        else:
+            accumulator.copy_(tensor).mul_(weight / total)
     if accumulator is not out:
         out.copy_(accumulator)
+
+
+class Vector:
+    """The memory of the rounds of one layout. Inputs and outputs are apart: a round that fails has changed no input.
+
+    Args:
+        layout: of the averaged tensors, on the host.
+        compression: how they travel.
+        infos: names and roles of the tensors, in the layout's order; by default their positions, and no roles.
+        inputs: memory of that layout; allocated when None.
+    """
+
+    def __init__(
+        self, layout: Layout, compression: Compression, infos: Infos | None = None, inputs: FlatBuffer | None = None
+    ) -> None:
+        self.layout, self.sizes, self.outputs = layout, layout.sizes, FlatBuffer(layout)
+        self.inputs = FlatBuffer(layout) if inputs is None else inputs
+        self._codecs = plan_of(compression, layout, infos)
+
+    def open(self, me: bytes, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
+        """The exchange of a round of this vector."""
+        return Exchange(me, begin, self.inputs.flat, self.outputs.flat, self._codecs, send, fault)
+
+
+def plan_of(compression: Compression, layout: Layout, infos: Infos | None) -> CodecPlan:
+    """The codecs of a layout, whose tensors have these names, roles and kinds."""
+    if infos is None:
+        return plan_codecs(compression, layout)
+    roles, keys, kinds = [info.role for info in infos], [info.key for info in infos], [info.kind for info in infos]
+    return plan_codecs(compression, layout, roles, keys, kinds=kinds)
+
+
+def compute_serially() -> None:
+    """Have torch use one thread for what the calling thread computes, and change nothing for other threads.
+
+    This is for the reactor: a chunk is too small for a parallel region, and the trainer needs the cores. (4 peers on 2
+    cores, 25M float32: a round takes 1.4 s with torch's default, 0.58 s with one thread.) `torch.set_num_threads` sets
+    both the calling thread's number and the default of later threads; another thread restores the default.
+    """
+    default = torch.get_num_threads()
+    torch.set_num_threads(1)
+    restore = threading.Thread(target=torch.set_num_threads, args=(default,), name="shoal-threads")
+    restore.start()
+    restore.join()

@@ -1,4 +1,4 @@
-"""Runs that a peer is in for one round: those of group bits (Moshpit), and a second round of the same group."""
+"""Runs that a peer joins for one round: those of group bits (Moshpit SGD), and a second round of the same group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from shoal.dht.records import get_dht_time
-from shoal.swarm.directory import Directory
+from shoal.swarm.directory import DHTDirectory, Directory
 from shoal.swarm.protocol.messages import Begin
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Ballot, Tip
@@ -15,8 +15,8 @@ from shoal.swarm.swarm import Swarm
 
 
 class Runs:
-    """The runs that one peer has been in for a round. Of the last ones it still tells the result to members that missed
-    it, until it joins another.
+    """The runs that one peer has joined for a round. It still tells members that missed the round of the last one what
+    its result was, until it joins another.
 
     Args:
         make: makes this peer's part in the run of that name.
@@ -25,26 +25,32 @@ class Runs:
     def __init__(self, make: Callable[[str, Directory, Rules], Swarm]) -> None:
         self._make = make
         self._past: list[Swarm] = []
+        self._tips: dict[str, Tip] = {}  # at which this peer left the runs that it may join again
 
     @contextlib.asynccontextmanager
     async def joined(
-        self, run_id: str, directory: Directory, rules: Rules, tip: Tip | None = None, members: Iterable[Member] = ()
+        self, run_id: str, directory: Directory, rules: Rules, members: Iterable[Member] = ()
     ) -> AsyncIterator[Swarm]:
-        """Within, this peer is in that run: at `tip`, where it left it the last time, or at its beginning. `members`
-        are in it, too."""
+        """Within, this peer is in that run. In a run that the DHT lists, it continues from the state at which it left
+        the run the last time.
+
+        Args:
+            run_id, directory, rules: see `Swarm`.
+            members: that are in the run, too.
+        """
         swarm = self._make(run_id, directory, rules)
-        swarm.peer.view.learn(members)
-        if tip is not None:
-            swarm.peer.participant.move(tip)
-        # Members of such a run forget what they followed when they leave it. So that no round ever has the name of an
-        # earlier one, whose messages may still come, ballots go on from the clock.
-        swarm.peer.participant.heard_of(Ballot(int(get_dht_time() * 1000), bytes(32)))
-        await swarm.start()
+        # Members of such a run forget what they followed when they leave it. Ballots continue from the clock, so that
+        # no round has the name of an earlier one, whose messages may still arrive.
+        ballot = Ballot(int(get_dht_time() * 1000), bytes(32))
+        await swarm.start(tip=self._tips.get(run_id), members=members, ballot=ballot)
         try:
             yield swarm
         finally:
             swarm.retire()
             self._past.append(swarm)
+            if isinstance(directory, DHTDirectory):
+                self._tips[run_id] = swarm.tip
+                swarm.node.spawn(directory.withdraw(swarm.me))
 
     def forget(self) -> None:
         """Serve the runs of the last rounds no longer: their memory is about to be written."""
@@ -54,11 +60,12 @@ class Runs:
 
 
 def next_bits(bits: str, begin: Begin, me: bytes, target_group_size: int | None) -> str:
-    """The group bits of a member after a round: those before, moved on by its place in the group, so that members of
-    one group come into different ones. With groups of M out of M**d peers all have the global average after d rounds.
+    """The group bits of a member after a round: its place in the group is appended, and as many bits are dropped from
+    the front. So members of one group come into different ones. With groups of M out of M**d peers, all have the global
+    average after d rounds.
 
-    Source: Ryabinin et al. 2021, Moshpit SGD (arXiv 2103.03239), algorithm 1; places as in hivemind's key manager, but
-    rotated by the round's name instead of drawn.
+    Source: Ryabinin et al. 2021, Moshpit SGD (arXiv 2103.03239), algorithm 1. Places are as in hivemind's key manager,
+    but rotated by the round's name instead of drawn.
     """
     keys = [member.key for member in begin.members]
     places = max(len(keys), target_group_size or 0)
@@ -66,4 +73,4 @@ def next_bits(bits: str, begin: Begin, me: bytes, target_group_size: int | None)
     if me not in keys or not width:
         return bits
     place = (keys.index(me) + begin.round[0]) % places
-    return (bits + f"{place:0{width}b}")[-len(bits) :] if bits else ""
+    return (bits + f"{place:0{width}b}")[width:]

@@ -139,6 +139,11 @@ class Layout:
         return _lay_out([(self.buffers[entry.buffer].dtype, place, entry.shape) for entry in self.entries])
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of elements of each buffer."""
+        return tuple(buffer.numel for buffer in self.buffers)
+
+    @property
     def nbytes(self) -> int:
         """The size of all buffers together, in bytes."""
         return sum(buffer.nbytes for buffer in self.buffers)

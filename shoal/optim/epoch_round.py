@@ -270,7 +270,7 @@ class EpochRound:
         inputs = [flat for mine, _, _ in parts for flat in mine]
         outputs = [flat for _, averaged, _ in parts for flat in averaged]
         plan = sum((codecs for _, _, codecs in parts), CodecPlan((), 0))
-        return Exchange.of(self._run.me, begin, inputs, outputs, plan, send, fault)
+        return Exchange(self._run.me, begin, inputs, outputs, plan, send, fault)
 
     def _tell_cost(self, outcome: Outcome) -> None:
         """Warn, once, of a round that took long: this peer waits for a round as long as it makes progress."""

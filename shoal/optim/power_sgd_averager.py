@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from shoal.averaging.control import StepControl
-from shoal.averaging.hold import Hold
-from shoal.averaging.vector import Vector
+from shoal.averaging.control import Hold, StepControl
+from shoal.averaging.exchange import Vector
 from shoal.dht.dht import DHT
 from shoal.flat import Layout, bytes_of
 from shoal.optim.grad_averager import GradientAverager

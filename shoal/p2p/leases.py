@@ -72,3 +72,44 @@ class Leases:
             if filled and self._targets.get(target.name) is target:
                 del self._targets[target.name]
             self._changed.notify_all()
+
+
+class Expected:
+    """The memory that waits for the numbered chunks of one transfer.
+
+    Args:
+        leases: where the memory waits.
+    """
+
+    def __init__(self, leases: Leases) -> None:
+        self.leases = leases
+        self._targets: dict[int, Target] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._targets
+
+    def expect(self, number: int, name: bytes, source: PeerID, memory: memoryview) -> None:
+        """Let that peer's chunk be opened into `memory`, and nobody else's any more."""
+        self.stop(number)
+        self._targets[number] = self.leases.register(name, source, memory)
+
+    def stop(self, number: int, source: PeerID | None = None) -> bool:
+        """Return when nothing is written into the memory of that chunk any more.
+
+        Args:
+            source: if given, the memory continues to wait for any other peer.
+
+        Returns:
+            Whether the chunk was opened there.
+        """
+        target = self._targets.get(number)
+        if target is None or source not in (None, target.source):
+            return False
+        del self._targets[number]
+        self.leases.withdraw([target])
+        return target.filled
+
+    def close(self) -> None:
+        """Return when nothing is written into any of the memory any more."""
+        for number in list(self._targets):
+            self.stop(number)

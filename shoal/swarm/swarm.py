@@ -46,7 +46,7 @@ from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tensors import Tensors
-from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.protocol.tip import Ballot, Tip
 from shoal.swarm.protocol.view import MAX_ADDRESSES, Member, Role
 
 DEFAULT_CHUNK_TIMEOUT = 15.0  # `next_chunk_timeout` when none is given, in seconds
@@ -184,13 +184,30 @@ class Swarm:
 
     # -- life
 
-    async def start(self) -> None:
-        """Serve, be listed, and meet the members that are there."""
+    async def start(
+        self, *, tip: Tip | None = None, members: Iterable[Member] = (), ballot: Ballot | None = None
+    ) -> None:
+        """Serve, be listed, and meet the members that are there. A peer whose start fails has stopped.
+
+        Args:
+            tip: the state that this peer is at; None: the beginning of the run.
+            members: those that are known already.
+            ballot: lower ballots are void.
+        """
         self._loop = asyncio.get_running_loop()
+        self.peer.view.learn(members)
+        if tip is not None:
+            self.peer.participant.move(tip)
+        if ballot is not None:
+            self.peer.participant.heard_of(ballot)
         self.peer.settle(self._now())
-        self._stop_listening = self.node.on_lost(lambda peer, reason: self._lost(peer.key))
         self.node.serve(self.service, self._handle)
-        await self.contacts.start()
+        self._stop_listening = self.node.on_lost(lambda peer, reason: self._lost(peer.key))
+        try:
+            await self.contacts.start()
+        except BaseException:  # cancelled, too: a peer that did not start must not stay listed
+            self.stop()
+            raise
         self._tasks = [self.node.spawn(self._keep_looking())]
 
     def stop(self) -> None:

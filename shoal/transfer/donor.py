@@ -1,11 +1,11 @@
-"""What a donor of a state does: it keeps a snapshot for the newcomers that ask, and serves it while the peer trains."""
+"""The donor of a state: it keeps a snapshot for the newcomers that ask, and serves it while the peer trains."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -19,43 +19,42 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Node, Reply, Service
 from shoal.p2p.sealing import NAME_BYTES
 from shoal.swarm.protocol.tip import Digest, Tip
-from shoal.transfer.manifest import MAX_CHUNKS, BufferShape, Manifest, StateChunk, state_chunks
+from shoal.transfer.manifest import MAX_CHUNKS, BufferShape, Manifest, state_chunks
 
 MAX_SNAPSHOTS: Final = 2
-KEEP_SECONDS: Final = 30.0  # a snapshot of which no chunk was asked for so long is dropped
-HASHING_THREADS: Final = 2  # a newcomer waits until all is hashed
+KEEP_SECONDS: Final = 30.0  # a snapshot is dropped when no chunk of it was asked for this long
+HASHING_THREADS: Final = 2  # a newcomer waits until all chunks are hashed
 CHUNK_NUMBER_BYTES: Final = 4  # of a chunk's name
-SPARE_SECONDS: Final = 5.0  # one that is being downloaded is not dropped to make room, unless idle for so long
+SPARE_SECONDS: Final = 5.0  # a snapshot that is downloaded makes room for another one only if idle for this long
 
 
 class GetManifest(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """Which state do you offer?"""
+    """Asks which state the peer offers."""
 
 
 class Offer(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """The manifest of the state is in the buffer. Newcomers that are offered several states prefer those of the highest
-    priority."""
+    """The buffer holds the manifest of the state. Newcomers prefer the states of the highest priority."""
 
     priority: Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)] = 0.0
 
 
 class GetChunk(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """Send me that chunk of the state whose manifest has this id."""
+    """Asks for a chunk of the state whose manifest has this id."""
 
     manifest: Digest
     chunk: Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHUNKS)]
 
 
 class Chunk(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """The chunk that was asked for is in the buffer."""
+    """The buffer holds the chunk that was asked for."""
 
 
 class Withheld(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """The answer to GetManifest of a peer that does not share its state."""
+    """Answers GetManifest: the peer does not share its state."""
 
 
 def transfer_service(name: str) -> Service:
-    """What newcomers and donors say to each other, under that name."""
+    """The messages between newcomers and donors, under that name."""
     return Service(name, GetManifest | Offer | GetChunk | Chunk | Withheld)
 
 
@@ -64,7 +63,7 @@ class Snapshot:
     """A state at one moment, in memory that nobody writes any more.
 
     Attributes:
-        tip: the state's name.
+        tip: the name of the state.
         layout: `Layout.to_wire()` of the buffers as msgpack, at most 1.5 MiB.
         buffers: the flat buffers: 1-D, contiguous, on the CPU.
         scalars: everything else, at most 64 MiB.
@@ -84,8 +83,8 @@ class EncodedState:
 
     Attributes:
         manifest: names the state and the digest of each chunk.
-        payloads: of each chunk, by its number. Those that no codec has changed are views of the snapshot's memory;
-            what no payload is a view of is not held.
+        payloads: of each chunk, by its number. Payloads that no codec has changed are views of the snapshot's memory.
+            Memory that no payload views is not held.
     """
 
     manifest: Manifest
@@ -95,23 +94,24 @@ class EncodedState:
 @dataclass(slots=True)
 class _Held:
     state: EncodedState
-    asked: float  # when a chunk of it was last asked for, or it was taken
-    readers: set[PeerID]  # to whom it was offered last: who asks for an offer again is done with it
+    asked: float  # when it was taken, or a chunk of it was last asked for
+    readers: set[PeerID] = field(default_factory=set)  # to whom it was offered last
 
 
 class StateDonor:
     """Serves this peer's state to newcomers.
 
-    A snapshot is taken when somebody asks for the state and none of the current tip is held; those who ask at the same
-    time get the same. At most two are held. If both are being downloaded when a third would be due, the newer of them
-    is offered, so that nobody's download is cut off.
+    The donor takes a snapshot when a newcomer asks for the state and no snapshot of the current tip is held. Newcomers
+    that ask at the same time get the same snapshot. At most two are held. If both are being downloaded when a third is
+    due, the newer of them is offered, so that no download is cut off.
 
     Args:
-        node: the peer's node.
-        service_name: the same at donors and newcomers, and unlike any other service's on the node.
-        take_snapshot: makes a consistent copy of the state, encoded (see `encoded`), best in a thread of its own; may
-            raise `Refused` with the reason why there is none now.
-        current_tip: the name of the state that `take_snapshot` would copy.
+        node: of this peer.
+        service_name: the same at donors and newcomers, and unlike that of any other service of the node.
+        take_snapshot: makes a consistent copy of the state, encoded (see `encoded`), best in a thread of its own. It
+            may raise `Refused` with the reason why there is none now.
+        current_tip: the name of the state that `take_snapshot` would copy; None if it has no name, and so no snapshot
+            is offered twice.
         allow: whether newcomers are served at all; may be changed later.
         priority: of this state among those of others, when it is asked for.
     """
@@ -121,99 +121,82 @@ class StateDonor:
         node: Node,
         service_name: str,
         take_snapshot: Callable[[], Awaitable[EncodedState]],
-        current_tip: Callable[[], Tip],
+        current_tip: Callable[[], Tip | None],
         allow: bool = True,
         priority: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.allow = allow
-        self._node = node
-        self._service = transfer_service(service_name)
-        self._take_snapshot = take_snapshot
-        self._current_tip = current_tip
-        self._priority = priority
+        self._node, self._service = node, transfer_service(service_name)
+        self._take_snapshot, self._current_tip, self._priority = take_snapshot, current_tip, priority
         self._held: dict[bytes, _Held] = {}  # by the manifest's id, the oldest first
         self._preparing: asyncio.Task[_Held] | None = None
-        self._sweeper: asyncio.TimerHandle | None = None
         node.serve(self._service, self._handle)
 
     def close(self) -> None:
-        """Serve nothing more, and let go of the snapshots."""
+        """Serve nothing more, and release the snapshots."""
         self._node.stop_serving(self._service)
         if self._preparing is not None:
             self._preparing.cancel()
-        if self._sweeper is not None:
-            self._sweeper.cancel()
         for id in list(self._held):
             self._drop(id)
         forget_spares()
 
-    def _drop(self, id: bytes) -> None:
-        """Hold that state no more; nor does what is queued of it, to a newcomer who reads nothing."""
-        del self._held[id]
-        self._node.transport.cancel(chunk_name(id, 0)[:-CHUNK_NUMBER_BYTES])
-
     def _handle(self, peer: PeerID, message: object, _buffers: object) -> Reply | Coroutine[Any, Any, Reply]:
-        if not self.allow and isinstance(message, GetManifest):
-            return Reply(Withheld())
-        if not self.allow:
-            raise Refused("this peer does not share its state")
-        if isinstance(message, GetManifest):
-            return self._offer(peer)
-        if isinstance(message, GetChunk):
-            return self._chunk(message)
-        raise Refused("not a request")
+        match message:
+            case GetManifest():
+                return self._offer(peer) if self.allow else Reply(Withheld())
+            case GetChunk() if self.allow:
+                return self._chunk(message)
+        raise Refused("not a request" if self.allow else "this peer does not share its state")
 
     async def _offer(self, peer: PeerID) -> Reply:
-        for other in self._held.values():
+        for other in self._held.values():  # a peer that asks for an offer again has done with the last one
             other.readers.discard(peer)
-        held = self._newest()
+        held = next(reversed(self._held.values()), None)
         if held is None or (held.state.manifest.tip != self._current_tip() and self._make_room()):
             if self._preparing is None:
                 self._preparing = self._node.spawn(self._prepare())
-            held = await self._prepared(self._preparing)
+            preparing = self._preparing
+            await asyncio.wait([preparing])  # which does not end it for the others if this newcomer leaves
+            if preparing.cancelled():
+                raise Refused("this peer does not share its state any more")
+            held = preparing.result()
         held.readers.add(peer)
         return Reply(Offer(self._priority()), [held.state.manifest.encode()])
 
-    async def _prepared(self, task: asyncio.Task[_Held]) -> _Held:
-        try:
-            return await asyncio.shield(task)  # one that asks and goes away must not end it for the others
-        except asyncio.CancelledError:
-            if task.cancelled():
-                raise Refused("this peer does not share its state any more") from None
-            raise
-
-    def _newest(self) -> _Held | None:
-        return next(reversed(self._held.values()), None)
-
     def _make_room(self) -> bool:
-        """Whether another snapshot can be held, after dropping one that is not in use if there are too many."""
+        """Drop a snapshot that is not in use, if too many are held. Returns whether another one can be held."""
         if len(self._held) < MAX_SNAPSHOTS:
             return True
-        idle = min(self._held, key=lambda id: (bool(self._held[id].readers), self._held[id].asked))
-        if self._held[idle].readers and self._held[idle].asked + SPARE_SECONDS > _now():
+        id, idle = min(self._held.items(), key=lambda item: (bool(item[1].readers), item[1].asked))
+        if idle.readers and idle.asked + SPARE_SECONDS > now():
             return False
-        self._drop(idle)
+        self._drop(id)
         return True
 
     async def _prepare(self) -> _Held:
         try:
-            held = _Held(await self._take_snapshot(), _now(), set())
+            held = _Held(await self._take_snapshot(), now())
             self._held[held.state.manifest.id] = held
-            if self._sweeper is None:
-                self._sweeper = asyncio.get_running_loop().call_later(KEEP_SECONDS, self._sweep)
+            self._drop_when_idle(held.state.manifest.id)
             return held
         finally:
             self._preparing = None
 
-    def _sweep(self) -> None:
-        for id in [id for id, held in self._held.items() if held.asked + KEEP_SECONDS <= _now()]:
-            self._drop(id)
-        self._sweeper = None
+    def _drop_when_idle(self, id: bytes) -> None:
+        if id not in self._held:
+            return
+        if (until := self._held[id].asked + KEEP_SECONDS) > now():
+            asyncio.get_running_loop().call_at(until, self._drop_when_idle, id)
+            return
+        self._drop(id)
         if not self._held:
             forget_spares()
-        else:
-            oldest = min(held.asked for held in self._held.values())
-            self._sweeper = asyncio.get_running_loop().call_at(oldest + KEEP_SECONDS, self._sweep)
+
+    def _drop(self, id: bytes) -> None:
+        """Release a snapshot, and what is queued of it for newcomers."""
+        del self._held[id]
+        self._node.transport.cancel(chunk_name(id, 0)[:-CHUNK_NUMBER_BYTES])
 
     def _chunk(self, request: GetChunk) -> Reply:
         held = self._held.get(request.manifest)
@@ -222,39 +205,36 @@ class StateDonor:
         payloads = held.state.payloads
         if request.chunk >= len(payloads):
             raise Refused(f"the state has {len(payloads)} chunks, there is no number {request.chunk}")
-        held.asked = _now()
+        held.asked = now()
         return Reply(Chunk(), [payloads[request.chunk]], chunk_name(request.manifest, request.chunk))
 
 
 def chunk_name(manifest: bytes, chunk: int) -> bytes:
-    """The name under which a chunk of the state with that manifest's id passes (`Transport.send`)."""
+    """The name under which a chunk is sent (see `Transport.send`), of the state whose manifest has that id."""
     return manifest[: NAME_BYTES - CHUNK_NUMBER_BYTES] + chunk.to_bytes(CHUNK_NUMBER_BYTES)
 
 
-def _now() -> float:
+def now() -> float:
+    """The time of the event loop."""
     return asyncio.get_running_loop().time()
 
 
-def _payload(snapshot: Snapshot, chunk: StateChunk) -> memoryview:
-    if chunk.buffer is None:
-        return memoryview(snapshot.scalars)[chunk.start : chunk.stop]
-    codec = snapshot.codecs.codec_of(chunk.buffer, chunk.start, chunk.stop)
-    return codec.encode(snapshot.buffers[chunk.buffer][chunk.start : chunk.stop])
-
-
-def _digest(payload: memoryview) -> bytes:
-    return blake3(payload).digest()
-
-
 def encoded(snapshot: Snapshot) -> EncodedState:
-    """The snapshot as it is sent. Takes as long as its codecs and blake3 do, so it is not for the reactor's thread.
+    """The snapshot as it is sent. This takes as long as its codecs and blake3 do: not for the reactor's thread.
 
-    Raises ValueError (msgspec.ValidationError) if the snapshot is larger than a manifest can say.
+    Raises:
+        ValueError: (msgspec.ValidationError) if the snapshot is larger than a manifest can say.
     """
     shapes = tuple(BufferShape(str(b.dtype).removeprefix("torch."), b.numel()) for b in snapshot.buffers)
-    payloads = [_payload(snapshot, chunk) for chunk in state_chunks(len(snapshot.scalars), shapes)]
+    payloads = []
+    for chunk in state_chunks(len(snapshot.scalars), shapes):
+        buffer, start, stop = chunk.buffer - 1, chunk.start, chunk.stop
+        if chunk.buffer == 0:
+            payloads.append(memoryview(snapshot.scalars)[start:stop])
+        else:
+            payloads.append(snapshot.codecs.codec_of(buffer, start, stop).encode(snapshot.buffers[buffer][start:stop]))
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        digests = b"".join(pool.map(_digest, payloads))
+        digests = b"".join(pool.map(lambda payload: blake3(payload).digest(), payloads))
     numbers: dict[str, int] = {}
     runs = tuple(
         (span.stop - span.start, numbers.setdefault(span.codec.name, len(numbers))) for span in snapshot.codecs.spans

@@ -30,13 +30,13 @@ def step_all(peers: list[DecentralizedAverager], **options: Any) -> None:
 def begins(monkeypatch: pytest.MonkeyPatch) -> list[Begin]:
     """Every BEGIN that is followed."""
     seen: list[Begin] = []
-    original = Exchange.of
+    original = Exchange.__init__
 
-    def of(me: bytes, begin: Begin, *rest: Any) -> Exchange:
+    def init(self: Exchange, me: bytes, begin: Begin, *rest: Any) -> None:
         seen.append(begin)
-        return original(me, begin, *rest)
+        original(self, me, begin, *rest)
 
-    monkeypatch.setattr(Exchange, "of", of)
+    monkeypatch.setattr(Exchange, "__init__", init)
     return seen
 
 
@@ -108,12 +108,14 @@ def test_who_owes_too_long_is_left_out(kind: type, option: str, monkeypatch: pyt
     with averagers(tensors, **{**others, option: 3.0}) as peers:
         silent = peers[2].peer_id.key
 
-        def init(self: Exchange, book: Any, inputs: Any, outputs: Any, codecs: Any, send: Any, fault: Any) -> None:
+        def init(self: Exchange, me: bytes, *given: Any) -> None:
+            *rest, send, fault = given
+
             def keeping(keys: Any, message: Any, buffers: Any, name: bytes) -> None:
-                if not (book.me == silent and isinstance(message, kind)):
+                if not (me == silent and isinstance(message, kind)):
                     send(keys, message, buffers, name)
 
-            original(self, book, inputs, outputs, codecs, keeping, fault)
+            original(self, me, *rest, keeping, fault)  # type: ignore[call-arg]
 
         monkeypatch.setattr(Exchange, "__init__", init)
         began = time.monotonic()

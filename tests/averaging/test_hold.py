@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from shoal.averaging.hold import Hold
+from shoal.averaging.control import Hold
 
 
 def test_a_free_lock_is_taken_and_given_back() -> None:

@@ -39,7 +39,7 @@ def opened(codec: Codec | None = None) -> tuple[Exchange, Begin, torch.Tensor]:
     """The exchange of member 1 of two, of whom each reduces two chunks; and its output."""
     begin = begin_of(members(1, 2), chunks=CHUNKS)
     vector, output = torch.ones(CHUNKS * begin.chunk_elements), torch.zeros(CHUNKS * begin.chunk_elements)
-    exchange = Exchange.of(key(1), begin, [vector], [output], codecs_of([vector], codec), Sent(), lambda *_: None)
+    exchange = Exchange(key(1), begin, [vector], [output], codecs_of([vector], codec), Sent(), lambda *_: None)
     return exchange, begin, output
 
 

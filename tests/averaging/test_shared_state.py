@@ -8,7 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from shoal.averaging.shared_state import snapshot_of, state_of
+from shoal.averaging.averager import snapshot_of
+from shoal.compression import NoCompression
 from shoal.transfer.donor import Snapshot
 from shoal.transfer.manifest import BufferShape, Manifest
 from shoal.transfer.transfer import Downloaded
@@ -25,15 +26,16 @@ def downloaded(snapshot: Snapshot, buffers: Sequence[torch.Tensor], layout: byte
 
 def test_data_and_tensors_come_back() -> None:
     tensors = [torch.randn(3, 2), torch.randn(()), torch.randn(5).double()]
-    snapshot = snapshot_of(TIP, {"epoch": 3}, tensors)
-    data, loaded = state_of(downloaded(snapshot, snapshot.buffers, snapshot.layout))
-    assert data == {"epoch": 3}
+    snapshot = snapshot_of(TIP, {"epoch": 3}, tensors, NoCompression())
+    state = downloaded(snapshot, snapshot.buffers, snapshot.layout)
+    assert msgspec.msgpack.decode(state.scalars) == {"epoch": 3}
+    loaded = state.tensors()
     assert all(torch.equal(a, b) for a, b in zip(loaded, tensors, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["fewer elements", "another dtype", "a buffer too few"])
 def test_a_layout_that_does_not_describe_the_buffers_is_refused(kind: str) -> None:
-    snapshot = snapshot_of(TIP, {}, [torch.randn(40), torch.randn(5).double()])
+    snapshot = snapshot_of(TIP, {}, [torch.randn(40), torch.randn(5).double()], NoCompression())
     first, second = snapshot.buffers
     buffers = {
         "fewer elements": [first[:8], second],
@@ -41,12 +43,12 @@ def test_a_layout_that_does_not_describe_the_buffers_is_refused(kind: str) -> No
         "a buffer too few": [first],
     }[kind]
     with pytest.raises(ValueError, match="does not describe its buffers"):
-        state_of(downloaded(snapshot, buffers, snapshot.layout))
+        downloaded(snapshot, buffers, snapshot.layout).tensors()
 
 
 def test_a_layout_that_is_none_is_refused() -> None:
-    snapshot = snapshot_of(TIP, {}, [torch.randn(40)])
+    snapshot = snapshot_of(TIP, {}, [torch.randn(40)], NoCompression())
     for layout in (b"\xc1", msgspec.msgpack.encode([1, [["float32", [-4]]]])):
         damaged = downloaded(snapshot, snapshot.buffers, layout)
         with pytest.raises(ValueError):  # noqa: PT011
-            state_of(damaged)
+            damaged.tensors()

@@ -118,7 +118,7 @@ def test_load_state_timeout(dht: shoal.DHT) -> None:
         assert first._run._donor is not None
         first._run._donor._take_snapshot = never
         began = time.monotonic()
-        with pytest.raises(shoal.AveragingError, match="nothing of a state has come for 1 s"):
+        with pytest.raises(shoal.AveragingError, match="no part of a state has arrived for 1 s"):
             second.load_state_from_peers()
         assert 0.9 <= time.monotonic() - began < 40.0
 

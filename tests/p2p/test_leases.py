@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.p2p.identity import PeerID
-from shoal.p2p.leases import Leases
+from shoal.p2p.leases import Expected, Leases
 from shoal.p2p.sealing import Opener
 from tests.p2p.lane_ends import PATIENCE, End, Raw, name
 
@@ -201,3 +201,21 @@ def test_no_byte_lands_after_a_withdrawal_at_any_step(monkeypatch: pytest.Monkey
     assert set(OPENING) < set(labels)
     for step in range(1, len(labels) + 1):
         receive(monkeypatch, step, tampered)
+
+
+def test_chunks_of_a_transfer_are_expected_by_number_from_one_source_each():
+    leases = Leases()
+    expected = Expected(leases)
+    for number in range(3):
+        expected.expect(number, name(number), ONE, memoryview(bytearray(8)))
+    expected.expect(0, name(0), OTHER, memoryview(bytearray(8)))
+    assert leases.lease(name(0), ONE, 8) is None
+    target = leases.lease(name(0), OTHER, 8)
+    assert target is not None
+    leases.give_back(target, True)
+    assert not expected.stop(0, ONE)
+    assert expected.stop(0, OTHER)
+    assert not expected.stop(1), "it has not arrived"
+    assert [number in expected for number in range(4)] == [False, False, True, False]
+    expected.close()
+    assert leases.lease(name(2), ONE, 8) is None

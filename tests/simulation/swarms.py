@@ -100,7 +100,7 @@ class Peer:
 
         def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
             codecs = self.codecs or codecs_of([self.vector])
-            return Exchange.of(self.key, begin, [self.vector], [self.output], codecs, send, fault)
+            return Exchange(self.key, begin, [self.vector], [self.output], codecs, send, fault)
 
         if weight is None:
             weight = 1.0 if self.swarm.me.contributes else 0.0

@@ -262,7 +262,7 @@ def test_chunks_that_do_not_belong_there_put_their_sender_out(kind: str, who: in
         others = [peer for peer in peers if peer is not rogue]
 
         def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
-            exchange = Exchange.of(
+            exchange = Exchange(
                 rogue.key, begin, [rogue.vector], [rogue.output], codecs_of([rogue.vector]), send, fault
             )  # fmt: skip
             sabotage(exchange, begin, send)

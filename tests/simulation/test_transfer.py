@@ -12,8 +12,9 @@ from shoal.p2p.node import Node
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
 from shoal.swarm.protocol.tip import Tip
+from shoal.transfer.donor import EncodedState, Snapshot, StateDonor, encoded
 from shoal.transfer.manifest import CHUNK_ELEMENTS
-from shoal.transfer.transfer import Downloaded, EncodedState, Snapshot, StateDonor, download_state, encoded
+from shoal.transfer.transfer import Downloaded, download_state
 from tests.codecs import codecs_of
 
 NAME = "state/swarm"

@@ -18,8 +18,9 @@ from shoal.swarm.protocol.errors import AveragingError, Behind
 from shoal.swarm.protocol.messages import Begin, Progress
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
+from shoal.transfer.donor import EncodedState, Snapshot, StateDonor, encoded
 from shoal.transfer.manifest import CHUNK_ELEMENTS
-from shoal.transfer.transfer import EncodedState, Snapshot, StateDonor, download_state, encoded
+from shoal.transfer.transfer import download_state
 from tests.codecs import codecs_of
 from tests.simulation.swarms import Peer
 
@@ -103,7 +104,7 @@ class Trainer:
         peer = self.peer
 
         def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
-            return Exchange.of(peer.key, begin, [peer.vector], [peer.output], codecs_of([peer.vector]), send, fault)
+            return Exchange(peer.key, begin, [peer.vector], [peer.output], codecs_of([peer.vector]), send, fault)
 
         outcome = await peer.swarm.average(Contribution(samples, open_exchange, tip=self.tip), patience)
         self.outcomes.append(outcome)

@@ -20,17 +20,21 @@ from shoal.p2p.node import Answer, Node, Reply
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import KEEP_SECONDS, Chunk, GetChunk, GetManifest, Offer, chunk_name, transfer_service
-from shoal.transfer.manifest import CHUNK_ELEMENTS, LARGE_BYTES, BufferShape, Manifest
-from shoal.transfer.transfer import (
-    Downloaded,
-    DownloadFailed,
+from shoal.transfer.donor import (
+    KEEP_SECONDS,
+    Chunk,
     EncodedState,
+    GetChunk,
+    GetManifest,
+    Offer,
     Snapshot,
     StateDonor,
-    download_state,
+    chunk_name,
     encoded,
+    transfer_service,
 )
+from shoal.transfer.manifest import CHUNK_ELEMENTS, LARGE_BYTES, BufferShape, Manifest
+from shoal.transfer.transfer import Downloaded, DownloadFailed, download_state
 from tests.codecs import codecs_of
 
 NAME = "state/test"
@@ -262,7 +266,7 @@ def test_with_nobody_to_ask_or_nobody_that_answers_it_says_so():
             raise AssertionError
 
         silent.serve(transfer_service(NAME), never)
-        with pytest.raises(DownloadFailed, match=r"nothing of a state has come for 100 s\..*has not answered"):
+        with pytest.raises(DownloadFailed, match=r"no part of a state has arrived for 100 s\..*has not answered"):
             await download(newcomer, [silent], timeout=100)
         assert asyncio.get_running_loop().time() < 110
 
@@ -278,7 +282,7 @@ def test_time_counts_from_the_last_chunk_and_its_end_says_how_far_it_came():
         loop.call_later(30.0, transport.network.cut, newcomer.peer_id, donors[0].peer_id)
         with pytest.raises(
             DownloadFailed,
-            match=r"nothing of a state has come for 10 s\. \d\d of \d\d chunks .* epoch 7 .* are missing",
+            match=r"no part of a state has arrived for 10 s\. \d\d of \d\d chunks .* epoch 7 .* are missing",
         ):
             await download(newcomer, donors, timeout=10)
         assert 30 < loop.time() < 45, "it was not given up while chunks came"

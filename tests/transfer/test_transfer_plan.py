@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.p2p.identity import PeerID
 from shoal.p2p.transport import MAX_BUFFER_BYTES
+from shoal.swarm.protocol.plan import ChunkSpan
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.download import DownloadPlan
 from shoal.transfer.manifest import (
@@ -25,7 +26,6 @@ from shoal.transfer.manifest import (
     MAX_RUNS,
     BufferShape,
     Manifest,
-    StateChunk,
     choose,
     chunk_elements,
 )
@@ -52,10 +52,10 @@ def manifest(epoch: int = 3, samples: float = 100.0, digest: int = 0, **changes:
 
 def test_chunks_are_the_scalars_and_then_each_buffer():
     assert manifest().chunks == [
-        StateChunk(None, 0, 10),
-        StateChunk(0, 0, CHUNK_ELEMENTS),
-        StateChunk(0, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1),
-        StateChunk(2, 0, 5),
+        ChunkSpan(0, 0, 10),
+        ChunkSpan(1, 0, CHUNK_ELEMENTS),
+        ChunkSpan(1, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1),
+        ChunkSpan(3, 0, 5),
     ]
     assert manifest().nbytes == 10 + 4 * (CHUNK_ELEMENTS + 1) + 5
 
@@ -183,20 +183,26 @@ def test_the_largest_manifest_fits_into_a_message():
 
 def test_the_majoritys_state_is_chosen_and_ties_go_to_more_samples_then_epochs():
     common, rich, late = manifest(3, 100.0), manifest(3, 900.0), manifest(9, 900.0)
-    assert choose({ANN: common, BOB: common, CYD: late}) == common.id
-    assert choose({ANN: common, BOB: rich}) == rich.id
-    assert choose({ANN: late, BOB: rich}) == late.id
+    assert choose([common, common, late]) == common
+    assert choose([common, rich]) == rich
+    assert choose([late, rich]) == late
     one, other = manifest(digest=1), manifest(digest=2)
-    assert choose({ANN: one, BOB: other}) == choose({ANN: other, BOB: one}) == max(one.id, other.id)
-    with pytest.raises(ValueError, match="nobody offers"):
-        choose({})
+    assert choose([one, other]).id == choose([other, one]).id == max(one.id, other.id)
 
 
 # -- plan
 
 
+def planned(digests: list[bytes], donors: list[PeerID], **limits: float) -> DownloadPlan:
+    plan = DownloadPlan(digests, donors)
+    for name, limit in limits.items():
+        assert hasattr(DownloadPlan, name)
+        setattr(plan, name, limit)
+    return plan
+
+
 def test_chunks_are_spread_over_donors_within_their_windows_and_asked_once():
-    plan = DownloadPlan(DIGESTS, [ANN, BOB], window=3)
+    plan = planned(DIGESTS, [ANN, BOB], window=3)
     first = plan.next_requests(0.0)
     assert [chunk for _, chunk in first] == [0, 1, 2, 3, 4, 5]
     assert [donor for donor, _ in first] == [ANN, BOB] * 3
@@ -207,19 +213,19 @@ def test_chunks_are_spread_over_donors_within_their_windows_and_asked_once():
 
 def test_what_is_outstanding_is_bounded_over_all_donors():
     donors = [PeerID(bytes([number]) * 32) for number in range(100)]
-    plan = DownloadPlan([bytes(32)] * 1000, donors, window=4, max_outstanding=32)
+    plan = planned([bytes(32)] * 1000, donors, window=4, max_outstanding=32)
     assert len(plan.next_requests(0.0)) == 32
 
 
 def test_what_a_failed_donor_owed_goes_to_the_others():
-    plan = DownloadPlan(DIGESTS[:4], [ANN, BOB], window=4)
+    plan = planned(DIGESTS[:4], [ANN, BOB], window=4)
     assert plan.next_requests(0.0) == [(ANN, 0), (BOB, 1), (ANN, 2), (BOB, 3)]
     plan.donor_failed(ANN, "lost")
     assert plan.next_requests(0.0) == [(BOB, 0), (BOB, 2)]
     plan.add_donor(ANN)
     plan.donor_failed(BOB, "lost too")
     assert plan.failed
-    assert not plan.done
+    assert plan.missing
     assert plan.dropped == {ANN: "lost", BOB: "lost too"}
 
 
@@ -231,21 +237,21 @@ def test_a_wrong_digest_drops_the_donor_and_the_chunk_is_asked_of_another():
     assert plan.next_requests(1.0) == [(BOB, 0)]
     assert plan.received(BOB, 0, DIGESTS[0], 1.0)
     assert plan.received(BOB, 1, DIGESTS[1], 1.0)
-    assert plan.done
+    assert not plan.missing
     assert plan.chunks_from == {BOB: 2}
 
 
 def test_a_chunk_that_was_not_asked_for_counts_as_nothing():
-    plan = DownloadPlan(DIGESTS[:2], [ANN, BOB], window=1)
+    plan = planned(DIGESTS[:2], [ANN, BOB], window=1)
     plan.next_requests(0.0)
     assert not plan.received(ANN, 1, DIGESTS[1], 1.0)
     assert not plan.received(CYD, 1, DIGESTS[1], 1.0)
-    assert plan.missing == 2
+    assert len(plan.missing) == 2
     assert plan.dropped == {}
 
 
 def test_a_late_donor_gets_no_more_and_others_are_asked_for_what_it_owes():
-    plan = DownloadPlan(DIGESTS[:4], [ANN, BOB], window=2, patience=5.0, give_up=20.0)
+    plan = planned(DIGESTS[:4], [ANN, BOB], window=2, patience=5.0, give_up=20.0)
     assert plan.next_requests(0.0) == [(ANN, 0), (BOB, 1), (ANN, 2), (BOB, 3)]
     assert plan.next_check() == 5.0
     assert plan.received(BOB, 1, DIGESTS[1], 4.0)
@@ -257,11 +263,11 @@ def test_a_late_donor_gets_no_more_and_others_are_asked_for_what_it_owes():
     assert plan.next_requests(6.0) == []
     assert not plan.received(BOB, 0, DIGESTS[0], 7.0)
     assert plan.received(ANN, 2, DIGESTS[2], 7.0)
-    assert plan.done
+    assert not plan.missing
 
 
 def test_a_donor_that_stays_silent_is_dropped():
-    plan = DownloadPlan(DIGESTS[:1], [ANN], patience=5.0, give_up=20.0)
+    plan = planned(DIGESTS[:1], [ANN], patience=5.0, give_up=20.0)
     plan.next_requests(0.0)
     assert plan.next_requests(5.0) == []
     assert plan.next_check() == 20.0
@@ -271,7 +277,7 @@ def test_a_donor_that_stays_silent_is_dropped():
 
 
 def test_a_slow_but_steady_donor_is_never_late():
-    plan = DownloadPlan(DIGESTS[:6], [ANN, BOB], window=3, patience=5.0)
+    plan = planned(DIGESTS[:6], [ANN, BOB], window=3, patience=5.0)
     asked = plan.next_requests(0.0)
     for step, chunk in enumerate([chunk for donor, chunk in asked if donor == ANN]):
         assert plan.received(ANN, chunk, DIGESTS[chunk], 4.0 * (step + 1))
@@ -279,7 +285,7 @@ def test_a_slow_but_steady_donor_is_never_late():
             if donor == BOB and step == 0:
                 assert plan.received(BOB, other, DIGESTS[other], 4.0)
         assert plan.next_requests(4.0 * (step + 1)) == []
-    assert plan.done
+    assert not plan.missing
 
 
 @settings(max_examples=100)
@@ -288,9 +294,9 @@ def test_whatever_happens_a_plan_ends_and_keeps_its_rules(seed: int, chunks: int
     rng = random.Random(seed)
     digests = [bytes([number]) * 32 for number in range(chunks)]
     peers = [PeerID(bytes([number]) * 32) for number in range(donors)]
-    plan = DownloadPlan(digests, peers, window=2, max_outstanding=5, patience=5.0, give_up=20.0)
+    plan = planned(digests, peers, window=2, max_outstanding=5, patience=5.0, give_up=20.0)
     now, asked, kept = 0.0, [], []
-    while not plan.done and not plan.failed:
+    while plan.missing and not plan.failed:
         requests = plan.next_requests(now)
         assert not {donor for donor, _ in requests} & set(plan.dropped)
         asked += requests
@@ -305,7 +311,7 @@ def test_whatever_happens_a_plan_ends_and_keeps_its_rules(seed: int, chunks: int
             plan.donor_failed(rng.choice(peers), "lost")
         else:
             check = plan.next_check()
-            assert check is not None or plan.done or plan.failed, "nothing is outstanding, and nothing is asked"
+            assert check is not None or not plan.missing or plan.failed, "nothing is outstanding, and nothing is asked"
             now = max(now, check or 0.0) if rng.random() < 0.5 else now + rng.random()
         asked = [(donor, chunk) for donor, chunk in asked if donor not in plan.dropped]
     assert sorted(kept) == sorted(set(kept))
