@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,7 +19,7 @@ from shoal.optim.grad_averager import AveragerGradients
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.progress import RunProgress
 from shoal.optim.reports import DownloadReport, Event
-from shoal.optim.run import Run
+from shoal.optim.run import Run, until
 from shoal.optim.settings import Settings
 from shoal.optim.state import Replica
 from shoal.p2p.errors import Refused
@@ -187,7 +186,7 @@ class Accumulation:
         if self.gradients is None:
             return self._local_samples
         self._check_held()
-        if self._own is not None and not self._own.held and self._run.tip != self._replica.tip:
+        if self._own is not None and not self._own.held and self._run.swarm.tip != self._replica.tip:
             raise Behind("the epoch has ended before this peer's gradients were averaged")
         samples = self.samples
         usable = self.gradients.close(1.0 if self._scaler is None else self._scaler.get_scale())
@@ -200,7 +199,7 @@ class Accumulation:
     def enter(self) -> None:
         """Join those who average gradients, before the run counts on this peer."""
         if self._own is not None:
-            self._own.enter(lambda: self._run.called or self._run.tip != self._replica.tip)
+            self._own.enter(lambda: self._run.swarm.called or self._run.swarm.tip != self._replica.tip)
 
     def leave(self) -> None:
         """Have nobody wait for this peer's gradients while it changes to another state."""
@@ -294,7 +293,7 @@ class Epoch:
     @property
     def is_behind(self) -> bool:
         """Whether others hold a state that outranks this peer's, and that no end of an epoch here will lead to."""
-        behind = self._run.behind
+        behind = self._run.swarm.behind
         return behind is not None and not self.is_busy and behind.outranks(self._replica.tip)
 
     def begin(self) -> None:
@@ -306,7 +305,7 @@ class Epoch:
         if not self.is_behind:
             self._accumulation.enter()
         try:
-            self._tracker.report_local_progress(0.0)
+            self._tracker.report(0.0)
         except Behind:
             log.info("the run has begun: the first step downloads the state")
 
@@ -331,8 +330,8 @@ class Epoch:
             Rejected: if the run has other terms.
         """
         try:
-            self._move(self._run.catch_up())
-            self._tracker.report_local_progress(0.0)
+            self._move(self._run.call(self._run.swarm.catch_up))
+            self._tracker.report(0.0)
             if not self._run.wait_for_call(self._settings.matchmaking_time):
                 return
             outcome = self._round.assist()
@@ -371,7 +370,7 @@ class Epoch:
         """End the epoch if its round is due, after reporting `samples` if they are given."""
         try:
             if samples is not None:
-                self._tracker.report_local_progress(samples)
+                self._tracker.report(samples)
             if self._tracker.ready_to_update_epoch:
                 if self.is_busy:
                     self.take_result(wait=True)  # one epoch late at most
@@ -527,10 +526,7 @@ class Epoch:
             Refused: if it can't be given.
         """
         # A newcomer waits for a commit that is being applied, but not forever: the trainer may have stopped.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(APPLY_SECONDS):
-                while self._replica.tip != self._run.tip:
-                    await self._run.state_changed()
+        await until(lambda: self._replica.tip == self._run.swarm.tip, self._run.state_changed, APPLY_SECONDS)
         try:
             return await asyncio.to_thread(lambda: encoded(self._replica.copy_for_newcomer()))
         except ValueError as error:
@@ -585,10 +581,10 @@ class Epoch:
             if self._download(donors, timeout) if donors else self.load_state(timeout):
                 return
         except AveragingError as error:
-            if isinstance(error, Rejected) and not self._run.made:
+            if isinstance(error, Rejected) and not self._run.swarm.made:
                 raise
             log.warning("could not download the state that others hold, and go on from this peer's own: %s", error)
-        self._run.forget_behind()
+        self._run.call(self._run.swarm.forget_behind)
 
     def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:
         """Set the replica to the state that most of the donors hold, of those that are not behind this peer's, and

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import platform
@@ -22,7 +21,7 @@ from shoal.optim.accumulator import EpochGradients
 from shoal.optim.grad_averager import AveragerGradients
 from shoal.optim.group_options import structure
 from shoal.optim.reports import EpochReport
-from shoal.optim.run import Place, Run
+from shoal.optim.run import Run
 from shoal.optim.settings import PLACE_TIMES, Settings
 from shoal.optim.state import Replica
 from shoal.p2p.identity import PeerID
@@ -31,8 +30,10 @@ from shoal.swarm.protocol.contribution import Contribution, Fault, Outcome, Send
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.messages import Begin, Terms
 from shoal.swarm.protocol.plan import largest_chunk
+from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
+from shoal.swarm.swarm import Place
 
 log = logging.getLogger(__name__)
 
@@ -57,19 +58,27 @@ def make_run(settings: Settings, dht: DHT, replica: Replica, gradients: Gradient
         sizes = tuple(spec.numel for spec in gradients.layout.buffers)
     elif gradients is not None:
         agreed["grad_averager_factory"] = term_of(gradients.terms)
-    rules = dataclasses.replace(
-        settings.rules(sizes, replica.buffers.sizes, replica.shared.sizes),
+    rules = Rules(
+        sizes=sizes,
+        matchmaking_time=settings.matchmaking_time,
+        round_timeout=settings.allreduce_timeout,
+        min_group=settings.min_peers,
+        target_samples=float(settings.target_batch_size),
+        due_sizes=replica.buffers.sizes,
+        state_sizes=replica.shared.sizes,
+        state_every=settings.average_state_every,
+        state_always=settings.use_local_updates,
         options_fit=replica.options.fits,
         chunk_elements=largest_chunk(spec.dtype.itemsize for layout in layouts for spec in layout.buffers),
     )
     names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
     trained = [name for name, tensor in zip(names, replica.parameters, strict=False) if tensor.requires_grad]
     place = Place(
-        role=settings.role,
+        role=Role.CLIENT if settings.client_mode else Role.AUXILIARY if settings.auxiliary else Role.NODE,
         bandwidth=given.get("bandwidth"),
         chunk_timeout=settings.next_chunk_timeout,
         **{name: given.get(name) for name in PLACE_TIMES},
-        keeps_state=settings.role is not Role.AUXILIARY,
+        keeps_state=not settings.auxiliary,
         tensors=[
             described("parameters", replica.parameters, names),
             described("trained parameters", replica.trained, trained),
@@ -230,7 +239,8 @@ class EpochRound:
             except AveragingError as error:
                 if self._run.is_over:
                     return None
-                until = max(until, self._run.got_on_at + patience)  # the round failed, but made progress until then
+                # The round failed, but made progress until then.
+                until = max(until, self._run.swarm.got_on_at + patience)
                 if time.monotonic() >= until:
                     return self._alone(samples, error)
                 # A peer that was put out of a round gets its result like one that missed the round.

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.compression import Compression, NoCompression
+from shoal.compression import Compression
 from shoal.dht.dht import DHT
 from shoal.optim._torch import scale_by_own_rules
 from shoal.optim.accumulator import EpochGradients
@@ -24,12 +24,12 @@ from shoal.optim.progress import LocalProgress, RunProgress, refresh_of
 from shoal.optim.reports import Event, ReachabilityReport, reachability_report_of
 from shoal.optim.settings import (
     PLACE_TIMES,
+    SAMPLES,
+    SECONDS,
     OptimizerFactory,
     Params,
     SchedulerFactory,
     Settings,
-    check_samples,
-    check_times,
     make_trained,
 )
 from shoal.optim.state import Replica
@@ -177,17 +177,11 @@ class Optimizer(torch.optim.Optimizer):
         client_mode = dht.client_mode if client_mode is None else client_mode
         if dht.client_mode and not client_mode:
             raise ValueError("client_mode=False, but the DHT is in client mode and can't be dialled: leave it out")
-        self._settings = settings = Settings.of(
-            locals(),
-            client_mode=client_mode,
-            average_opt_statistics=tuple(average_opt_statistics or ()),
-            own_averager=grad_averager_factory is not None,
-            averager_opts=averager_opts or {},
-        )
+        self._settings = settings = Settings.of(locals())
         refresh = refresh_of(tracker_opts)
         if verbose:
             _show_what_happens()
-        made = make_trained(optimizer, params, scheduler, on_host=bool(settings.offload_optimizer))
+        made = make_trained(optimizer, params, scheduler, on_host=settings.offload_optimizer)
         self.optimizer, self.scheduler, self._host = made
         wrapped = self.optimizer
         wraps(self, wrapped)
@@ -211,7 +205,7 @@ class Optimizer(torch.optim.Optimizer):
                 "own, and a newcomer begins without any; give extra_tensors=list(model.buffers())",
                 layers,
             )
-        self._gradients = _make_gradients(settings, grad_averager_factory, replica.trained, dht)
+        self._gradients = _make_gradients(settings, replica.trained, dht)
         self._run = run = make_run(settings, dht, replica, self._gradients)
         self.tracker = RunProgress(
             run,
@@ -302,7 +296,7 @@ class Optimizer(torch.optim.Optimizer):
         if batch_size is None:
             raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
         if not (isinstance(batch_size, int) and batch_size >= 0):
-            check_samples({"batch_size": batch_size}, least=0)
+            SAMPLES.check("batch_size", batch_size)
         if not self._begun:  # by now, frameworks have wrapped and changed the model
             self._replica.placement.refuse_ranks()
             self._replica.take_over()
@@ -348,7 +342,7 @@ class Optimizer(torch.optim.Optimizer):
         timeout = kwargs.pop("timeout", self._settings.load_state_timeout)
         if kwargs:
             raise TypeError(f"load_state_from_peers has no argument {', '.join(kwargs)}")
-        check_times({"timeout": timeout})
+        SECONDS.check("timeout", timeout)
         with self._in_trainer("load_state_from_peers"):
             self._check_dht()
             return self._epoch.load_state(timeout)
@@ -470,9 +464,7 @@ def _show_what_happens() -> None:
         logger.addHandler(logging.StreamHandler())
 
 
-def _make_gradients(
-    settings: Settings, factory: GradientAveragerFactory | None, parameters: Sequence[torch.Tensor], dht: DHT
-) -> Gradients | None:
+def _make_gradients(settings: Settings, parameters: Sequence[torch.Tensor], dht: DHT) -> Gradients | None:
     """The object that accumulates and averages the gradients of `parameters`; None with local updates.
 
     Raises:
@@ -480,11 +472,11 @@ def _make_gradients(
     """
     if settings.use_local_updates:
         return None
-    if factory is None:
+    if settings.grad_averager_factory is None:
         return EpochGradients(
             parameters,
-            settings.grad_compression or NoCompression(),
-            apart=bool(settings.delay_optimizer_step),
+            settings.grad_compression,
+            apart=settings.delay_optimizer_step,
             reuse=settings.reuse_grad_buffers,
         )
     same = ("allreduce_timeout", "next_chunk_timeout", "shutdown_timeout", "client_mode", "reuse_grad_buffers")
@@ -496,4 +488,4 @@ def _make_gradients(
         "bandwidth": settings.averager_opts.get("bandwidth"),
     }
     options |= {name: value for name, value in settings.averager_opts.items() if name in PLACE_TIMES}
-    return AveragerGradients(dht.peer_id.key, factory, parameters, dht=dht, **options)
+    return AveragerGradients(dht.peer_id.key, settings.grad_averager_factory, parameters, dht=dht, **options)

@@ -19,11 +19,11 @@ from shoal.averaging.vector import Vector
 from shoal.dht.dht import DHT
 from shoal.flat import Layout, bytes_of
 from shoal.optim.grad_averager import GradientAverager
-from shoal.optim.run import Swarm, begin_of
 from shoal.swarm.directory import Unlisted
 from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind
 from shoal.swarm.protocol.messages import Begin
+from shoal.swarm.swarm import Swarm
 
 Tensors = list[torch.Tensor]
 
@@ -146,7 +146,7 @@ class PowerSGDGradientAverager(GradientAverager):
             step = _Step()
 
             async def begin_left() -> None:
-                begin, mine = begin_of(swarm), self._joining
+                begin, mine = swarm.peer.participant.begin, self._joining
                 if begin is None:
                     return
                 # All members are in the second run before any sends its part in the first. So no member ends the first,

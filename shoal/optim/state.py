@@ -15,7 +15,7 @@ import torch
 from blake3 import blake3
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.compression import Compression, NoCompression, TensorRole, plan_codecs
+from shoal.compression import Compression, TensorRole, plan_codecs
 from shoal.flat import FlatBuffer, Layout, bytes_of, pick_kernels
 from shoal.optim.group_options import KERNELS, GroupOptions, plain, restored
 from shoal.optim.placement import HostCopy, Placement
@@ -323,7 +323,7 @@ class Replica(TrainingState):
         self._stepped = [parameter for parameter in self.parameters if parameter.requires_grad]
         if not self.trained:
             raise ValueError("no parameter of the optimizer has requires_grad=True: there is nothing to train")
-        compression = settings.state_averaging_compression or NoCompression()
+        compression = settings.state_averaging_compression
         kinds = [name for name in ("", *settings.average_opt_statistics) for _ in self.parameters]
         roles = [TensorRole.OPTIMIZER if name else TensorRole.PARAMETER for name in kinds]
         layout = Layout.of(self.parameters * (1 + len(settings.average_opt_statistics))).on("cpu")
@@ -446,9 +446,11 @@ class Replica(TrainingState):
         Raises:
             ValueError: if the optimizer holds something that can't be sent.
         """
-        compression = self._settings.load_state_compression or NoCompression()
+        settings = self._settings
         with self._lock:
-            return self.snapshot(self.tip, compression, self._settings.average_opt_statistics, self.options.at_tip)
+            return self.snapshot(
+                self.tip, settings.load_state_compression, settings.average_opt_statistics, self.options.at_tip
+            )
 
     def load(self, state: Downloaded) -> None:
         """See `TrainingState.load`."""

@@ -20,7 +20,7 @@ from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
 from shoal.flat import Places
 from shoal.optim._torch import foreach_copy_
-from shoal.optim.settings import OptimizerFactory, Params, SchedulerFactory, check_names, make_trained
+from shoal.optim.settings import NAMES, OptimizerFactory, Params, SchedulerFactory, make_trained
 from shoal.optim.state import TrainingState, put_average
 from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.errors import AveragingError
@@ -92,7 +92,8 @@ class TrainingStateAverager(DecentralizedAverager):
         status_loglevel: int = logging.DEBUG,
         **kwargs: Any,
     ) -> None:
-        check_names(average_opt_statistics)
+        given = average_opt_statistics
+        NAMES.check("average_opt_statistics", given if isinstance(given, str) else tuple(given))
         if custom_gradients and not offload_optimizer:
             raise ValueError("custom_gradients=True is for an optimizer with parameters of its own: offload_optimizer")
         if reuse_tensors is None:

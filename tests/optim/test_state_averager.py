@@ -245,7 +245,7 @@ def test_an_older_state_is_not_taken_and_none_is_an_error() -> None:
         ({"average_opt_statistics": ["exp_avg"], "optimizer": partial(torch.optim.SGD, lr=1.0)}, "exp_avg"),
         ({"average_opt_statistics": ["exp_avg"], "initialize_optimizer": False}, "initialize_optimizer"),
         ({"average_opt_statistics": ["nothing"]}, "nothing"),
-        ({"average_opt_statistics": "exp_avg"}, "is one text"),
+        ({"average_opt_statistics": "exp_avg"}, "a list of names"),
         ({"parameter_names": ["a"]}, "parameter_names"),
     ],
 )  # fmt: skip
