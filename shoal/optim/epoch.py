@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,12 +20,11 @@ from shoal.optim.progress import RunProgress
 from shoal.optim.reports import DownloadReport, Event
 from shoal.optim.run import Run, until
 from shoal.optim.settings import Settings
-from shoal.optim.state import Replica
-from shoal.p2p.errors import Refused
+from shoal.optim.state import Replica, for_newcomer
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import EncodedState, encoded
+from shoal.transfer.donor import EncodedState
 from shoal.transfer.transfer import DownloadFailed, NothingWanted
 
 log = logging.getLogger(__name__)
@@ -108,7 +106,7 @@ class Accumulation:
         self._optimizer, self._replica, self._run = optimizer, replica, run
         self._reuse = settings.reuse_grad_buffers
         self.gradients = gradients
-        self._own = gradients if isinstance(gradients, AveragerGradients) else None
+        self._own = gradients if isinstance(gradients, AveragerGradients) else None  # with rounds of their own
         self._local_samples = 0.0  # with local updates
         self._scaler: GradScaler | None = None  # of the gradients that are accumulated in `.grad`
         self._warned = False  # that no parameter has a gradient
@@ -236,7 +234,7 @@ class Accumulation:
 class Epoch:
     """A peer's epoch, from the first batch to the step that ends it, again and again.
 
-    All methods are called in the trainer's thread; `take_snapshot`, `current_tip` and `priority` on the reactor.
+    All methods are called in the trainer's thread; `take_snapshot` and `priority` on the reactor.
 
     Args:
         settings: of the optimizer.
@@ -473,18 +471,19 @@ class Epoch:
             return
         self._round.put(averaged)
         if averaged.with_state:
-            machine, epoch = self._round.machine, averaged.tip.epoch
-            machine.has_averaged_state(epoch, whole=self._replica.is_averaged_whole)
+            self._round.machine.has_averaged_state(averaged.tip.epoch, whole=self._replica.is_averaged_whole)
         self._replica.publish()
-        self._made_with = frozenset(averaged.members) - {self._run.me}
+        outcome = averaged.outcome
+        members = [] if outcome is None else outcome.begin.members
+        self._made_with = frozenset(member.key for member in members) - {self._run.me}
         if self._made_with and not self.is_behind:
             self._downloads = 0
         self.applied = averaged.tip
         if not is_accumulating:
             self._accumulation.restart()
         self._count_from(averaged.tip)
-        if averaged.outcome is not None:
-            self._tell(report_of(averaged.outcome, self._replica.tip.epoch, self._replica.state_digest))
+        if outcome is not None:
+            self._tell(report_of(outcome, self._replica.tip.epoch, self._replica.state_digest))
 
     def _count_from(self, tip: Tip) -> None:
         """Count what is accumulated from now on to the epoch that begins with that state."""
@@ -511,10 +510,6 @@ class Epoch:
 
     # -- this peer's state, for newcomers
 
-    def current_tip(self) -> Tip:
-        """The tip of the state that newcomers get."""
-        return self._replica.tip
-
     def priority(self) -> float:
         """The priority of this peer's state among those that newcomers are offered: an outranked state comes last."""
         return -1.0 if self.is_behind else 0.0
@@ -527,11 +522,7 @@ class Epoch:
         """
         # A newcomer waits for a commit that is being applied, but not forever: the trainer may have stopped.
         await until(lambda: self._replica.tip == self._run.swarm.tip, self._run.state_changed, APPLY_SECONDS)
-        try:
-            return await asyncio.to_thread(lambda: encoded(self._replica.copy_for_newcomer()))
-        except ValueError as error:
-            log.warning("a newcomer can't have this peer's state: %s", error)
-            raise Refused(str(error)) from error
+        return await for_newcomer(self._replica.copy_for_newcomer)
 
     # -- another state, for this peer
 

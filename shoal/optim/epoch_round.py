@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from shoal.averaging.options import described, term_of
 from shoal.compression import CodecPlan
 from shoal.dht.dht import DHT
 from shoal.flat import Layout
-from shoal.optim.accumulator import EpochGradients
+from shoal.optim.accumulator import EpochGradients, Part
 from shoal.optim.grad_averager import AveragerGradients
 from shoal.optim.group_options import structure
 from shoal.optim.reports import EpochReport
@@ -55,7 +54,7 @@ def make_run(settings: Settings, dht: DHT, replica: Replica, gradients: Gradient
     if isinstance(gradients, EpochGradients):
         layouts.append(gradients.layout)
         schemas.append(gradients.layout.schema_hash)
-        sizes = tuple(spec.numel for spec in gradients.layout.buffers)
+        sizes = gradients.sizes
     elif gradients is not None:
         agreed["grad_averager_factory"] = term_of(gradients.terms)
     rules = Rules(
@@ -85,8 +84,7 @@ def make_run(settings: Settings, dht: DHT, replica: Replica, gradients: Gradient
             described("extra_tensors", extras),
         ],
     )
-    terms, shares_state = Terms(agreed, blake3(b"".join(schemas)).digest()), given.get("allow_state_sharing", True)
-    return Run(dht, settings.run_id, terms, rules, place, shares_state=shares_state)
+    return Run(dht, settings.run_id, Terms(agreed, blake3(b"".join(schemas)).digest()), rules, place)
 
 
 class Machine:
@@ -147,11 +145,6 @@ class Averaged:
         """Whether the state itself was averaged."""
         return self.outcome is not None and self.outcome.begin.with_state
 
-    @property
-    def members(self) -> list[bytes]:
-        """The keys of the members of the round."""
-        return [] if self.outcome is None else [member.key for member in self.outcome.begin.members]
-
 
 class EpochRound:
     """Averages the gradients and the state of one peer at the end of each epoch.
@@ -179,14 +172,14 @@ class EpochRound:
         epoch = self._replica.tip.epoch
         self._options = b"" if self._gradients is None else self._replica.options.own(epoch)
         if self._rules.due_sizes and self._rules.is_due(epoch):
-            self._replica.take_buffers()
+            self._replica.buffers.take()
         if self._rules.state_always and self._rules.may_average_state(epoch):
-            self._replica.take_state()
+            self._replica.shared.take()
 
     def put(self, averaged: Averaged) -> None:
         """Set the extra tensors to their average, if they were averaged. In the trainer's thread, too."""
         if averaged.outcome is not None and self._rules.due_sizes and self._rules.is_due(averaged.tip.epoch - 1):
-            self._replica.put_buffers()
+            self._replica.buffers.put(keep_changes=True)
 
     def few_are_here(self) -> bool:
         """Wait for `min_peers`, at most for `matchmaking_time`; whether they have not come."""
@@ -267,19 +260,17 @@ class EpochRound:
         if begin.with_state and not self._rules.may_average_state(epoch):
             raise RuleBroken(f"BEGIN averages the state at the end of epoch {epoch}, where that is not due")
         if begin.with_state and not self._rules.state_always:
-            self._replica.take_state()  # otherwise it was taken before the JOIN
-        parts: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], CodecPlan]] = []
+            self._replica.shared.take()  # otherwise it was taken before the JOIN
+        parts: list[Part] = []
         if isinstance(self._gradients, EpochGradients):
-            parts.append((self._gradients.mine, self._gradients.averaged, self._gradients.codecs))
+            parts.append(self._gradients)
         if self._rules.due_sizes and self._rules.is_due(epoch):
-            buffers = self._replica.buffers
-            parts.append((buffers.mine.flat, buffers.averaged.flat, buffers.codecs))
+            parts.append(self._replica.buffers)
         if begin.with_state:
-            state = self._replica.shared
-            parts.append((state.mine.flat, state.averaged.flat, state.codecs))
-        inputs = [flat for mine, _, _ in parts for flat in mine]
-        outputs = [flat for _, averaged, _ in parts for flat in averaged]
-        plan = sum((codecs for _, _, codecs in parts), CodecPlan((), 0))
+            parts.append(self._replica.shared)
+        inputs = [flat for part in parts for flat in part.mine.flat]
+        outputs = [flat for part in parts for flat in part.averaged.flat]
+        plan = sum((part.codecs for part in parts), CodecPlan((), 0))
         return Exchange.of(self._run.me, begin, inputs, outputs, plan, send, fault)
 
     def _tell_cost(self, outcome: Outcome) -> None:

@@ -216,7 +216,9 @@ class Optimizer(torch.optim.Optimizer):
         )
         accumulation = Accumulation(self, settings, run, replica, self._gradients)
         self._epoch = Epoch(settings, run, replica, accumulation, self.tracker, self._tell)
-        run.start(self._epoch)
+        run.start()
+        shares = settings.averager_opts.get("allow_state_sharing", True)
+        run.share(self._epoch.take_snapshot, lambda: replica.tip, self._epoch.priority, allow=shares)
         self.tracker.start()
         try:
             self._epoch.begin()
@@ -272,44 +274,36 @@ class Optimizer(torch.optim.Optimizer):
         An error that was raised in the background since the last call is raised, too.
         """
         with self._in_trainer("step"):
-            return self._step(closure, batch_size, grad_scaler)
-
-    def _step(
-        self,
-        closure: Callable[[], torch.Tensor] | None,
-        batch_size: int | None,
-        grad_scaler: GradScaler | None,
-    ) -> torch.Tensor | None:
-        if self._closed:
-            raise RuntimeError("this optimizer was shut down")
-        self._check_dht()
-        for reachability in self._run.reachability():
-            self._tell(reachability_report_of(reachability))
-        if self.auxiliary:
-            if closure is not None or batch_size is not None or grad_scaler is not None:
-                raise ValueError("auxiliary=True trains nothing: call step() without arguments")
-            self._epoch.assist()
-            return None
-        if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
-            raise ValueError(f"grad_scaler= is a {type(grad_scaler).__name__}: give a shoal.GradScaler")
-        batch_size = self.batch_size_per_step if batch_size is None else batch_size
-        if batch_size is None:
-            raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
-        if not (isinstance(batch_size, int) and batch_size >= 0):
-            SAMPLES.check("batch_size", batch_size)
-        if not self._begun:  # by now, frameworks have wrapped and changed the model
-            self._replica.placement.refuse_ranks()
-            self._replica.take_over()
-            self._begun = True
-        if not self.use_local_updates:
-            self._replica.options.look(self.local_epoch)
-        self._epoch.take_result(wait=False)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._epoch.advance(batch_size, grad_scaler)
-        return loss
+            if self._closed:
+                raise RuntimeError("this optimizer was shut down")
+            self._check_dht()
+            for reachability in self._run.reachability():
+                self._tell(reachability_report_of(reachability))
+            if self.auxiliary:
+                if closure is not None or batch_size is not None or grad_scaler is not None:
+                    raise ValueError("auxiliary=True trains nothing: call step() without arguments")
+                self._epoch.assist()
+                return None
+            if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+                raise ValueError(f"grad_scaler= is a {type(grad_scaler).__name__}: give a shoal.GradScaler")
+            batch_size = self.batch_size_per_step if batch_size is None else batch_size
+            if batch_size is None:
+                raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
+            if not (isinstance(batch_size, int) and batch_size >= 0):
+                SAMPLES.check("batch_size", batch_size)
+            if not self._begun:  # by now, frameworks have wrapped and changed the model
+                self._replica.placement.refuse_ranks()
+                self._replica.take_over()
+                self._begun = True
+            if not self.use_local_updates:
+                self._replica.options.look(self.local_epoch)
+            self._epoch.take_result(wait=False)
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._epoch.advance(batch_size, grad_scaler)
+            return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the parameters' `.grad`, as torch does. What `step` has accumulated stays.

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from blake3 import blake3
 
 from shoal.averaging.control import StepControl
 from shoal.averaging.hold import Hold
 from shoal.averaging.vector import Vector
-from shoal.dht.dht import DHT
-from shoal.flat import Layout, bytes_of
+from shoal.flat import Layout
 from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.settings import COUNT
+from shoal.optim.state import hash_of
 from shoal.swarm.directory import Unlisted
 from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind
@@ -55,32 +55,13 @@ class PowerSGDGradientAverager(GradientAverager):
         parameters: Iterable[torch.Tensor],
         averager_rank: int,
         *,
-        dht: DHT,
-        prefix: str,
         start: bool,
-        reuse_grad_buffers: bool = False,
-        accumulate_grads_on: torch.device | str | None = None,
-        client_mode: bool | None = None,
-        warn: bool = True,
         min_compression_ratio: float = 0.5,
-        averaged_grads: Sequence[torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(averager_rank, int) or averager_rank < 1:
-            raise ValueError(f"averager_rank={averager_rank!r}: give a whole number, at least 1")
+        COUNT.check("averager_rank", averager_rank)
         self.rank, self.min_compression_ratio = averager_rank, min_compression_ratio
-        super().__init__(
-            parameters,
-            dht=dht,
-            prefix=prefix,
-            start=False,
-            reuse_grad_buffers=reuse_grad_buffers,
-            accumulate_grads_on=accumulate_grads_on,
-            client_mode=client_mode,
-            warn=warn,
-            averaged_grads=averaged_grads,
-            **kwargs,
-        )
+        super().__init__(parameters, start=False, **kwargs)
         gradients = self._vector.inputs.views()
         shapes = [matrix_shape(tuple(gradient.shape)) for gradient in gradients]
         saved = [1 - self.rank * sum(shape) / max(1, math.prod(shape)) for shape in shapes]
@@ -162,13 +143,14 @@ class PowerSGDGradientAverager(GradientAverager):
                     _copy(self._left.inputs.views(), products)
 
             first = self._contribution(self._left, control, hold, begin_left)
-            first.state = b"" if self.auxiliary else _digest(self._qs)
+            first.state = b"" if self.auxiliary else hash_of(self._qs)
             outcome = await self._average(swarm, control, first, deadline)
             if outcome.missed or step.run is None:
                 missed = "the first half of the step went on without this peer"
                 raise AveragingError(missed) if control.tip is None else Behind(missed)
             if not self.auxiliary:
-                step.bases = await asyncio.to_thread(_orthonormal, self._left.outputs.views())
+                # Orthonormal bases of the column spaces, with more columns where columns depend on each other.
+                step.bases = await asyncio.to_thread(lambda: [torch.linalg.qr(p).Q for p in self._left.outputs.views()])
 
             async def begin_right() -> None:
                 mine = self._joining
@@ -250,11 +232,6 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return min(splits, key=sum)
 
 
-def _orthonormal(matrices: Tensors) -> Tensors:
-    """Orthonormal bases of the column spaces (with more columns, where columns depend on each other)."""
-    return [torch.linalg.qr(matrix).Q for matrix in matrices]
-
-
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
@@ -266,10 +243,3 @@ def _kinds(tensors: Mapping[str, Any]) -> dict[str, list[str]]:
         name: [f"{tuple(t.shape)} {t.dtype}" if isinstance(t, torch.Tensor) else type(t).__name__ for t in values]
         for name, values in tensors.items()
     }
-
-
-def _digest(tensors: Tensors) -> bytes:
-    hasher = blake3()
-    for tensor in tensors:
-        hasher.update(bytes_of(tensor))
-    return hasher.digest()

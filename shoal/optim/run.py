@@ -8,7 +8,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from shoal.averaging.exchange import compute_serially
 from shoal.dht.dht import DHT
@@ -29,19 +29,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class HasState(Protocol):
-    """Who holds the state that newcomers get."""
-
-    async def take_snapshot(self) -> EncodedState:
-        """A copy of the state for a newcomer; on the reactor."""
-
-    def current_tip(self) -> Tip:
-        """The name of the state."""
-
-    def priority(self) -> float:
-        """Its priority among the states that newcomers are offered."""
-
-
 class Run:
     """A peer's `Swarm` and `StateDonor`.
 
@@ -51,7 +38,6 @@ class Run:
         terms: what must be equal in the run.
         rules: when a round begins.
         place: what this peer chooses for itself.
-        shares_state: whether newcomers get this peer's state.
 
     Attributes:
         dht, rules: as given.
@@ -59,10 +45,8 @@ class Run:
         swarm: what is known of the run; any thread may read its properties.
     """
 
-    def __init__(
-        self, dht: DHT, run_id: str, terms: Terms, rules: Rules, place: Place, *, shares_state: bool = True
-    ) -> None:
-        self.dht, self.rules, self.me, self._shares_state = dht, rules, dht.peer_id.key, shares_state
+    def __init__(self, dht: DHT, run_id: str, terms: Terms, rules: Rules, place: Place) -> None:
+        self.dht, self.rules, self.me = dht, rules, dht.peer_id.key
         directory = DHTDirectory(dht.dht_node, run_id)
         self.swarm = Swarm(dht.node, dht.get_visible_maddrs(), directory, run_id, terms, rules, place)
         self._state_service = f"state/{run_id}"
@@ -72,28 +56,40 @@ class Run:
         self._under_way: set[Future[Any]] = set()
         self._left = False
 
-    def start(self, state: HasState | None = None) -> None:
-        """Meet the other peers of the run, and serve the state."""
+    def start(self) -> None:
+        """Meet the other peers of the run."""
 
         async def start() -> None:
-            if state is not None:
-                compute_serially()
             try:
                 await self.swarm.start()
             except BaseException:  # cancelled, too: a peer that did not start must not stay listed
                 self.swarm.stop()
                 raise
-            if state is not None:
-                self._donor = StateDonor(
-                    self.dht.node,
-                    self._state_service,
-                    state.take_snapshot,
-                    state.current_tip,
-                    self._shares_state,
-                    state.priority,
-                )
 
         self._wait(start())
+
+    def share(
+        self,
+        take_snapshot: Callable[[], Awaitable[EncodedState]],
+        tip: Callable[[], Tip],
+        priority: Callable[[], float],
+        *,
+        allow: bool,
+    ) -> None:
+        """Be a peer with a state, which newcomers get.
+
+        Args:
+            take_snapshot: makes a copy of the state; called on the reactor, as the others.
+            tip: names the state.
+            priority: of this state among those that newcomers are offered.
+            allow: whether newcomers get this peer's state.
+        """
+
+        def share() -> None:
+            compute_serially()
+            self._donor = StateDonor(self.dht.node, self._state_service, take_snapshot, tip, allow, priority)
+
+        self.call(share)
 
     def stop(self, timeout: float | None) -> bool:
         """Leave the run, if the DHT is still there. Calls that other threads wait for here fail.

@@ -3,11 +3,12 @@ copied for newcomers and taken over from others."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from typing import Annotated, Any
 
 import msgspec
@@ -17,25 +18,23 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.compression import Compression, TensorRole, plan_codecs
 from shoal.flat import FlatBuffer, Layout, bytes_of, pick_kernels
+from shoal.optim.accumulator import Part
 from shoal.optim.group_options import KERNELS, GroupOptions, plain, restored
 from shoal.optim.placement import HostCopy, Placement
 from shoal.optim.settings import Settings
+from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import Snapshot
+from shoal.transfer.donor import EncodedState, Snapshot, encoded
 from shoal.transfer.transfer import Downloaded
+
+log = logging.getLogger(__name__)
 
 MANIFEST_BYTES = 1 << 26
 """For the options, counters and padding of a downloaded state."""
 
 AsGrad = Callable[[Sequence[torch.Tensor], float | None], AbstractContextManager[None]]
+Index = Annotated[int, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-
-
-class Statistic(msgspec.Struct, array_like=True, frozen=True):
-    """Names the tensor `optimizer.state[parameter][name]` of a layout."""
-
-    parameter: Annotated[int, msgspec.Meta(ge=0)]
-    name: Name
 
 
 class Scalars(msgspec.Struct, frozen=True):
@@ -43,15 +42,15 @@ class Scalars(msgspec.Struct, frozen=True):
 
     Attributes:
         groups: the options of each parameter group (learning rate, momentum, …).
-        statistics: the tensors of the optimizer's state, in the order of the layout.
+        statistics: the tensors of the optimizer's state, in the order of the layout: (parameter, name).
         values: everything else in the optimizer's state: (parameter, name, value).
         scheduler: the scheduler's state; None without a scheduler.
         extras: the number of extra tensors, which end the layout.
     """
 
     groups: list[dict[Name, Any]]
-    statistics: list[Statistic]
-    values: list[tuple[int, Name, Any]]
+    statistics: list[tuple[Index, Name]]
+    values: list[tuple[Index, Name, Any]]
     scheduler: dict[Name, Any] | None
     extras: int
 
@@ -94,23 +93,20 @@ class TrainingState:
         """Move new tensors of the optimizer's state into flat memory."""
         if self._memory is None:
             return
-        tensors = [tensor for _, tensor in self._statistics()]
+        tensors = [value for _, _, value in self._kept() if isinstance(value, torch.Tensor)]
         if len(tensors) != len(self._held) or any(a is not b for a, b in zip(tensors, self._held, strict=True)):
             FlatBuffer.adopt(tensors)
             self._held = tensors
 
     def digest(self) -> bytes:
         """The blake3 hash of the parameters, 32 bytes. Parameters on a device are copied to the host for it."""
-        return _hash_of([flat.detach().cpu() for flat in self.memory.flat])
+        return hash_of([flat.detach().cpu() for flat in self.memory.flat])
 
-    def _statistics(self) -> list[tuple[Statistic, torch.Tensor]]:
-        """The tensors of the optimizer's state."""
-        return [
-            (Statistic(index, name), value)
-            for index, parameter in enumerate(self.parameters)
-            for name, value in sorted(self.optimizer.state.get(parameter, {}).items())
-            if isinstance(value, torch.Tensor)
-        ]
+    def _kept(self) -> Iterator[tuple[int, str, Any]]:
+        """(parameter, name, value) of everything in the optimizer's state."""
+        for index, parameter in enumerate(self.parameters):
+            for name, value in sorted(self.optimizer.state.get(parameter, {}).items()):
+                yield index, name, value
 
     def statistics(self, name: str) -> list[torch.Tensor | None]:
         """The tensors of that name in the optimizer's state, one for each parameter; None where it has none.
@@ -154,33 +150,28 @@ class TrainingState:
                 a tensor.
         """
         # Statistics of one name follow each other: then few runs of a codec suffice, however many parameters there are.
-        statistics = sorted(self._statistics(), key=lambda one: one[0].name)
-        first, extras = len(self.parameters), self.extra_tensors
-        tensors = [*self.parameters, *(tensor for _, tensor in statistics), *extras]
+        held = sorted(self._kept(), key=lambda one: one[1])
+        statistics = [one for one in held if isinstance(one[2], torch.Tensor)]
+        tensors = [*self.parameters, *(tensor for _, _, tensor in statistics), *self.extra_tensors]
         memory = FlatBuffer(Layout.of(tensors).on("cpu"), recycled=True)
         memory.copy_from([tensor.detach() for tensor in tensors])
-        values = [
-            (index, name, value)
-            for index, parameter in enumerate(self.parameters)
-            for name, value in sorted(self.optimizer.state.get(parameter, {}).items())
-            if not isinstance(value, torch.Tensor)
-        ]
         try:
             scalars = Scalars(
                 groups=[plain(group) for group in (self._options() if groups is None else groups)],
-                statistics=[one for one, _ in statistics],
-                values=[(index, name, plain(value)) for index, name, value in values],
+                statistics=[(index, name) for index, name, _ in statistics],
+                values=[(i, name, plain(v)) for i, name, v in self._kept() if not isinstance(v, torch.Tensor)],
                 scheduler=_scheduler_state(self.scheduler),
-                extras=len(extras),
+                extras=len(self.extra_tensors),
             )
         except TypeError as error:
             raise ValueError(f"the optimizer's state can't be shared: {error}") from error
-        layout = msgspec.msgpack.encode(memory.layout.to_wire())
-        roles = [TensorRole.PARAMETER] * first + [TensorRole.OPTIMIZER] * len(statistics)
-        roles += [TensorRole.UNSPECIFIED] * len(extras)
-        kinds = [""] * first + [one.name for one, _ in statistics] + [""] * len(extras)
-        exact = {first + number for number, (one, _) in enumerate(statistics) if one.name not in averaged}
+        described = [("", TensorRole.PARAMETER)] * len(self.parameters)
+        described += [(name, TensorRole.OPTIMIZER) for _, name, _ in statistics]
+        described += [("", TensorRole.UNSPECIFIED)] * len(self.extra_tensors)
+        kinds, roles = zip(*described, strict=True)
+        exact = {n for n, (kind, role) in enumerate(described) if role is TensorRole.OPTIMIZER and kind not in averaged}
         codecs = plan_codecs(compression, memory.layout, roles, exact=exact, kinds=kinds)
+        layout = msgspec.msgpack.encode(memory.layout.to_wire())
         return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(scalars), codecs)
 
     def load(self, state: Downloaded) -> None:
@@ -194,19 +185,23 @@ class TrainingState:
         if [(b.numel, b.dtype) for b in layout.buffers] != [(b.numel(), b.dtype) for b in state.buffers]:
             raise ValueError("the state's layout does not describe its buffers")
         tensors = [state.buffers[e.buffer][e.span.slice].view(e.shape) for e in layout.entries]
-        pairs = self._pairs(scalars, tensors)
-        groups = self._fitting_groups(scalars)
-        count = len(self.parameters)
-        if any(s.parameter >= count for s in scalars.statistics) or any(v[0] >= count for v in scalars.values):
+        pairs, count, mine = self._pairs(scalars, tensors), len(self.parameters), self._options()
+        if len(scalars.groups) != len(mine):
+            raise ValueError(f"the state has {len(scalars.groups)} parameter groups, this peer {len(mine)}")
+        groups = [
+            {key: restored(value, ours.get(key), key) for key, value in theirs.items()}
+            for ours, theirs in zip(mine, scalars.groups, strict=True)
+        ]
+        if any(i >= count for i, _ in scalars.statistics) or any(i >= count for i, _, _ in scalars.values):
             raise ValueError(f"the state has statistics of a parameter that does not exist: there are {count}")
         if (self.scheduler is None) != (scalars.scheduler is None):
             raise ValueError("the state has a scheduler and this peer has none, or the other way round")
         scheduled: dict[str, Any] = {}
         if self.scheduler is not None and scalars.scheduler is not None:
-            mine = self.scheduler.state_dict()
-            if unknown := set(scalars.scheduler) - set(mine):
+            scheduled = self.scheduler.state_dict()
+            if unknown := set(scalars.scheduler) - set(scheduled):
                 raise ValueError(f"this peer's scheduler has no {', '.join(sorted(unknown))}")
-            scheduled = mine | {key: restored(value, mine.get(key), key) for key, value in scalars.scheduler.items()}
+            scheduled |= {key: restored(value, scheduled[key], key) for key, value in scalars.scheduler.items()}
         with torch.no_grad():
             for tensor, theirs in pairs:
                 tensor.copy_(theirs)
@@ -240,20 +235,6 @@ class TrainingState:
                 )
         return pairs
 
-    def _fitting_groups(self, scalars: Scalars) -> list[dict[str, Any]]:
-        """The state's options of the parameter groups.
-
-        Raises:
-            ValueError: if their types or their number differ from this peer's.
-        """
-        mine = self._options()
-        if len(scalars.groups) != len(mine):
-            raise ValueError(f"the state has {len(scalars.groups)} parameter groups, this peer {len(mine)}")
-        return [
-            {key: restored(value, ours.get(key), key) for key, value in theirs.items()}
-            for ours, theirs in zip(mine, scalars.groups, strict=True)
-        ]
-
     def _options(self) -> list[dict[str, Any]]:
         """What newcomers get of the parameter groups as they are now."""
         left_out = KERNELS | {"params"}
@@ -262,14 +243,14 @@ class TrainingState:
     def _load_statistics(self, scalars: Scalars, tensors: Sequence[torch.Tensor]) -> None:
         """Copy into the tensors that are there, allocate the others, and drop those that the state does not have."""
         kept: dict[int, dict[str, Any]] = {}
-        for statistic, tensor in zip(scalars.statistics, tensors, strict=True):
-            parameter = self.parameters[statistic.parameter]
-            mine = self.optimizer.state.get(parameter, {}).get(statistic.name)
+        for (index, name), tensor in zip(scalars.statistics, tensors, strict=True):
+            parameter = self.parameters[index]
+            mine = self.optimizer.state.get(parameter, {}).get(name)
             if not isinstance(mine, torch.Tensor) or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
                 # As torch does: statistics live with their parameter, but step counts (0-d) stay on the host.
                 mine = torch.empty_like(tensor, device=parameter.device if tensor.dim() else "cpu")
             mine.copy_(tensor)
-            kept.setdefault(statistic.parameter, {})[statistic.name] = mine
+            kept.setdefault(index, {})[name] = mine
         for index, name, value in scalars.values:
             kept.setdefault(index, {})[name] = value
         for index, parameter in enumerate(self.parameters):
@@ -326,11 +307,11 @@ class Replica(TrainingState):
         compression = settings.state_averaging_compression
         kinds = [name for name in ("", *settings.average_opt_statistics) for _ in self.parameters]
         roles = [TensorRole.OPTIMIZER if name else TensorRole.PARAMETER for name in kinds]
-        layout = Layout.of(self.parameters * (1 + len(settings.average_opt_statistics))).on("cpu")
-        self.shared = SharedTensors(layout, compression, roles, kinds)
+        layout = Layout.of(self.parameters * (1 + len(settings.average_opt_statistics)))
+        self.shared = SharedTensors(self._shared_tensors, layout, compression, roles, kinds)
         extras = [tensor for tensor in self.extra_tensors if tensor.is_floating_point()]
-        self.buffers = SharedTensors(Layout.of(extras).on("cpu"), compression, [TensorRole.UNSPECIFIED] * len(extras))
-        self._extras: list[torch.Tensor | None] = [*extras]
+        unspecified = [TensorRole.UNSPECIFIED] * len(extras)
+        self.buffers = SharedTensors(lambda: extras, Layout.of(extras), compression, unspecified)
         self.tip, self.state_digest = Tip.genesis(settings.run_id), self.digest()
 
     @property
@@ -343,7 +324,7 @@ class Replica(TrainingState):
     @property
     def is_averaged_whole(self) -> bool:
         """Whether everything on which a step depends is averaged with the state: then peers are alike after it."""
-        names = {one.name for one, tensor in self._statistics() if tensor.dim()}
+        names = {name for _, name, value in self._kept() if isinstance(value, torch.Tensor) and value.dim()}
         return names <= set(self._settings.average_opt_statistics)
 
     def take_over(self) -> None:
@@ -372,7 +353,7 @@ class Replica(TrainingState):
         """
         with self._lock, self.options.set_aside():
             if with_state:
-                self.shared.put(self._shared_tensors(), keep_changes=False)
+                self.shared.put(keep_changes=False)
             with as_grad(self._stepped, self._settings.max_grad_norm), self.options.of_run(options):
                 self._step()
             self._end_epoch(tip)
@@ -397,10 +378,10 @@ class Replica(TrainingState):
         since it was taken, and step the scheduler; `tip` names the state then."""
         with self._lock:
             if with_state:
-                self.shared.put(self._shared_tensors(), keep_changes=True)
+                self.shared.put(keep_changes=True)
             self.options.record()
             self._end_epoch(tip)
-        self.state_digest = self.shared.digest() if with_state else self.digest()
+        self.state_digest = hash_of(self.shared.averaged.flat) if with_state else self.digest()
 
     def _end_epoch(self, tip: Tip) -> None:
         self.options.step_scheduler()
@@ -417,20 +398,6 @@ class Replica(TrainingState):
         if self._host is not None:
             self.placement.restore()
             self._host.publish(self.memory)
-
-    # -- what is averaged
-
-    def take_state(self) -> None:
-        """Bring the state as it is now to the next round."""
-        self.shared.take(self._shared_tensors())
-
-    def take_buffers(self) -> None:
-        """Bring the extra tensors as they are now to the next round."""
-        self.buffers.take(self._extras)
-
-    def put_buffers(self) -> None:
-        """Set the extra tensors to their average, and keep what has changed in them since they were taken."""
-        self.buffers.put(self._extras, keep_changes=True)
 
     def _shared_tensors(self) -> list[torch.Tensor | None]:
         tensors: list[torch.Tensor | None] = [*self.parameters]
@@ -495,12 +462,26 @@ class Replica(TrainingState):
         self.state_digest = self.digest()
 
 
-class SharedTensors:
-    """Tensors that rounds average: a copy of what they were when they were taken, and their average. Both are allocated
-    at the first round that averages them.
+async def for_newcomer(take: Callable[[], Snapshot]) -> EncodedState:
+    """The state that `take` copies, encoded; on the reactor.
+
+    Raises:
+        Refused: if it can't be sent.
+    """
+    try:
+        # In one expression, so that the copy is let go of before the encoded state is returned.
+        return await asyncio.to_thread(lambda: encoded(take()))
+    except ValueError as error:
+        log.warning("a newcomer can't have this peer's state: %s", error)
+        raise Refused(str(error)) from error
+
+
+class SharedTensors(Part):
+    """Tensors that rounds average: a copy of what they were when they were taken, and their average.
 
     Args:
-        layout: of the tensors, on the CPU.
+        tensors: gives the tensors of this peer; None in place of one that it does not have.
+        layout: of the tensors.
         compression: how they travel.
         roles: of each tensor.
         kinds: of each tensor, among those of its role; None: all are of one kind.
@@ -508,46 +489,29 @@ class SharedTensors:
 
     def __init__(
         self,
+        tensors: Callable[[], Sequence[torch.Tensor | None]],
         layout: Layout,
         compression: Compression,
         roles: Sequence[TensorRole],
         kinds: Sequence[str] | None = None,
     ) -> None:
-        self.layout, self._roles = layout, tuple(roles)
-        self.codecs = plan_codecs(compression, layout, roles, kinds=kinds)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements of each flat buffer."""
-        return tuple(spec.numel for spec in self.layout.buffers)
-
-    @cached_property
-    def mine(self) -> FlatBuffer:
-        """What this peer brings."""
-        return FlatBuffer(self.layout)
-
-    @cached_property
-    def averaged(self) -> FlatBuffer:
-        """What all peers get."""
-        return FlatBuffer(self.layout)
+        self._tensors, self._roles, layout = tensors, tuple(roles), layout.on("cpu")
+        super().__init__(layout, plan_codecs(compression, layout, roles, kinds=kinds))
 
     @torch.no_grad()
-    def take(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy the tensors as they are now. A tensor that this peer does not have counts as zeros."""
-        for mine, tensor in zip(self.mine.views(), tensors, strict=True):
+    def take(self) -> None:
+        """Bring the tensors as they are now to the next round. A tensor that this peer does not have counts as
+        zeros."""
+        for mine, tensor in zip(self.mine.views(), self._tensors(), strict=True):
             mine.zero_() if tensor is None else mine.copy_(tensor)
 
     @torch.no_grad()
-    def put(self, tensors: Sequence[torch.Tensor | None], *, keep_changes: bool) -> None:
+    def put(self, *, keep_changes: bool) -> None:
         """Set the tensors to their average; with `keep_changes` by the delta rule, see `put_average`."""
-        views = zip(tensors, self.averaged.views(), self.mine.views(), self._roles, strict=True)
+        views = zip(self._tensors(), self.averaged.views(), self.mine.views(), self._roles, strict=True)
         for tensor, average, mine, role in views:
             if tensor is not None:
                 put_average(tensor, average, mine if keep_changes else None, role)
-
-    def digest(self) -> bytes:
-        """The blake3 hash of the average, 32 bytes."""
-        return _hash_of(self.averaged.flat)
 
 
 @torch.no_grad()
@@ -573,9 +537,10 @@ def put_average(
     tensor.copy_(moved)
 
 
-def _hash_of(flat: Iterable[torch.Tensor]) -> bytes:
+def hash_of(tensors: Iterable[torch.Tensor]) -> bytes:
+    """The blake3 hash of tensors on the CPU, 32 bytes."""
     hasher = blake3()
-    for tensor in flat:
+    for tensor in tensors:
         hasher.update(bytes_of(tensor))
     return hasher.digest()
 
