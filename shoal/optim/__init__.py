@@ -18,40 +18,26 @@ has the private names of torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from shoal.optim.epoch_scheduler import EpochScheduler
+from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.optimizer import Optimizer
+from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
+from shoal.optim.progress import PerformanceEMA
+from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.reports import DownloadReport, EpochReport, ReachabilityReport
+from shoal.optim.state_averager import TrainingStateAverager
 
-if TYPE_CHECKING:
-    from shoal.optim.epoch_scheduler import EpochScheduler as EpochScheduler
-    from shoal.optim.grad_averager import GradientAverager as GradientAverager
-    from shoal.optim.grad_scaler import GradScaler as GradScaler
-    from shoal.optim.optimizer import Optimizer as Optimizer
-    from shoal.optim.power_sgd_averager import PowerSGDGradientAverager as PowerSGDGradientAverager
-    from shoal.optim.progress import PerformanceEMA as PerformanceEMA
-    from shoal.optim.progress_tracker import ProgressTracker as ProgressTracker
-    from shoal.optim.reports import DownloadReport as DownloadReport
-    from shoal.optim.reports import EpochReport as EpochReport
-    from shoal.optim.reports import ReachabilityReport as ReachabilityReport
-    from shoal.optim.state_averager import TrainingStateAverager as TrainingStateAverager
-
-_HOMES = {
-    "DownloadReport": "reports",
-    "EpochReport": "reports",
-    "EpochScheduler": "epoch_scheduler",
-    "GradScaler": "grad_scaler",
-    "GradientAverager": "grad_averager",
-    "Optimizer": "optimizer",
-    "PerformanceEMA": "progress",
-    "PowerSGDGradientAverager": "power_sgd_averager",
-    "ProgressTracker": "progress_tracker",
-    "ReachabilityReport": "reports",
-    "TrainingStateAverager": "state_averager",
-}
-__all__ = [*_HOMES]
-
-
-def __getattr__(name: str) -> Any:
-    # Names are imported when they are used: importing one of them must not load all.
-    if name not in _HOMES:
-        raise AttributeError(f"module 'shoal.optim' has no attribute {name!r}")
-    return getattr(import_module(f"shoal.optim.{_HOMES[name]}"), name)
+__all__ = [
+    "DownloadReport",
+    "EpochReport",
+    "EpochScheduler",
+    "GradScaler",
+    "GradientAverager",
+    "Optimizer",
+    "PerformanceEMA",
+    "PowerSGDGradientAverager",
+    "ProgressTracker",
+    "ReachabilityReport",
+    "TrainingStateAverager",
+]

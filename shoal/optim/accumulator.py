@@ -48,10 +48,9 @@ class Accumulator:
     def add(self, batch_size: float) -> None:
         """Add the parameters' `.grad`, the mean over `batch_size` samples. A missing gradient counts as zeros."""
         is_first = not self.steps  # then nothing is left of what was there before
+        self._first = batch_size if is_first else self._first
         self.samples += batch_size
         self.steps += 1
-        if is_first:
-            self._first = batch_size
         if self.memory is None:
             self._held = [parameter.grad for parameter in self.parameters]
             return
@@ -64,22 +63,14 @@ class Accumulator:
         if self._keeps_mean:
             if len(self.seen) < len(grads):
                 self.seen |= {index for index, grad in enumerate(grads) if grad is not None}
-            self._add_to_mean(used, gradients, unused, 1.0 if is_first else batch_size / self.samples)
+            share = 1.0 if is_first else batch_size / self.samples
+            if used:
+                foreach_copy_(used, gradients) if share == 1.0 else foreach_lerp_(used, gradients, share)
+            if unused:
+                foreach_zero_(unused) if share == 1.0 else foreach_mul_(unused, 1.0 - share)
         elif used:
             moved = [gradient.to(memory.device) for gradient, memory in zip(gradients, used, strict=True)]
             foreach_add_(used, moved, alpha=batch_size / self._first)
-
-    def _add_to_mean(
-        self, used: list[torch.Tensor], gradients: list[torch.Tensor], unused: list[torch.Tensor], share: float
-    ) -> None:
-        if used and share == 1.0:
-            foreach_copy_(used, gradients)
-        elif used:
-            foreach_lerp_(used, gradients, share)
-        if unused and share == 1.0:
-            foreach_zero_(unused)
-        elif unused:
-            foreach_mul_(unused, 1.0 - share)
 
     @property
     def batches(self) -> float:
@@ -187,10 +178,8 @@ class EpochGradients(Part):
         *self._mean, self._used = self.mine.views()
         *_, self._used_by_any = self.averaged.views()
         # Gradients are accumulated beside the parameters. On the host, that memory may be the memory that is sent.
-        memory: list[torch.Tensor] | None = None
-        if not reuse:
-            in_place = devices == {"cpu"} and not apart
-            memory = self._mean if in_place else FlatBuffer(Layout.of(parameters)).views()
+        in_place = devices == {"cpu"} and not apart
+        memory = None if reuse else self._mean if in_place else FlatBuffer(Layout.of(parameters)).views()
         self.accumulator = Accumulator(parameters, memory, keeps_mean=True)
 
     @property
@@ -234,8 +223,7 @@ class EpochGradients(Part):
                     samples,
                 )
             return samples
-        for flat in self.mine.flat:
-            flat.zero_()
+        foreach_zero_(self.mine.flat)
         self.reset()
         return 0.0
 
@@ -257,8 +245,7 @@ class EpochGradients(Part):
 
     def use_local(self) -> None:
         """Take this peer's own mean as the average: there was no round."""
-        for averaged, mine in zip(self.averaged.flat, self.mine.flat, strict=True):
-            averaged.copy_(mine)
+        foreach_copy_(self.averaged.flat, self.mine.flat)
 
     @contextlib.contextmanager
     def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[None]:
@@ -269,8 +256,7 @@ class EpochGradients(Part):
             max_norm: if the norm of the average over all parameters is larger, it is scaled down to that.
         """
         used = self._used_by_any.tolist()
-        for mine, averaged in zip(self.mine.flat, self.averaged.flat, strict=True):
-            mine.copy_(averaged)
+        foreach_copy_(self.mine.flat, self.averaged.flat)
         if max_norm is not None:
             flags = self.layout.entries[-1]  # the flags end their buffer, and do not count
             whole = enumerate(self.mine.flat)

@@ -265,7 +265,6 @@ class Epoch:
         # While a round is called during a step, the next epoch may begin with that step's samples. (Reused gradients
         # have them in this epoch's sum already.)
         self._ends_before_adding = settings.in_background and not settings.reuse_grad_buffers
-        self._averages_in_background = settings.averages_in_background
         self.state = EpochState.ACCUMULATING
         self._ending: _Ending | None = None  # in AVERAGING and STEPPING
         self._brought = 0.0  # samples that this peer brought to it
@@ -282,7 +281,7 @@ class Epoch:
     @property
     def is_done(self) -> bool:
         """Whether the background thread has a result to apply."""
-        return self.is_busy and self._ending is not None and self._ending.result.done()
+        return self._ending is not None and self._ending.result.done()
 
     @property
     def _has_failed(self) -> bool:
@@ -387,21 +386,19 @@ class Epoch:
         self._replica.take_over()
         samples = self._accumulation.close()
         self._round.take()
-        if self._averages_in_background:
+        if self._settings.averages_in_background:
             self._accumulation.restart()
             self._end_in_background(samples)
             return
         averaged = self._round.average(samples)
-        if averaged is None:
-            return
-        if averaged.donors or not self._settings.delay_optimizer_step:
-            if not averaged.donors:
-                self._step(averaged)
-            self._apply(averaged)
-        else:
+        if averaged is not None and self._settings.delay_optimizer_step and not averaged.donors:
             self._accumulation.restart()
             self._end_in_background(samples, averaged)
             self._count_from(averaged.tip)
+        elif averaged is not None:
+            if not averaged.donors:
+                self._step(averaged)
+            self._apply(averaged)
 
     def _end_in_background(self, samples: float, averaged: Averaged | None = None) -> None:
         """Average and step on the background thread; only step if the average is there already."""
@@ -456,13 +453,9 @@ class Epoch:
         assert self._ending is not None
         result = self._ending.result
         error = result.exception()
-        averaged = None if error is not None else result.result()
-        failed = averaged is None and not isinstance(error, Behind)
-        self._ending = None
-        self.state = EpochState.FAILED if failed else EpochState.ACCUMULATING
-        if error is not None:
-            raise error
-        return averaged
+        failed = result.result() is None if error is None else not isinstance(error, Behind)
+        self._ending, self.state = None, EpochState.FAILED if failed else EpochState.ACCUMULATING
+        return result.result()
 
     def _apply(self, averaged: Averaged, *, is_accumulating: bool = False) -> None:
         """Continue from the state after the step. With `is_accumulating`, the next epoch has begun already."""
@@ -494,7 +487,7 @@ class Epoch:
     def close(self, timeout: float) -> None:
         """Wait at most `timeout` seconds for the background thread, and apply its step."""
         self._accumulation.stop()
-        if self.is_busy and self._ending is not None:
+        if self._ending is not None:
             wait([self._ending.result], timeout)
         is_done, was_busy = self.is_done, self.is_busy
         if self._thread is not None:
@@ -506,7 +499,7 @@ class Epoch:
                 log.info("the end of an epoch was given up: %s", error)
             self._replica.publish()
             self.applied = self._replica.tip
-        self.state = EpochState.CLOSED
+        self._ending, self.state = None, EpochState.CLOSED
 
     # -- this peer's state, for newcomers
 
@@ -608,13 +601,12 @@ class Epoch:
         givers = frozenset(donor.key for donor in state.chunks_from)
         was_made_apart, self._made_with = self._made_with.isdisjoint(givers), givers
         if mine.epoch and tip != mine and was_made_apart:
+            left, taken = (f"epoch {one.epoch} ({one.samples:g} samples)" for one in (mine, tip))
             log.warning(
-                "this peer has left its state of epoch %d (%g samples) for that of epoch %d (%g samples), which it has "
-                "from %s: the state with more samples behind it is kept",
-                mine.epoch,
-                mine.samples,
-                tip.epoch,
-                tip.samples,
+                "this peer has left its state of %s for that of %s, which it has from %s: the state with more samples "
+                "behind it is kept",
+                left,
+                taken,
                 ", ".join(map(repr, state.chunks_from)),
             )
         self._restart(tip)

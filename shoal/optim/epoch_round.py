@@ -117,8 +117,8 @@ class Machine:
 
 def this_machine() -> str:
     """The name before any download."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    names = [f"torch {torch.__version__}", platform.machine(), capability, f"{torch.get_num_threads()} threads"]
+    names = [f"torch {torch.__version__}", platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    names.append(f"{torch.get_num_threads()} threads")
     if torch.cuda.is_available():
         names.append(torch.cuda.get_device_name())
     return ", ".join(names)[:256]

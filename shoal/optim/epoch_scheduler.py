@@ -57,10 +57,8 @@ class EpochScheduler(StepCounted, LRScheduler):
 
     def __init__(self, scheduler: LRScheduler) -> None:  # does not call the base's: there is a scheduler already
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau | EpochScheduler):
-            raise ValueError(
-                f"EpochScheduler of a {type(scheduler).__name__}: give a torch scheduler that steps by itself, without "
-                f"a metric"
-            )
+            kind = type(scheduler).__name__
+            raise ValueError(f"EpochScheduler of a {kind}: give a torch scheduler that needs no metric")
         self.scheduler, self.optimizer = scheduler, scheduler.optimizer
         self._shoal_optimizer = _behind(scheduler.optimizer)
         self.epoch = int(getattr(scheduler, "last_epoch", 0))
@@ -101,10 +99,8 @@ class EpochScheduler(StepCounted, LRScheduler):
             ValueError: for the state of another scheduler.
         """
         if set(state_dict) != {"epoch", "scheduler"}:
-            raise ValueError(
-                f"the state of an EpochScheduler has epoch and scheduler, and this one {', '.join(state_dict)}: load "
-                f"that of a plain scheduler into it before it is wrapped"
-            )
+            names = ", ".join(state_dict)
+            raise ValueError(f"an EpochScheduler's state has epoch and scheduler; this one, of another, has {names}")
         self.scheduler.load_state_dict(state_dict["scheduler"])
         self.epoch = state_dict["epoch"]
 
@@ -124,5 +120,5 @@ def _behind(optimizer: Any) -> HasEpoch:
         seen = found() if found is not None else getattr(seen, "optimizer", None)
     raise ValueError(
         f"the scheduler is of a {type(optimizer).__name__} that no shoal.Optimizer has: make it of a shoal.Optimizer, "
-        f"or of its `optimizer`, and wrap it after that was made"
+        "or of its `optimizer`, and wrap it after that was made"
     )

@@ -192,9 +192,8 @@ class Optimizer(torch.optim.Optimizer):
         self.on_event: Callable[[Event], None] | None = None
         self._ready = self._closed = self._begun = False
         self._trainer = threading.RLock()  # held by the thread that is in one of the trainer's methods
-        groups: Any = wrapped.param_groups if self._host is None else self._host.param_groups(wrapped)
-        super().__init__([dict(group) for group in groups], wrapped.defaults)
-        self.param_groups, self.state = groups, wrapped.state
+        super().__init__([dict(group) for group in self._groups()], wrapped.defaults)
+        self.param_groups, self.state = self._groups(), wrapped.state
         self._ready = True
 
         self._replica = replica = Replica(wrapped, self.scheduler, list(extra_tensors), settings, self._host)
@@ -277,8 +276,9 @@ class Optimizer(torch.optim.Optimizer):
             if self._closed:
                 raise RuntimeError("this optimizer was shut down")
             self._check_dht()
-            for reachability in self._run.reachability():
-                self._tell(reachability_report_of(reachability))
+            reports = self._run.swarm.contacts.reports  # which members this peer reaches, where that has changed
+            while reports:
+                self._tell(reachability_report_of(reports.popleft()))
             if self.auxiliary:
                 if closure is not None or batch_size is not None or grad_scaler is not None:
                     raise ValueError("auxiliary=True trains nothing: call step() without arguments")
@@ -312,10 +312,7 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: with `reuse_grad_buffers`, where it would not stay.
         """
         if self.reuse_grad_buffers:
-            raise ValueError(
-                "reuse_grad_buffers=True accumulates in .grad, which zero_grad would lose: do not call it, .grad is "
-                "cleared when the epoch ends"
-            )
+            raise ValueError("reuse_grad_buffers=True accumulates in .grad: do not call zero_grad, which would lose it")
         super().zero_grad(set_to_none)
 
     # -- the state
@@ -366,11 +363,11 @@ class Optimizer(torch.optim.Optimizer):
         with self._in_trainer("load_state_dict"):
             self._check_dht()
             self._epoch.load_state_dict(state_dict)
-        if self._host is None:
-            self.param_groups = self.optimizer.param_groups
-        else:
-            self.param_groups = self._host.param_groups(self.optimizer)  # type: ignore[assignment]
-        self.state = self.optimizer.state
+        self.param_groups, self.state = self._groups(), self.optimizer.state
+
+    def _groups(self) -> Any:
+        """The parameter groups as users see them: with the model's parameters."""
+        return self.optimizer.param_groups if self._host is None else self._host.param_groups(self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ValueError: all peers must have the same parameters from the beginning."""
@@ -406,10 +403,7 @@ class Optimizer(torch.optim.Optimizer):
     def _in_trainer(self, method: str) -> Iterator[None]:
         """Within, no other thread may call a method of the trainer's."""
         if not self._trainer.acquire(blocking=False):
-            raise RuntimeError(
-                f"{method}() was called while another thread is in this optimizer: one thread trains; call it there, "
-                "or when the other's call has returned"
-            )
+            raise RuntimeError(f"{method}() was called while another thread is in this optimizer: one thread trains")
         try:
             yield
         finally:

@@ -13,7 +13,7 @@ import gc
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -65,16 +65,10 @@ class Placement:
         self._places = Places(tensors, holders)
         self._places.keep()
         shared = set(map(_address_of, extra_tensors))
-        layers = {
-            holder.module
-            for holder in holders
-            if tensors[holder.index].requires_grad and isinstance(holder.module, NormBase)
-        }
-        self.unshared = Counter(
-            type(layer).__name__
-            for layer in layers
-            if layer.running_mean is not None and layer.running_mean.data_ptr() not in shared
-        )
+        trained = [holder.module for holder in holders if tensors[holder.index].requires_grad]
+        layers = {module for module in trained if isinstance(module, NormBase)}
+        means = [(layer, layer.running_mean) for layer in layers if layer.running_mean is not None]
+        self.unshared = Counter(type(layer).__name__ for layer, mean in means if mean.data_ptr() not in shared)
 
     def name_of(self, what: int | Tensor) -> str:
         """The name of a parameter in messages; of one of the parameters and extra tensors, given its number."""
@@ -91,13 +85,7 @@ class Placement:
             ValueError: with the name of a parameter that a module has replaced, or that has another dtype, device or
                 shape than its flat memory.
         """
-        if (place := self._places.replaced()) is not None:
-            index, name = place
-            raise ValueError(
-                f"{self.name_of(index)} was replaced: a module has another tensor as its {name!r} now, which this "
-                "optimizer does not train; change the model before you make the optimizer, or write into the tensor "
-                "that is there (copy_)"
-            )
+        check_places(self._places, self.name_of, "optimizer")
         if list(map(_address_of, self._parameters)) == self._addresses:
             return
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
@@ -114,9 +102,7 @@ class Placement:
         Raises:
             ValueError: if such a wrapper of several ranks holds one of the parameters.
         """
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return
-        if self._wrapped() is None:
+        if not (distributed.is_available() and distributed.is_initialized()) or self._wrapped() is None:
             return
         gc.collect()  # a wrapper that nobody uses any more does no harm
         if (found := self._wrapped()) is not None:
@@ -177,6 +163,20 @@ class Placement:
         return [writes_of(parameter) for parameter in self._parameters] if self._copied else []
 
 
+def check_places(places: Places, name_of: Callable[[int], str], trainer: str) -> None:
+    """Look whether modules still compute with the tensors that an optimizer or averager (`trainer`) trains.
+
+    Raises:
+        ValueError: with the name of a tensor that a module has replaced.
+    """
+    if (place := places.replaced()) is not None:
+        index, name = place
+        raise ValueError(
+            f"{name_of(index)} was replaced: a module has another tensor as its {name!r} now, which the {trainer} does "
+            f"not train; change the model before you make it, or write into the tensor that is there (copy_)"
+        )
+
+
 def _is_alike(parameter: Tensor, view: Tensor) -> bool:
     return (parameter.dtype, parameter.device, parameter.shape) == (view.dtype, view.device, view.shape)
 
@@ -226,16 +226,8 @@ class HostCopy:
         return nn.Parameter(item.detach().to("cpu", copy=True), requires_grad=item.requires_grad)
 
     @torch.no_grad()
-    def publish(self, host: FlatBuffer) -> None:
-        """Set the model's parameters to those on the host."""
-        self._copy(host, self.memory)
-
-    @torch.no_grad()
-    def fetch(self, host: FlatBuffer) -> None:
-        """Set the parameters on the host to the model's."""
-        self._copy(self.memory, host)
-
-    def _copy(self, source: FlatBuffer, target: FlatBuffer) -> None:
+    def copy(self, source: FlatBuffer, target: FlatBuffer) -> None:
+        """Set the model's parameters to those on the host, or the other way round, given the flat memory of both."""
         one_device = len(source.layout.buffers) == len(target.layout.buffers)
         pairs = zip(*((source.flat, target.flat) if one_device else (source.views(), target.views())), strict=True)
         for theirs, mine in pairs:

@@ -205,10 +205,7 @@ class Refresh:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.min_refresh_period > self.max_refresh_period:
-            raise ValueError(
-                f"min_refresh_period={self.min_refresh_period:g} is more than max_refresh_period="
-                f"{self.max_refresh_period:g}: lower the one or raise the other"
-            )
+            raise ValueError("min_refresh_period is more than max_refresh_period: lower the one or raise the other")
 
     def seconds(self, eta: float, peers: int) -> float:
         """Seconds until the next question, if the epoch ends in `eta` seconds."""
@@ -230,9 +227,7 @@ def refresh_of(tracker_opts: Mapping[str, Any] | None) -> Refresh:
     unknown = sorted(set(given) - set(Refresh.__dataclass_fields__))
     own = [name for name in unknown if name in ("client_mode", "performance_ema_alpha", "target_batch_size")]
     if own:
-        raise ValueError(
-            f"tracker_opts has {', '.join(own)}: that is an argument of the optimizer itself, give it there"
-        )
+        raise ValueError(f"tracker_opts has {', '.join(own)}: give that to the optimizer itself")
     if unknown:
         known = ", ".join((*Refresh.__dataclass_fields__, *WITHOUT_USE))
         raise ValueError(f"tracker_opts has no option {', '.join(unknown)}; there are {known}")

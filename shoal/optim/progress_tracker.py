@@ -13,7 +13,7 @@ from blake3 import blake3
 from shoal.dht.dht import DHT
 from shoal.optim.progress import Refresh, RunProgress
 from shoal.optim.run import Run
-from shoal.optim.settings import POSITIVE, Kind
+from shoal.optim.settings import POSITIVE, Kind, fields_of
 from shoal.swarm.protocol.errors import Behind
 from shoal.swarm.protocol.messages import Terms
 from shoal.swarm.protocol.rules import Rules
@@ -85,18 +85,11 @@ class ProgressTracker(RunProgress):
         daemon: bool = True,
         start: bool = True,
     ) -> None:
+        refresh = Refresh(**fields_of(Refresh, locals()))
         Kind("a text of 1 to 90 characters", str, lambda text: 1 <= len(text) <= 90).check("prefix", prefix)
         POSITIVE.check("target_batch_size", target_batch_size)
         self.dht, self.prefix = dht, prefix
         self.client_mode = dht.client_mode if client_mode is None else client_mode
-        refresh = Refresh(
-            min_refresh_period,
-            max_refresh_period,
-            default_refresh_period,
-            expected_drift_peers,
-            expected_drift_rate,
-            status_loglevel,
-        )
         self._name = f"{prefix}_progress"
         terms = Terms({"target_batch_size": f"{target_batch_size:g}"}, NO_LAYOUT)
         rules = Rules((), matchmaking_time=PATIENCE, round_timeout=PATIENCE, target_samples=float(target_batch_size))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
@@ -17,7 +17,6 @@ from shoal.swarm.directory import DHTDirectory
 from shoal.swarm.protocol.contribution import Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.messages import Terms
-from shoal.swarm.protocol.reach import Reachability
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
@@ -119,12 +118,6 @@ class Run:
     def is_over(self) -> bool:
         """Whether this peer has left the run, or its DHT was shut down."""
         return self._left or not self.dht.is_alive()
-
-    def reachability(self) -> Iterator[Reachability]:
-        """The changes in which members this peer reaches, since the last call."""
-        reports = self.swarm.contacts.reports
-        while reports:
-            yield reports.popleft()
 
     # -- on the reactor
 

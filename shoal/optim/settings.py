@@ -42,6 +42,11 @@ class Kind:
             raise ValueError(f"{name}={value!r}: give {self.wanted}")
 
 
+def fields_of(record: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are fields of a dataclass."""
+    return {field.name: arguments[field.name] for field in fields(record)}
+
+
 def check_fields(record: object) -> None:
     """Check the fields of a dataclass that are annotated with a `Kind`. None passes where the annotation has it."""
     for name, hint in get_type_hints(type(record), include_extras=True).items():
@@ -145,26 +150,17 @@ class Settings:
         given["average_opt_statistics"] = names if isinstance(names, str) else tuple(names or ())
         given["averager_opts"] = options
         given |= {argument: options[name] for name, argument in IN_PLACE_OF.items() if name in options}
-        return cls(**{field.name: given[field.name] for field in fields(cls)})
+        return cls(**fields_of(cls, given))
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.delay_grad_averaging and not self.delay_optimizer_step:
-            raise ValueError(
-                "delay_grad_averaging=True needs delay_optimizer_step: the step comes after the average; leave it out"
-            )
+            raise ValueError("delay_grad_averaging=True needs delay_optimizer_step, since the step comes later")
         if self.delay_optimizer_step and not self.offload_optimizer:
-            raise ValueError(
-                "delay_optimizer_step=True needs offload_optimizer: the step is made on a copy of the parameters while "
-                "the model goes on with the old ones; leave it out"
-            )
+            raise ValueError("delay_optimizer_step=True needs offload_optimizer: it steps a copy of the parameters")
         if self.use_local_updates:
-            unused = [name for name in WITHOUT_LOCAL_UPDATES if getattr(self, name)]
-            if unused:
-                raise ValueError(
-                    f"use_local_updates=True makes every step at once with local gradients, which leaves no use for "
-                    f"{unused[0]}: leave one of the two out"
-                )
+            if unused := [name for name in WITHOUT_LOCAL_UPDATES if getattr(self, name)]:
+                raise ValueError(f"use_local_updates=True has no use for {unused[0]}: leave one of the two out")
         if self.auxiliary:
             if self.averager_opts.get("allow_state_sharing"):
                 raise ValueError("auxiliary=True has no state for averager_opts['allow_state_sharing']: leave one out")
@@ -239,10 +235,7 @@ def make_trained(
     host: HostCopy | None = None
     if on_host:
         if isinstance(optimizer, torch.optim.Optimizer) or params is None:
-            raise ValueError(
-                "offload_optimizer=True makes the optimizer over parameters of its own: give optimizer= as a function, "
-                "and params="
-            )
+            raise ValueError("offload_optimizer=True needs optimizer= as a function, and params=")
         host = HostCopy(params)
     made = _make_optimizer(optimizer, params if host is None else host.groups)
     return made, _make_scheduler(scheduler, made), host
@@ -282,9 +275,7 @@ def _make_scheduler(
             raise ValueError(f"scheduler={scheduler!r}: give a torch scheduler, or a function that makes one")
         scheduler = scheduler(optimizer)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
-        raise ValueError(
-            f"scheduler= is a {type(scheduler).__name__}: give a torch scheduler that steps by itself, without a metric"
-        )
+        raise ValueError(f"scheduler= is a {type(scheduler).__name__}: give a torch scheduler that needs no metric")
     if scheduler.optimizer is not optimizer:
         raise ValueError("scheduler= is of another optimizer than the one given: make it from that one")
     return scheduler

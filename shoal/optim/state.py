@@ -4,6 +4,7 @@ copied for newcomers and taken over from others."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 import threading
@@ -19,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.compression import Compression, TensorRole, plan_codecs
 from shoal.flat import FlatBuffer, Layout, bytes_of, pick_kernels
 from shoal.optim.accumulator import Part
-from shoal.optim.group_options import KERNELS, GroupOptions, plain, restored
+from shoal.optim.group_options import KERNELS, GroupOptions, is_plain, plain, restored
 from shoal.optim.placement import HostCopy, Placement
 from shoal.optim.settings import Settings
 from shoal.p2p.errors import Refused
@@ -65,6 +66,9 @@ class TrainingState:
         flat: move the parameters into flat memory now (`parameter.data` becomes a view of it), and the tensors of the
             optimizer's state after the first step. If False, all tensors stay where they are.
         pinned: have the parameters in host memory that a GPU can reach directly.
+
+    Attributes:
+        memory: the flat memory of the parameters, with `flat`.
     """
 
     def __init__(
@@ -79,19 +83,15 @@ class TrainingState:
         self.optimizer, self.scheduler = optimizer, scheduler
         self.extra_tensors = list(extra_tensors)
         self.parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        self._memory = FlatBuffer.adopt(self.parameters, pinned=pinned) if flat else None
+        self._is_flat = flat
+        if flat:
+            self.memory = FlatBuffer.adopt(self.parameters, pinned=pinned)
         self._held: list[torch.Tensor] = []  # the tensors of the optimizer's state that are in flat memory
         self.adopt_statistics()
 
-    @property
-    def memory(self) -> FlatBuffer:
-        """The flat memory of the parameters."""
-        assert self._memory is not None
-        return self._memory
-
     def adopt_statistics(self) -> None:
         """Move new tensors of the optimizer's state into flat memory."""
-        if self._memory is None:
+        if not self._is_flat:
             return
         tensors = [value for _, _, value in self._kept() if isinstance(value, torch.Tensor)]
         if len(tensors) != len(self._held) or any(a is not b for a, b in zip(tensors, self._held, strict=True)):
@@ -219,10 +219,8 @@ class TrainingState:
         """
         count, extras = len(self.parameters), len(self.extra_tensors)
         if len(tensors) != count + len(scalars.statistics) + scalars.extras or scalars.extras != extras:
-            raise ValueError(
-                f"the state has {len(tensors) - len(scalars.statistics) - scalars.extras} parameters and "
-                f"{scalars.extras} extra tensors; this peer has {count} and {extras}"
-            )
+            theirs = f"{len(tensors) - len(scalars.statistics) - scalars.extras} parameters and {scalars.extras}"
+            raise ValueError(f"the state has {theirs} extra tensors; this peer has {count} and {extras}")
         pairs = [
             *zip(self.parameters, tensors[:count], strict=True),
             *zip(self.extra_tensors, tensors[len(tensors) - extras :], strict=True),
@@ -254,10 +252,9 @@ class TrainingState:
         for index, name, value in scalars.values:
             kept.setdefault(index, {})[name] = value
         for index, parameter in enumerate(self.parameters):
+            self.optimizer.state.pop(parameter, None)
             if index in kept:
                 self.optimizer.state[parameter] = kept[index]
-            else:
-                self.optimizer.state.pop(parameter, None)
         self.adopt_statistics()
 
 
@@ -333,7 +330,7 @@ class Replica(TrainingState):
         with self._lock:
             changed = self.placement.take_over()
             if changed and self._host is not None:
-                self._host.fetch(self.memory)
+                self._host.copy(self._host.memory, self.memory)
         if changed:
             self.state_digest = self.digest()
 
@@ -351,7 +348,8 @@ class Replica(TrainingState):
             options: the run's options, see `GroupOptions`.
             with_state: whether the state was averaged.
         """
-        with self._lock, self.options.set_aside():
+        host = self._host
+        with self._lock, contextlib.nullcontext() if host is None else host.set_aside(self.optimizer):
             if with_state:
                 self.shared.put(keep_changes=False)
             with as_grad(self._stepped, self._settings.max_grad_norm), self.options.of_run(options):
@@ -397,7 +395,7 @@ class Replica(TrainingState):
         """Set the model's parameters to those that the optimizer has on the host."""
         if self._host is not None:
             self.placement.restore()
-            self._host.publish(self.memory)
+            self._host.copy(self.memory, self._host.memory)
 
     def _shared_tensors(self) -> list[torch.Tensor | None]:
         tensors: list[torch.Tensor | None] = [*self.parameters]
@@ -455,7 +453,7 @@ class Replica(TrainingState):
             self.options.refresh()
             self.adopt_statistics()
             if self._host is not None:
-                self._host.fetch(self.memory)
+                self._host.copy(self._host.memory, self.memory)
             if epoch is not None:
                 samples = ours.get("samples", epoch * self._settings.target_batch_size)
                 self.tip = Tip(epoch, ours.get("lineage", self.tip.lineage), float(samples))
@@ -549,13 +547,7 @@ def _scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any] | None:
     """The plain data in a scheduler's state. Functions that torch leaves in it are each peer's own."""
     if scheduler is None:
         return None
-    state = {}
-    for key, value in scheduler.state_dict().items():
-        try:
-            state[key] = plain(value)
-        except TypeError:
-            continue
-    return state
+    return {key: plain(value) for key, value in scheduler.state_dict().items() if is_plain(value)}
 
 
 _scalars = msgspec.msgpack.Decoder(Scalars)

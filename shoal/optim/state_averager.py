@@ -19,6 +19,7 @@ from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
 from shoal.flat import Places
 from shoal.optim._torch import foreach_copy_
+from shoal.optim.placement import check_places
 from shoal.optim.settings import NAMES, OptimizerFactory, Params, SchedulerFactory, make_trained
 from shoal.optim.state import TrainingState, for_newcomer, put_average
 from shoal.swarm.protocol.errors import AveragingError
@@ -205,8 +206,7 @@ class TrainingStateAverager(DecentralizedAverager):
             wait_for_delayed_updates = averaging_round or (optimizer_step and not overlaps)
         if averaging_round and not (wait_for_delayed_updates and apply_delayed_updates):
             raise ValueError(
-                "averaging_round=True waits for the round before and applies its result: leave "
-                "wait_for_delayed_updates and apply_delayed_updates out"
+                "averaging_round=True needs wait_for_delayed_updates and apply_delayed_updates: leave them out"
             )
         if delay_optimizer_step and not self.offload_optimizer:
             raise ValueError("delay_optimizer_step=True needs an optimizer on the host: offload_optimizer=True")
@@ -217,10 +217,7 @@ class TrainingStateAverager(DecentralizedAverager):
         if wait_for_trigger is not None and not acts:
             raise ValueError("wait_for_trigger= comes before a step or a round, and none was asked for")
         if wait_for_trigger is not None and not (self.reuse_tensors or self.custom_gradients):
-            raise ValueError(
-                "wait_for_trigger= leaves open of which gradients the step is: it needs reuse_tensors=True or "
-                "custom_gradients=True"
-            )
+            raise ValueError("wait_for_trigger= needs reuse_tensors=True or custom_gradients=True")
         gathered = self._settle(wait_for_delayed_updates, apply_delayed_updates)
         self.local_epoch += increment_epoch
         if not acts:
@@ -248,7 +245,8 @@ class TrainingStateAverager(DecentralizedAverager):
                     update.before = self._take()
                     update.round.allow_allreduce()
             except BaseException:  # whatever the user's optimizer raised: the others must not wait for this peer
-                update.cancel()
+                if update.round is not None:
+                    update.round.cancel()
                 raise
 
         if delay_optimizer_step:
@@ -274,12 +272,7 @@ class TrainingStateAverager(DecentralizedAverager):
         return control
 
     def _step_optimizer(self, scaler: torch.amp.GradScaler | None) -> None:
-        if (place := self._places.replaced()) is not None:
-            index, name = place
-            raise ValueError(
-                f"parameter {index} was replaced: a module has another tensor as its {name!r} now, which is not "
-                "trained; change the model before you make the averager, or write into the tensor that is there (copy_)"
-            )
+        check_places(self._places, lambda index: f"parameter {index}", "averager")
         with self._still():
             step: Callable[[], object] = self.optimizer.step
             step() if scaler is None else scaler.step(self.optimizer)
@@ -307,11 +300,11 @@ class TrainingStateAverager(DecentralizedAverager):
         """
         found = list(self._state.parameters)
         for name in self.opt_keys_for_averaging:
-            for tensor in self._state.statistics(name):
-                if tensor is None:
-                    raise ValueError(f"average_opt_statistics has {name!r}, but the optimizer has no statistics yet: "
-                                     "leave initialize_optimizer out, or make a step first")  # fmt: skip
-                found.append(tensor)
+            statistics = [tensor for tensor in self._state.statistics(name) if tensor is not None]
+            if len(statistics) < len(self._state.parameters):
+                raise ValueError(f"average_opt_statistics has {name!r}, but the optimizer has no statistics yet: "
+                                 "leave initialize_optimizer out, or make a step first")  # fmt: skip
+            found += statistics
         return found + self.extra_tensors
 
     @contextlib.contextmanager
@@ -494,11 +487,6 @@ class StateUpdate:
             if future is not None:
                 with contextlib.suppress(CancelledError):
                     future.exception()
-
-    def cancel(self) -> None:
-        """Cancel the round, so that the others do not wait for this peer."""
-        if self.round is not None:
-            self.round.cancel()
 
     def result(self) -> Gathered | None:
         """What the round gathered; None if there was none, or if it failed, which is logged. Raises what the work
