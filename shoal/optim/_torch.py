@@ -86,7 +86,9 @@ class OpenGradScaler(torch.amp.GradScaler):
         # torch calls it first wherever it needs the scale, which the first call of `scale` makes (2.6 to 2.13). Where
         # it does not, the user gets torch's own assertion instead of this message.
         if self._scale is None:
-            raise RuntimeError("the loss was not scaled: call GradScaler.scale(loss).backward()")
+            raise RuntimeError(
+                "the loss of these gradients was not scaled: call GradScaler.scale(loss) before backward"
+            )
         return super()._check_scale_growth_tracker(funcname)
 
     def _unscale_grads_(

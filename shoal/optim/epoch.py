@@ -10,6 +10,7 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from shoal.flat import grad_of
 from shoal.optim.accumulator import lost_gradient
@@ -24,7 +25,7 @@ from shoal.optim.state import Replica, for_newcomer
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import EncodedState
+from shoal.transfer.donor import EncodedState, StateDonor
 from shoal.transfer.transfer import DownloadFailed, NothingWanted
 
 log = logging.getLogger(__name__)
@@ -96,12 +97,7 @@ class Accumulation:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        settings: Settings,
-        run: Run,
-        replica: Replica,
-        gradients: Gradients | None,
+        self, optimizer: Optimizer, settings: Settings, run: Run, replica: Replica, gradients: Gradients | None
     ) -> None:
         self._optimizer, self._replica, self._run = optimizer, replica, run
         self._reuse = settings.reuse_grad_buffers
@@ -234,7 +230,7 @@ class Accumulation:
 class Epoch:
     """A peer's epoch, from the first batch to the step that ends it, again and again.
 
-    All methods are called in the trainer's thread; `take_snapshot` and `priority` on the reactor.
+    All methods are called in the trainer's thread; `donor`, `take_snapshot` and `priority` on the reactor.
 
     Args:
         settings: of the optimizer.
@@ -502,6 +498,17 @@ class Epoch:
         self._ending, self.state = None, EpochState.CLOSED
 
     # -- this peer's state, for newcomers
+
+    def donor(self, service: str) -> StateDonor:
+        """What serves this peer's state to newcomers."""
+        return StateDonor(
+            self._run.dht.node,
+            service,
+            self.take_snapshot,
+            lambda: self._replica.tip,
+            self._settings.averager_opts.get("allow_state_sharing", True),
+            self.priority,
+        )
 
     def priority(self) -> float:
         """The priority of this peer's state among those that newcomers are offered: an outranked state comes last."""

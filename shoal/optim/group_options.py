@@ -109,7 +109,7 @@ class GroupOptions:
                     shown(values),
                 )
             for group, value in zip(self._groups(name), values, strict=True):
-                _put(group, name, value)
+                put(group, name, value)
 
     def refresh(self) -> None:
         """Take what the groups hold now as this peer's own, and as made by `scheduler=`: another state was loaded."""
@@ -160,14 +160,14 @@ class GroupOptions:
                 if mine != value:
                     kept = mine if isinstance(group[name], torch.Tensor) else group[name]
                     replaced.append((group, name, kept, value))
-                    _put(group, name, value)
+                    put(group, name, value)
         try:
             yield
             self.record()
         finally:
             for group, name, kept, value in replaced:
                 if _plain(group[name]) == value:  # else the step itself has changed it
-                    _put(group, name, kept)
+                    put(group, name, kept)
 
     def _tell_difference(self, name: str, own: Sequence[Any], values: Sequence[Any]) -> None:
         if name in self._told or not self._is_current:
@@ -382,7 +382,7 @@ def _are_alike(value: Any, mine: Any) -> bool:
 
 
 @torch.no_grad()
-def _put(group: dict[str, Any], name: str, value: Any) -> None:
+def put(group: dict[str, Any], name: str, value: Any) -> None:
     """Set an option to a value. A tensor is written in place: a CUDA graph may hold its address."""
     mine = group[name]
     if isinstance(mine, torch.Tensor) and isinstance(value, int | float):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.compression import Compression
 from shoal.dht.dht import DHT
@@ -21,14 +20,14 @@ from shoal.optim.epoch_scheduler import wraps
 from shoal.optim.grad_averager import AveragerGradients, GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.progress import LocalProgress, RunProgress, refresh_of
-from shoal.optim.reports import Event, ReachabilityReport, reachability_report_of
+from shoal.optim.reports import Event, ReachabilityReport
 from shoal.optim.settings import (
     PLACE_TIMES,
     SAMPLES,
     SECONDS,
-    OptimizerFactory,
+    OptimizerOrFactory,
     Params,
-    SchedulerFactory,
+    SchedulerOrFactory,
     Settings,
     make_trained,
 )
@@ -143,9 +142,9 @@ class Optimizer(torch.optim.Optimizer):
         run_id: str,
         target_batch_size: int,
         batch_size_per_step: int | None = None,
-        optimizer: torch.optim.Optimizer | OptimizerFactory,
+        optimizer: OptimizerOrFactory,
         params: Params | None = None,
-        scheduler: LRScheduler | SchedulerFactory | None = None,
+        scheduler: SchedulerOrFactory | None = None,
         matchmaking_time: float = 15.0,
         averaging_timeout: float = 60.0,
         allreduce_timeout: float | None = None,
@@ -207,17 +206,12 @@ class Optimizer(torch.optim.Optimizer):
         self._gradients = _make_gradients(settings, replica.trained, dht)
         self._run = run = make_run(settings, dht, replica, self._gradients)
         self.tracker = RunProgress(
-            run,
-            target_batch_size,
-            performance_ema_alpha=performance_ema_alpha,
-            refresh=refresh,
-            may_wait=not settings.in_background,
+            run, target_batch_size, refresh, alpha=performance_ema_alpha, may_wait=not settings.in_background
         )
         accumulation = Accumulation(self, settings, run, replica, self._gradients)
         self._epoch = Epoch(settings, run, replica, accumulation, self.tracker, self._tell)
         run.start()
-        shares = settings.averager_opts.get("allow_state_sharing", True)
-        run.share(self._epoch.take_snapshot, lambda: replica.tip, self._epoch.priority, allow=shares)
+        run.share(self._epoch.donor)
         self.tracker.start()
         try:
             self._epoch.begin()
@@ -278,7 +272,8 @@ class Optimizer(torch.optim.Optimizer):
             self._check_dht()
             reports = self._run.swarm.contacts.reports  # which members this peer reaches, where that has changed
             while reports:
-                self._tell(reachability_report_of(reports.popleft()))
+                found = reports.popleft()
+                self._tell(ReachabilityReport(found.num_peers, tuple(map(str, found.unreached)), found.advice))
             if self.auxiliary:
                 if closure is not None or batch_size is not None or grad_scaler is not None:
                     raise ValueError("auxiliary=True trains nothing: call step() without arguments")
@@ -289,8 +284,7 @@ class Optimizer(torch.optim.Optimizer):
             batch_size = self.batch_size_per_step if batch_size is None else batch_size
             if batch_size is None:
                 raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
-            if not (isinstance(batch_size, int) and batch_size >= 0):
-                SAMPLES.check("batch_size", batch_size)
+            SAMPLES.check("batch_size", batch_size)
             if not self._begun:  # by now, frameworks have wrapped and changed the model
                 self._replica.placement.refuse_ranks()
                 self._replica.take_over()

@@ -38,7 +38,7 @@ class Placement:
     Args:
         parameters: of the model.
         memory: their flat memory.
-        extra_tensors: of `Optimizer`; they are not in flat memory.
+        extras: the `extra_tensors` of `Optimizer`; they are not in flat memory.
         names: of the parameters, as the user gave them; empty without names.
         copied: whether the optimizer steps copies of the parameters. Then only the user writes to these in place.
 
@@ -48,23 +48,17 @@ class Placement:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        memory: FlatBuffer,
-        extra_tensors: Sequence[Tensor],
-        names: Sequence[str],
-        *,
-        copied: bool,
+        self, parameters: Sequence[Tensor], memory: FlatBuffer, extras: Sequence[Tensor], names: list[str], copied: bool
     ) -> None:
         self._parameters, self._views, self._names, self._copied = list(parameters), memory.views(), names, copied
         self._addresses = list(map(_address_of, self._parameters))
         self._versions = self._count_writes()
-        tensors = [*parameters, *extra_tensors]
+        tensors = [*parameters, *extras]
         holders = holders_of(tensors)
         self._held_as = {holder.index: f"{holder.name!r} of a {type(holder.module).__name__}" for holder in holders}
         self._places = Places(tensors, holders)
         self._places.keep()
-        shared = set(map(_address_of, extra_tensors))
+        shared = set(map(_address_of, extras))
         trained = [holder.module for holder in holders if tensors[holder.index].requires_grad]
         layers = {module for module in trained if isinstance(module, NormBase)}
         means = [(layer, layer.running_mean) for layer in layers if layer.running_mean is not None]

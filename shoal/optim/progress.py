@@ -204,8 +204,9 @@ class Refresh:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.min_refresh_period > self.max_refresh_period:
-            raise ValueError("min_refresh_period is more than max_refresh_period: lower the one or raise the other")
+        least, most = self.min_refresh_period, self.max_refresh_period
+        if least > most:
+            raise ValueError(f"min_refresh_period={least:g} is more than max_refresh_period={most:g}")
 
     def seconds(self, eta: float, peers: int) -> float:
         """Seconds until the next question, if the epoch ends in `eta` seconds."""
@@ -227,7 +228,7 @@ def refresh_of(tracker_opts: Mapping[str, Any] | None) -> Refresh:
     unknown = sorted(set(given) - set(Refresh.__dataclass_fields__))
     own = [name for name in unknown if name in ("client_mode", "performance_ema_alpha", "target_batch_size")]
     if own:
-        raise ValueError(f"tracker_opts has {', '.join(own)}: give that to the optimizer itself")
+        raise ValueError(f"tracker_opts has {', '.join(own)}: that is an argument of the optimizer itself")
     if unknown:
         known = ", ".join((*Refresh.__dataclass_fields__, *WITHOUT_USE))
         raise ValueError(f"tracker_opts has no option {', '.join(unknown)}; there are {known}")
@@ -265,22 +266,16 @@ class RunProgress:
     Args:
         run: the run.
         target_batch_size: samples of all peers after which the epoch ends.
-        performance_ema_alpha: see `PerformanceEMA`.
         refresh: how often it asks for the progress of others when there is nothing to report.
+        alpha: see `PerformanceEMA`.
         may_wait: whether this peer may be told to wait. It may not where the trainer continues during a round.
     """
 
     def __init__(
-        self,
-        run: Run,
-        target_batch_size: int,
-        *,
-        performance_ema_alpha: float = 0.1,
-        refresh: Refresh | None = None,
-        may_wait: bool = True,
+        self, run: Run, target_batch_size: int, refresh: Refresh, *, alpha: float = 0.1, may_wait: bool = True
     ) -> None:
         self.target_batch_size = target_batch_size
-        self.performance_ema = PerformanceEMA(performance_ema_alpha)
+        self.performance_ema = PerformanceEMA(alpha)
         self._run, self._swarm, self._reactor, self._may_wait = run, run.swarm, run.dht.reactor, may_wait
         self._step = StepTime()
         # What this peer has, of the state on which samples are accumulated.
@@ -289,7 +284,7 @@ class RunProgress:
         self._pending: Future[Count | None] | Future[None] | None = None  # a report that nobody has waited for yet
         self._outbox = _Outbox()
         self._running = False
-        self._reports = _Reports(run.swarm, refresh or Refresh(), self)
+        self._reports = _Reports(run.swarm, refresh, self)
 
     @property
     def local_progress(self) -> LocalProgress:
@@ -570,6 +565,3 @@ def _take(report: Future[Count | None] | Future[None]) -> None:
     except (P2PError, TimeoutError) as error:
         # The coordinator is gone or out of reach; the swarm reports again to its successor by itself.
         log.debug("could not report progress: %s", error)
-
-
-__all__ = ["GlobalProgress", "LocalProgress", "PerformanceEMA", "Refresh", "RunProgress", "StepTime", "refresh_of"]

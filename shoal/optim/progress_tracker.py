@@ -94,7 +94,7 @@ class ProgressTracker(RunProgress):
         terms = Terms({"target_batch_size": f"{target_batch_size:g}"}, NO_LAYOUT)
         rules = Rules((), matchmaking_time=PATIENCE, round_timeout=PATIENCE, target_samples=float(target_batch_size))
         run = Run(dht, self._name, terms, rules, Place(role=Role.CLIENT if self.client_mode else Role.NODE))
-        super().__init__(run, target_batch_size, performance_ema_alpha=performance_ema_alpha, refresh=refresh)
+        super().__init__(run, target_batch_size, refresh, alpha=performance_ema_alpha)
         self._lock = threading.Lock()  # held while updates are paused
         self._following: Future[None] | None = None  # from the start on
         if start:

@@ -21,7 +21,7 @@ from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
 from shoal.swarm.swarm import Place, Swarm
-from shoal.transfer.donor import EncodedState, StateDonor
+from shoal.transfer.donor import StateDonor
 from shoal.transfer.transfer import Downloaded, download_state
 
 T = TypeVar("T")
@@ -67,26 +67,12 @@ class Run:
 
         self._wait(start())
 
-    def share(
-        self,
-        take_snapshot: Callable[[], Awaitable[EncodedState]],
-        tip: Callable[[], Tip],
-        priority: Callable[[], float],
-        *,
-        allow: bool,
-    ) -> None:
-        """Be a peer with a state, which newcomers get.
-
-        Args:
-            take_snapshot: makes a copy of the state; called on the reactor, as the others.
-            tip: names the state.
-            priority: of this state among those that newcomers are offered.
-            allow: whether newcomers get this peer's state.
-        """
+    def share(self, make_donor: Callable[[str], StateDonor]) -> None:
+        """Be a peer with a state, which newcomers get from what is made here, given the name of its service."""
 
         def share() -> None:
             compute_serially()
-            self._donor = StateDonor(self.dht.node, self._state_service, take_snapshot, tip, allow, priority)
+            self._donor = make_donor(self._state_service)
 
         self.call(share)
 
@@ -164,12 +150,7 @@ class Run:
         return [m.peer for m in members if m.key != self.me and m.role is not Role.AUXILIARY]
 
     def download(
-        self,
-        donors: Sequence[PeerID],
-        timeout: float,
-        max_nbytes: int,
-        wanted: Callable[[Tip], bool],
-        awaited: bool = False,
+        self, donors: Sequence[PeerID], timeout: float, max_nbytes: int, wanted: Callable[[Tip], bool], awaited: bool
     ) -> Downloaded:
         """See `download_state`. A peer that wants to be `awaited` takes a state that no round has followed yet: that
         round begins only when this peer is there, or `matchmaking_time` after the call."""

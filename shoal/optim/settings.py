@@ -17,8 +17,8 @@ from shoal.compression import Compression, NoCompression
 from shoal.optim.placement import HostCopy
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
-OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
-SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
+OptimizerOrFactory = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+SchedulerOrFactory = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,8 @@ POSITIVE = Kind("a positive number", NUMBER, lambda number: 0 < number < math.in
 SAMPLES = Kind("a number of samples, at least 0", NUMBER, lambda number: 0 <= number < math.inf)
 TARGET = Kind("a number of samples, at least 1", NUMBER, lambda number: 1 <= number < math.inf)
 NOT_NEGATIVE = Kind("a number, at least 0", NUMBER, lambda number: 0 <= number < math.inf)
-BANDWIDTH = Kind("a number from 0 to 1e18", NUMBER, lambda number: 0 <= number <= 1e18)
 COUNT = Kind("a whole number, at least 1", int, lambda number: number >= 1)
 LEVEL = Kind("a level of logging, as logging.INFO", int)
-SWITCH = Kind("True or False", bool)
 RUN_ID = Kind("a text of 1 to 100 characters", str, lambda text: 1 <= len(text) <= 100)
 NAMES = Kind("a list of names", (list, tuple), lambda names: all(isinstance(name, str) for name in names))
 COMPRESSION = Kind("one of shoal.compression, such as Float16Compression()", Compression)
@@ -94,9 +92,9 @@ IN_PLACE_OF = {
 PLACE_TIMES = ("request_timeout", "sender_timeout", "reducer_timeout")
 AVERAGER_OPTIONS = {
     **dict.fromkeys(("min_matchmaking_time", "next_chunk_timeout", *PLACE_TIMES), SECONDS),
-    "bandwidth": BANDWIDTH,
+    "bandwidth": Kind("a number from 0 to 1e18", NUMBER, lambda number: 0 <= number <= 1e18),
     "min_group_size": COUNT,
-    "allow_state_sharing": SWITCH,
+    "allow_state_sharing": Kind("True or False", bool),
 }
 # Options of hivemind's averagers that have no effect here: the peers of a run average all together, in chunks of a size
 # that suits the model and in shares by bandwidth; who has the state is known; no process is started.
@@ -158,9 +156,8 @@ class Settings:
             raise ValueError("delay_grad_averaging=True needs delay_optimizer_step, since the step comes later")
         if self.delay_optimizer_step and not self.offload_optimizer:
             raise ValueError("delay_optimizer_step=True needs offload_optimizer: it steps a copy of the parameters")
-        if self.use_local_updates:
-            if unused := [name for name in WITHOUT_LOCAL_UPDATES if getattr(self, name)]:
-                raise ValueError(f"use_local_updates=True has no use for {unused[0]}: leave one of the two out")
+        if self.use_local_updates and (unused := [name for name in WITHOUT_LOCAL_UPDATES if getattr(self, name)]):
+            raise ValueError(f"use_local_updates=True steps at once, and leaves no use for {unused[0]}: leave one out")
         if self.auxiliary:
             if self.averager_opts.get("allow_state_sharing"):
                 raise ValueError("auxiliary=True has no state for averager_opts['allow_state_sharing']: leave one out")
@@ -220,11 +217,7 @@ def _averager_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_trained(
-    optimizer: torch.optim.Optimizer | OptimizerFactory,
-    params: Params | None,
-    scheduler: LRScheduler | SchedulerFactory | None,
-    *,
-    on_host: bool,
+    optimizer: OptimizerOrFactory, params: Params | None, scheduler: SchedulerOrFactory | None, *, on_host: bool
 ) -> tuple[torch.optim.Optimizer, LRScheduler | None, HostCopy | None]:
     """The local optimizer and its scheduler; `on_host`, with the copy of the parameters that the optimizer steps.
 
@@ -235,15 +228,16 @@ def make_trained(
     host: HostCopy | None = None
     if on_host:
         if isinstance(optimizer, torch.optim.Optimizer) or params is None:
-            raise ValueError("offload_optimizer=True needs optimizer= as a function, and params=")
+            raise ValueError(
+                "offload_optimizer=True makes the optimizer over parameters of its own: give optimizer= as a function, "
+                "and params="
+            )
         host = HostCopy(params)
     made = _make_optimizer(optimizer, params if host is None else host.groups)
     return made, _make_scheduler(scheduler, made), host
 
 
-def _make_optimizer(
-    optimizer: torch.optim.Optimizer | OptimizerFactory, params: Params | None
-) -> torch.optim.Optimizer:
+def _make_optimizer(optimizer: OptimizerOrFactory, params: Params | None) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ValueError("optimizer= is a ready optimizer, which has its parameters: leave params= out")
@@ -265,9 +259,7 @@ def _make_optimizer(
     return made
 
 
-def _make_scheduler(
-    scheduler: LRScheduler | SchedulerFactory | None, optimizer: torch.optim.Optimizer
-) -> LRScheduler | None:
+def _make_scheduler(scheduler: SchedulerOrFactory | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
     if scheduler is None:
         return None
     if not isinstance(scheduler, LRScheduler):

@@ -35,6 +35,7 @@ MANIFEST_BYTES = 1 << 26
 
 AsGrad = Callable[[Sequence[torch.Tensor], float | None], AbstractContextManager[None]]
 Index = Annotated[int, msgspec.Meta(ge=0)]
+Groups = Sequence[dict[str, Any]]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 
@@ -130,11 +131,7 @@ class TrainingState:
     # -- as newcomers get it
 
     def snapshot(
-        self,
-        tip: Tip,
-        compression: Compression,
-        averaged: Collection[str] = (),
-        groups: Sequence[dict[str, Any]] | None = None,
+        self, tip: Tip, compression: Compression, averaged: Collection[str] = (), groups: Groups | None = None
     ) -> Snapshot:
         """A copy of everything, for a newcomer.
 
@@ -219,8 +216,9 @@ class TrainingState:
         """
         count, extras = len(self.parameters), len(self.extra_tensors)
         if len(tensors) != count + len(scalars.statistics) + scalars.extras or scalars.extras != extras:
-            theirs = f"{len(tensors) - len(scalars.statistics) - scalars.extras} parameters and {scalars.extras}"
-            raise ValueError(f"the state has {theirs} extra tensors; this peer has {count} and {extras}")
+            parameters = len(tensors) - len(scalars.statistics) - scalars.extras
+            given = f"{parameters} parameters and {scalars.extras} extra tensors"
+            raise ValueError(f"the state has {given}; this peer has {count} and {extras}")
         pairs = [
             *zip(self.parameters, tensors[:count], strict=True),
             *zip(self.extra_tensors, tensors[len(tensors) - extras :], strict=True),

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import Gathered, StepControl
@@ -20,7 +19,7 @@ from shoal.dht.dht import DHT
 from shoal.flat import Places
 from shoal.optim._torch import foreach_copy_
 from shoal.optim.placement import check_places
-from shoal.optim.settings import NAMES, OptimizerFactory, Params, SchedulerFactory, make_trained
+from shoal.optim.settings import NAMES, OptimizerOrFactory, Params, SchedulerOrFactory, make_trained
 from shoal.optim.state import TrainingState, for_newcomer, put_average
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.tip import Tip
@@ -79,9 +78,9 @@ class TrainingStateAverager(DecentralizedAverager):
         self,
         *,
         dht: DHT,
-        optimizer: torch.optim.Optimizer | OptimizerFactory,
+        optimizer: OptimizerOrFactory,
         params: Params | None = None,
-        scheduler: LRScheduler | SchedulerFactory | None = None,
+        scheduler: SchedulerOrFactory | None = None,
         initialize_optimizer: bool | None = None,
         offload_optimizer: bool = False,
         custom_gradients: bool = False,
@@ -205,9 +204,7 @@ class TrainingStateAverager(DecentralizedAverager):
             overlaps = self.delta_rule_averaging and not self._is_stepping
             wait_for_delayed_updates = averaging_round or (optimizer_step and not overlaps)
         if averaging_round and not (wait_for_delayed_updates and apply_delayed_updates):
-            raise ValueError(
-                "averaging_round=True needs wait_for_delayed_updates and apply_delayed_updates: leave them out"
-            )
+            raise ValueError("averaging_round=True needs wait_for_delayed_updates and apply_delayed_updates")
         if delay_optimizer_step and not self.offload_optimizer:
             raise ValueError("delay_optimizer_step=True needs an optimizer on the host: offload_optimizer=True")
         if delay_optimizer_step and averaging_round and not delay_averaging:
@@ -495,11 +492,11 @@ class StateUpdate:
             self.work.result()
         if self.round is None:
             return None
-        error = self.round.exception() if not self.round.cancelled() else AveragingError("cancelled")
-        if isinstance(error, AveragingError):
-            log.warning("the state was not averaged: %s", error)
+        try:
+            return self.round.result()
+        except (AveragingError, CancelledError) as error:
+            log.warning("the state was not averaged: %s", str(error) or "cancelled")
             return None
-        return self.round.result()
 
 
 def _initialize_state(optimizer: torch.optim.Optimizer) -> None:

@@ -89,7 +89,7 @@ def swarm() -> Iterator[FakeRun]:
 
 @pytest.fixture
 def tracker(swarm: FakeRun) -> RunProgress:
-    return RunProgress(swarm, 100)  # type: ignore[arg-type]
+    return RunProgress(swarm, 100, Refresh())  # type: ignore[arg-type]
 
 
 def wait_for(reports: list[float], expected: list[float]) -> None:
@@ -325,7 +325,7 @@ def test_one_that_has_left_tells_nothing(
 
 
 def test_one_that_may_not_wait_does_not(swarm: FakeRun) -> None:
-    tracker = RunProgress(swarm, 100, may_wait=False)  # type: ignore[arg-type]
+    tracker = RunProgress(swarm, 100, Refresh(), may_wait=False)  # type: ignore[arg-type]
     swarm.others, swarm.others_under_way, swarm.waits = 80.0, 16.0, [30.0] * 10
     for samples in (0.0, 8.0, 16.0):
         tracker.report(samples)

@@ -258,11 +258,11 @@ def test_options_that_make_no_sense(options: dict[str, Any], reason: str) -> Non
 def test_steps_that_make_no_sense() -> None:
     with started(makers(linear(1))) as (averager,):
         for asked, reason in [
-            ({"averaging_round": True, "wait_for_delayed_updates": False}, "waits for the round before"),
+            ({"averaging_round": True, "wait_for_delayed_updates": False}, "averaging_round=True needs"),
             ({"optimizer_step": True, "delay_optimizer_step": True}, "offload_optimizer"),
             ({"averaging_control": averager.schedule_step(timeout=10.0)}, "averaging_control="),
             ({"wait_for_trigger": print}, "none was asked for"),
-            ({"wait_for_trigger": print, "optimizer_step": True}, "of which gradients"),
+            ({"wait_for_trigger": print, "optimizer_step": True}, "wait_for_trigger= needs"),
         ]:
             with pytest.raises(ValueError, match=reason):
                 averager.step(**asked)
