@@ -417,11 +417,8 @@ class Epoch:
     def _step(self, averaged: Averaged) -> None:
         """Make the wrapped optimizer's step with the averaged gradients; with local updates, take over the averaged
         state."""
-        if self._gradients is None:
-            self._replica.end_epoch(averaged.tip, with_state=averaged.with_state)
-        else:
-            as_grad = self._gradients.as_grad
-            self._replica.step(as_grad, averaged.tip, averaged.options, with_state=averaged.with_state)
+        as_grad = None if self._gradients is None else self._gradients.as_grad
+        self._replica.step(as_grad, averaged.tip, averaged.options, with_state=averaged.with_state)
         self._run.tell_state_changed()
 
     def take_result(self, *, wait: bool) -> None:

@@ -40,6 +40,29 @@ Gradients = EpochGradients | AveragerGradients
 """Averaged in the round of the run, or in rounds of their own."""
 
 
+def make_gradients(settings: Settings, parameters: list[torch.Tensor], dht: DHT) -> Gradients | None:
+    """The object that accumulates and averages the gradients of `parameters`; None with local updates.
+
+    Raises:
+        ValueError: as `AveragerGradients`, for what the factory makes.
+    """
+    if settings.use_local_updates:
+        return None
+    if settings.grad_averager_factory is None:
+        apart, reuse = settings.delay_optimizer_step, settings.reuse_grad_buffers
+        return EpochGradients(parameters, settings.grad_compression, apart=apart, reuse=reuse)
+    same = ("allreduce_timeout", "next_chunk_timeout", "shutdown_timeout", "client_mode", "reuse_grad_buffers")
+    options = {name: getattr(settings, name) for name in same} | {
+        "prefix": f"{settings.run_id}/grad",
+        "min_group_size": 1,
+        "min_matchmaking_time": settings.matchmaking_time,
+        "compression": settings.grad_compression,
+        "bandwidth": settings.averager_opts.get("bandwidth"),
+    }
+    options |= {name: value for name, value in settings.averager_opts.items() if name in PLACE_TIMES}
+    return AveragerGradients(dht.peer_id.key, settings.grad_averager_factory, parameters, dht=dht, **options)
+
+
 def make_run(settings: Settings, dht: DHT, replica: Replica, gradients: Gradients | None) -> Run:
     """This peer's part in the run, not started. `gradients` are None with local updates."""
     optimizer, extras, given = replica.optimizer, replica.extra_tensors, settings.averager_opts
@@ -194,9 +217,8 @@ class EpochRound:
     def assist(self) -> Outcome:
         """Join the next round without anything to average. Raises as `Run.average`."""
         patience, machine = self._settings.matchmaking_time, self.machine.name
-        return self._run.average(
-            Contribution(0.0, self._open, patience, machine=machine), self._settings.averaging_timeout
-        )
+        contribution = Contribution(0.0, self._open, patience, machine=machine)
+        return self._run.average(contribution, self._settings.averaging_timeout)
 
     def average(self, samples: float) -> Averaged | None:
         """Join the round of this epoch, with `samples` as the weight of what was taken.
@@ -291,11 +313,10 @@ class EpochRound:
 
     def _alone(self, samples: float, error: AveragingError) -> Averaged | None:
         """Continue without a round, with what this peer has; the swarm decides later whose state is kept."""
-        if not samples:
-            log.warning("no average (%s), and this peer has no gradients of its own: the next step tries again", error)
-            return None
-        if self._settings.min_peers > 1:
-            log.warning("no average (%s), and min_peers=%d: the next step tries again", error, self._settings.min_peers)
+        least = self._settings.min_peers
+        if not samples or least > 1:
+            why = f"min_peers={least}" if samples else "this peer has no gradients of its own"
+            log.warning("no average (%s), and %s: the next step tries again", error, why)
             return None
         before = self._replica.tip
         # Others may continue alone from the same state with as many samples, and so may this peer, a second time.

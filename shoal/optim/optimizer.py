@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -13,24 +13,14 @@ import torch
 from shoal.compression import Compression
 from shoal.dht.dht import DHT
 from shoal.optim._torch import scale_by_own_rules
-from shoal.optim.accumulator import EpochGradients
 from shoal.optim.epoch import Accumulation, Epoch
-from shoal.optim.epoch_round import Gradients, make_run
+from shoal.optim.epoch_round import make_gradients, make_run
 from shoal.optim.epoch_scheduler import wraps
 from shoal.optim.grad_averager import AveragerGradients, GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.progress import LocalProgress, RunProgress, refresh_of
 from shoal.optim.reports import Event, ReachabilityReport
-from shoal.optim.settings import (
-    PLACE_TIMES,
-    SAMPLES,
-    SECONDS,
-    OptimizerOrFactory,
-    Params,
-    SchedulerOrFactory,
-    Settings,
-    make_trained,
-)
+from shoal.optim.settings import SAMPLES, SECONDS, AnyOptimizer, AnyScheduler, Params, Settings, make_trained
 from shoal.optim.state import Replica
 
 log = logging.getLogger(__name__)
@@ -142,9 +132,9 @@ class Optimizer(torch.optim.Optimizer):
         run_id: str,
         target_batch_size: int,
         batch_size_per_step: int | None = None,
-        optimizer: OptimizerOrFactory,
+        optimizer: AnyOptimizer,
         params: Params | None = None,
-        scheduler: SchedulerOrFactory | None = None,
+        scheduler: AnyScheduler | None = None,
         matchmaking_time: float = 15.0,
         averaging_timeout: float = 60.0,
         allreduce_timeout: float | None = None,
@@ -203,7 +193,7 @@ class Optimizer(torch.optim.Optimizer):
                 "own, and a newcomer begins without any; give extra_tensors=list(model.buffers())",
                 layers,
             )
-        self._gradients = _make_gradients(settings, replica.trained, dht)
+        self._gradients = make_gradients(settings, replica.trained, dht)
         self._run = run = make_run(settings, dht, replica, self._gradients)
         self.tracker = RunProgress(
             run, target_batch_size, refresh, alpha=performance_ema_alpha, may_wait=not settings.in_background
@@ -444,30 +434,3 @@ def _show_what_happens() -> None:
     logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
-
-
-def _make_gradients(settings: Settings, parameters: Sequence[torch.Tensor], dht: DHT) -> Gradients | None:
-    """The object that accumulates and averages the gradients of `parameters`; None with local updates.
-
-    Raises:
-        ValueError: as `AveragerGradients`, for what the factory makes.
-    """
-    if settings.use_local_updates:
-        return None
-    if settings.grad_averager_factory is None:
-        return EpochGradients(
-            parameters,
-            settings.grad_compression,
-            apart=settings.delay_optimizer_step,
-            reuse=settings.reuse_grad_buffers,
-        )
-    same = ("allreduce_timeout", "next_chunk_timeout", "shutdown_timeout", "client_mode", "reuse_grad_buffers")
-    options = {name: getattr(settings, name) for name in same} | {
-        "prefix": f"{settings.run_id}/grad",
-        "min_group_size": 1,
-        "min_matchmaking_time": settings.matchmaking_time,
-        "compression": settings.grad_compression,
-        "bandwidth": settings.averager_opts.get("bandwidth"),
-    }
-    options |= {name: value for name, value in settings.averager_opts.items() if name in PLACE_TIMES}
-    return AveragerGradients(dht.peer_id.key, settings.grad_averager_factory, parameters, dht=dht, **options)

@@ -111,11 +111,9 @@ class Placement:
         indices = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         for module in living_modules(_OF_SEVERAL_RANKS):
             group: Any = module.__dict__.get("process_group")  # none yet, if another thread is making it
-            if group is None or group.size() == 1:
-                continue
-            for parameter in module.parameters():
-                if id(parameter) in indices:
-                    return type(module).__name__, group.size(), indices[id(parameter)]
+            held = [indices[id(parameter)] for parameter in module.parameters() if id(parameter) in indices]
+            if held and group is not None and group.size() > 1:
+                return type(module).__name__, group.size(), held[0]
         return None
 
     @torch.no_grad()
@@ -192,6 +190,7 @@ class HostCopy:
         model: the model's parameters, in order.
         memory: their flat memory.
         aside: the options of the optimizer's groups that users read and write while the groups hold others; else None.
+        lock: held while an option is written, and while it is decided where.
 
     Raises:
         ValueError: for what is not a tensor, and as `FlatBuffer.adopt`.
@@ -205,7 +204,7 @@ class HostCopy:
         self.pinned = any(tensor.device.type == "cuda" for tensor in self.model)
         self.memory = FlatBuffer.adopt(self.model)
         self.aside: list[dict[str, Any]] | None = None
-        self._lock = threading.Lock()  # held while an option is written, and while it is decided where
+        self.lock = threading.Lock()
 
     def _hosts(self, params: Any) -> list[Any]:
         return [self._host(item) for item in ([params] if isinstance(params, Tensor) else params)]
@@ -241,21 +240,16 @@ class HostCopy:
     def set_aside(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Within, what users write into the `param_groups` does not reach those of the optimizer, which may be making
         a step on another thread. Afterwards it does."""
-        with self._lock:
+        with self.lock:
             before = [dict(group) for group in optimizer.param_groups]
             self.aside = [dict(group) for group in before]
         try:
             yield
         finally:
-            with self._lock:
+            with self.lock:
                 for group, old, written in zip(optimizer.param_groups, before, self.aside, strict=True):
                     group.update({k: v for k, v in written.items() if k not in old or v is not old[k]})
                 self.aside = None
-
-    def write(self, index: int, group: dict[str, Any], key: str, value: Any) -> None:
-        """Set an option of a group, or its copy that is set aside."""
-        with self._lock:
-            (group if self.aside is None else self.aside[index])[key] = value
 
 
 class ModelGroup(MutableMapping[str, Any]):
@@ -276,7 +270,8 @@ class ModelGroup(MutableMapping[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params":
             raise ValueError("the parameters of a run are fixed")
-        self._host.write(self._index, self._group, key, value)
+        with self._host.lock:
+            self._options[key] = value
 
     def __delitem__(self, key: str) -> None:
         del self._options[key]

@@ -18,7 +18,7 @@ import msgspec
 
 from shoal.dht.records import get_dht_time
 from shoal.optim.run import Run
-from shoal.optim.settings import LEVEL, NOT_NEGATIVE, SECONDS, check_fields
+from shoal.optim.settings import FRACTION, LEVEL, NOT_NEGATIVE, POSITIVE, SECONDS, check_fields
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError
@@ -96,10 +96,8 @@ class PerformanceEMA:
     """
 
     def __init__(self, alpha: float = 0.1, eps: float = 1e-20, paused: bool = False) -> None:
-        if not 0 < alpha <= 1:
-            raise ValueError(f"alpha={alpha!r}: give a number over 0 and at most 1")
-        if not eps > 0:
-            raise ValueError(f"eps={eps!r}: give a number over 0")
+        FRACTION.check("alpha", alpha)
+        POSITIVE.check("eps", eps)
         self.alpha, self.eps, self.paused = alpha, eps, paused
         self.ema_seconds_per_sample, self.num_updates = 0.0, 0
         self._since = time.monotonic()
@@ -222,9 +220,7 @@ def refresh_of(tracker_opts: Mapping[str, Any] | None) -> Refresh:
     Raises:
         ValueError: with the names of options that a tracker does not have, or that are arguments of the Optimizer.
     """
-    given = dict(tracker_opts or {})
-    for name in WITHOUT_USE:
-        given.pop(name, None)
+    given = {name: value for name, value in (tracker_opts or {}).items() if name not in WITHOUT_USE}
     unknown = sorted(set(given) - set(Refresh.__dataclass_fields__))
     own = [name for name in unknown if name in ("client_mode", "performance_ema_alpha", "target_batch_size")]
     if own:

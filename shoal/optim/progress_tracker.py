@@ -176,11 +176,7 @@ class ProgressTracker(RunProgress):
 
     def _begin(self, epoch: int) -> None:
         tip = self._tip(epoch)
-
-        async def begin() -> None:
-            self._run.move_up(tip)
-
-        self.dht.reactor.submit(begin()).result()
+        self.dht.reactor.submit(self._move_up(tip)).result()
         self.start_epoch(tip)
 
     # -- on the reactor
@@ -201,7 +197,12 @@ class ProgressTracker(RunProgress):
     async def _catch_up(self) -> None:
         heard = self._swarm.behind
         if heard is not None and heard == self._tip(heard.epoch) and not self._lock.locked():
-            self._run.move_up(heard)
+            await self._move_up(heard)
+
+    async def _move_up(self, tip: Tip) -> None:
+        """Follow the others to an epoch after the present one."""
+        if tip.outranks(self._swarm.tip):
+            self._swarm.move(tip)
 
     def __repr__(self) -> str:
         return f"shoal.ProgressTracker(prefix={self.prefix!r}, {self.global_progress})"

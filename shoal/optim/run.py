@@ -107,11 +107,6 @@ class Run:
 
     # -- on the reactor
 
-    def move_up(self, tip: Tip) -> None:
-        """Follow the run to a tip that outranks the present one."""
-        if tip.outranks(self.swarm.tip):
-            self.swarm.move(tip)
-
     async def state_changed(self) -> None:
         """Return when `tell_state_changed` is called."""
         self._state_changed.clear()
@@ -130,12 +125,10 @@ class Run:
             How many there are.
         """
 
-        swarm = self.swarm
-
         def found() -> int:
-            return sum(member.contributes for member in swarm.peer.view.connected())
+            return sum(member.contributes for member in self.swarm.peer.view.connected())
 
-        self._wait(until(lambda: found() >= count, swarm.contacts.seen, timeout))
+        self._wait(until(lambda: found() >= count, self.swarm.contacts.seen, timeout))
         return self.call(found)
 
     def wait_for_call(self, timeout: float) -> bool:

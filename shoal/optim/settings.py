@@ -17,8 +17,8 @@ from shoal.compression import Compression, NoCompression
 from shoal.optim.placement import HostCopy
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
-OptimizerOrFactory = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
-SchedulerOrFactory = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
+AnyOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+AnyScheduler = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def check_fields(record: object) -> None:
 NUMBER = (int, float)
 SECONDS = Kind("a positive number of seconds, at most a day (86400)", NUMBER, lambda number: 0 < number <= 86400)
 FRACTION = Kind("a number over 0 and at most 1", NUMBER, lambda number: 0 < number <= 1)
-POSITIVE = Kind("a positive number", NUMBER, lambda number: 0 < number < math.inf)
+POSITIVE = Kind("a number over 0", NUMBER, lambda number: 0 < number < math.inf)
 SAMPLES = Kind("a number of samples, at least 0", NUMBER, lambda number: 0 <= number < math.inf)
 TARGET = Kind("a number of samples, at least 1", NUMBER, lambda number: 1 <= number < math.inf)
 NOT_NEGATIVE = Kind("a number, at least 0", NUMBER, lambda number: 0 <= number < math.inf)
@@ -204,8 +204,7 @@ def _averager_options(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: with the names of unknown options, and for values that make no sense.
     """
-    unknown = sorted(set(given) - set(AVERAGER_OPTIONS) - set(WITHOUT_USE))
-    if unknown:
+    if unknown := sorted(set(given) - set(AVERAGER_OPTIONS) - set(WITHOUT_USE)):
         raise ValueError(
             f"averager_opts has {', '.join(map(repr, unknown))}, which is no option of an Optimizer's averaging; those "
             f"are {', '.join((*AVERAGER_OPTIONS, *WITHOUT_USE))}; an argument of the optimizer itself is given there"
@@ -217,7 +216,7 @@ def _averager_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_trained(
-    optimizer: OptimizerOrFactory, params: Params | None, scheduler: SchedulerOrFactory | None, *, on_host: bool
+    optimizer: AnyOptimizer, params: Params | None, scheduler: AnyScheduler | None, *, on_host: bool
 ) -> tuple[torch.optim.Optimizer, LRScheduler | None, HostCopy | None]:
     """The local optimizer and its scheduler; `on_host`, with the copy of the parameters that the optimizer steps.
 
@@ -237,7 +236,7 @@ def make_trained(
     return made, _make_scheduler(scheduler, made), host
 
 
-def _make_optimizer(optimizer: OptimizerOrFactory, params: Params | None) -> torch.optim.Optimizer:
+def _make_optimizer(optimizer: AnyOptimizer, params: Params | None) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ValueError("optimizer= is a ready optimizer, which has its parameters: leave params= out")
@@ -259,7 +258,7 @@ def _make_optimizer(optimizer: OptimizerOrFactory, params: Params | None) -> tor
     return made
 
 
-def _make_scheduler(scheduler: SchedulerOrFactory | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+def _make_scheduler(scheduler: AnyScheduler | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
     if scheduler is None:
         return None
     if not isinstance(scheduler, LRScheduler):

@@ -182,12 +182,24 @@ class TrainingState:
         if [(b.numel, b.dtype) for b in layout.buffers] != [(b.numel(), b.dtype) for b in state.buffers]:
             raise ValueError("the state's layout does not describe its buffers")
         tensors = [state.buffers[e.buffer][e.span.slice].view(e.shape) for e in layout.entries]
-        pairs, count, mine = self._pairs(scalars, tensors), len(self.parameters), self._options()
+        count, extras, mine = len(self.parameters), len(self.extra_tensors), self._options()
+        if len(tensors) != count + len(scalars.statistics) + scalars.extras or scalars.extras != extras:
+            parameters = len(tensors) - len(scalars.statistics) - scalars.extras
+            given = f"{parameters} parameters and {scalars.extras} extra tensors"
+            raise ValueError(f"the state has {given}; this peer has {count} and {extras}")
+        copied = [*tensors[:count], *tensors[len(tensors) - extras :]]
+        pairs = list(zip([*self.parameters, *self.extra_tensors], copied, strict=True))
+        for index, (own, theirs) in enumerate(pairs):
+            if own.shape != theirs.shape or own.dtype != theirs.dtype:
+                raise ValueError(
+                    f"tensor {index} of the state is {theirs.dtype} of shape {tuple(theirs.shape)}, and this peer's is "
+                    f"{own.dtype} of shape {tuple(own.shape)}: do all peers train the same model?"
+                )
         if len(scalars.groups) != len(mine):
             raise ValueError(f"the state has {len(scalars.groups)} parameter groups, this peer {len(mine)}")
         groups = [
-            {key: restored(value, ours.get(key), key) for key, value in theirs.items()}
-            for ours, theirs in zip(mine, scalars.groups, strict=True)
+            {key: restored(value, ours.get(key), key) for key, value in given.items()}
+            for ours, given in zip(mine, scalars.groups, strict=True)
         ]
         if any(i >= count for i, _ in scalars.statistics) or any(i >= count for i, _, _ in scalars.values):
             raise ValueError(f"the state has statistics of a parameter that does not exist: there are {count}")
@@ -207,29 +219,6 @@ class TrainingState:
             group.update(options)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(scheduled)
-
-    def _pairs(self, scalars: Scalars, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(this peer's tensor, the state's) of all tensors but the optimizer's.
-
-        Raises:
-            ValueError: if they do not fit.
-        """
-        count, extras = len(self.parameters), len(self.extra_tensors)
-        if len(tensors) != count + len(scalars.statistics) + scalars.extras or scalars.extras != extras:
-            parameters = len(tensors) - len(scalars.statistics) - scalars.extras
-            given = f"{parameters} parameters and {scalars.extras} extra tensors"
-            raise ValueError(f"the state has {given}; this peer has {count} and {extras}")
-        pairs = [
-            *zip(self.parameters, tensors[:count], strict=True),
-            *zip(self.extra_tensors, tensors[len(tensors) - extras :], strict=True),
-        ]
-        for index, (mine, theirs) in enumerate(pairs):
-            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-                raise ValueError(
-                    f"tensor {index} of the state is {theirs.dtype} of shape {tuple(theirs.shape)}, and this peer's is "
-                    f"{mine.dtype} of shape {tuple(mine.shape)}: do all peers train the same model?"
-                )
-        return pairs
 
     def _options(self) -> list[dict[str, Any]]:
         """What newcomers get of the parameter groups as they are now."""
@@ -334,26 +323,33 @@ class Replica(TrainingState):
 
     # -- steps
 
-    def step(self, as_grad: AsGrad, tip: Tip, options: bytes, *, with_state: bool) -> None:
-        """Make the step of an epoch: set the state to its average if it was averaged, make the local optimizer's step
-        with the averaged gradients, and step the scheduler.
+    def step(self, as_grad: AsGrad | None, tip: Tip, options: bytes, *, with_state: bool) -> None:
+        """End an epoch: set the state to its average if it was averaged, make the local optimizer's step with the
+        averaged gradients, and step the scheduler. With local updates there is only the rest to do, and what has
+        changed in the state since it was taken is kept.
 
         An optimizer on the host leaves the model's parameters as they are until `publish`.
 
         Args:
-            as_grad: makes averaged gradients the `.grad` of parameters, clipped to a norm; see `EpochGradients`.
+            as_grad: makes averaged gradients the `.grad` of parameters, clipped to a norm; see `EpochGradients`. None
+                with local updates.
             tip: names the state after the step.
             options: the run's options, see `GroupOptions`.
             with_state: whether the state was averaged.
         """
-        host = self._host
+        host, is_local = self._host, as_grad is None
         with self._lock, contextlib.nullcontext() if host is None else host.set_aside(self.optimizer):
             if with_state:
-                self.shared.put(keep_changes=False)
-            with as_grad(self._stepped, self._settings.max_grad_norm), self.options.of_run(options):
-                self._step()
-            self._end_epoch(tip)
-        self.state_digest = self.digest()
+                self.shared.put(keep_changes=is_local)
+            if as_grad is None:
+                self.options.record()
+            else:
+                with as_grad(self._stepped, self._settings.max_grad_norm), self.options.of_run(options):
+                    self._step()
+            self.options.step_scheduler()
+            self._adopt_new_statistics()
+            self.tip = tip
+        self.state_digest = hash_of(self.shared.averaged.flat) if with_state and is_local else self.digest()
 
     def step_locally(self) -> None:
         """Make the local optimizer's step with this peer's own `.grad` and options; the epoch goes on."""
@@ -368,21 +364,6 @@ class Replica(TrainingState):
         if all(parameter.device.type == "cpu" for parameter in self._stepped):
             pick_kernels(self.optimizer)
         self.optimizer.step()
-
-    def end_epoch(self, tip: Tip, *, with_state: bool) -> None:
-        """End an epoch of local steps: set the state to its average if it was averaged, keep what has changed in it
-        since it was taken, and step the scheduler; `tip` names the state then."""
-        with self._lock:
-            if with_state:
-                self.shared.put(keep_changes=True)
-            self.options.record()
-            self._end_epoch(tip)
-        self.state_digest = hash_of(self.shared.averaged.flat) if with_state else self.digest()
-
-    def _end_epoch(self, tip: Tip) -> None:
-        self.options.step_scheduler()
-        self._adopt_new_statistics()
-        self.tip = tip
 
     def _adopt_new_statistics(self) -> None:
         self.adopt_statistics()

@@ -18,8 +18,9 @@ from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
 from shoal.flat import Places
 from shoal.optim._torch import foreach_copy_
+from shoal.optim.accumulator import in_grad
 from shoal.optim.placement import check_places
-from shoal.optim.settings import NAMES, OptimizerOrFactory, Params, SchedulerOrFactory, make_trained
+from shoal.optim.settings import NAMES, AnyOptimizer, AnyScheduler, Params, make_trained
 from shoal.optim.state import TrainingState, for_newcomer, put_average
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.tip import Tip
@@ -78,9 +79,9 @@ class TrainingStateAverager(DecentralizedAverager):
         self,
         *,
         dht: DHT,
-        optimizer: OptimizerOrFactory,
+        optimizer: AnyOptimizer,
         params: Params | None = None,
-        scheduler: SchedulerOrFactory | None = None,
+        scheduler: AnyScheduler | None = None,
         initialize_optimizer: bool | None = None,
         offload_optimizer: bool = False,
         custom_gradients: bool = False,
@@ -503,20 +504,16 @@ def _initialize_state(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer make its statistics, by a step with gradients of zero. Parameters and step counts are restored
     afterwards."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    before = [(parameter.grad, parameter.detach().clone()) for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    values = [parameter.detach().clone() for parameter in parameters]
     step: Callable[[], Any] = optimizer.step
-    step()
+    with in_grad(parameters, [torch.zeros_like(parameter) for parameter in parameters]):
+        step()
     with torch.no_grad():
-        for parameter, (gradient, value) in zip(parameters, before, strict=True):
-            parameter.grad = gradient
+        for parameter, value in zip(parameters, values, strict=True):
             parameter.copy_(value)
         for state in optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"].zero_()
-            elif "step" in state:
-                state["step"] = 0
+            if "step" in state:
+                state["step"] *= 0
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
