@@ -385,7 +385,7 @@ def _are_alike(value: Any, mine: Any) -> bool:
 def put(group: dict[str, Any], name: str, value: Any) -> None:
     """Set an option to a value. A tensor is written in place: a CUDA graph may hold its address."""
     mine = group[name]
-    if isinstance(mine, torch.Tensor) and isinstance(value, int | float):
+    if isinstance(mine, torch.Tensor) and isinstance(value, int | float | torch.Tensor):
         mine.fill_(value)
     else:
         group[name] = tuple(value) if isinstance(mine, tuple) else value

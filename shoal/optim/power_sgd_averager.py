@@ -66,8 +66,7 @@ class PowerSGDGradientAverager(GradientAverager):
         shapes = [matrix_shape(tuple(gradient.shape)) for gradient in gradients]
         saved = [1 - self.rank * sum(shape) / max(1, math.prod(shape)) for shape in shapes]
         wanted = [g.dim() > 1 and part >= min_compression_ratio for g, part in zip(gradients, saved, strict=True)]
-        self._compressed = [index for index, yes in enumerate(wanted) if yes]
-        self._plain = [index for index, yes in enumerate(wanted) if not yes]
+        self._compressed, self._plain = ([n for n, one in enumerate(wanted) if one is yes] for yes in (True, False))
         self._shapes = [shapes[index] for index in self._compressed]
         # The P and the Q of each gradient.
         lefts, rights = (
@@ -107,8 +106,8 @@ class PowerSGDGradientAverager(GradientAverager):
             mine, given = _kinds({"q": self._qs, "errors": self._errors}), _kinds(state_dict)
             if given != mine:
                 raise ValueError(f"this averager carries on {mine}, and was given {given}")
-            self._qs = [tensor.to("cpu", copy=True) for tensor in state_dict["q"]]
-            self._errors = [tensor.to("cpu", copy=True) for tensor in state_dict["errors"]]
+            copies = ([tensor.to("cpu", copy=True) for tensor in state_dict[name]] for name in ("q", "errors"))
+            self._qs, self._errors = copies
 
     def _first(self) -> tuple[Tensors, Tensors]:
         """The Qs and errors of the first step; the Qs are the same at all peers."""
