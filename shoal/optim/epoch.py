@@ -497,15 +497,9 @@ class Epoch:
     # -- this peer's state, for newcomers
 
     def donor(self, service: str) -> StateDonor:
-        """What serves this peer's state to newcomers."""
-        return StateDonor(
-            self._run.dht.node,
-            service,
-            self.take_snapshot,
-            lambda: self._replica.tip,
-            self._settings.averager_opts.get("allow_state_sharing", True),
-            self.priority,
-        )
+        """Make what serves this peer's state to newcomers, as a service of that name."""
+        node, allow = self._run.dht.node, self._settings.averager_opts.get("allow_state_sharing", True)
+        return StateDonor(node, service, self.take_snapshot, lambda: self._replica.tip, allow, self.priority)
 
     def priority(self) -> float:
         """The priority of this peer's state among those that newcomers are offered: an outranked state comes last."""

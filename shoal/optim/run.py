@@ -68,7 +68,7 @@ class Run:
         self._wait(start())
 
     def share(self, make_donor: Callable[[str], StateDonor]) -> None:
-        """Be a peer with a state, which newcomers get from what is made here, given the name of its service."""
+        """Have a state that newcomers get, from a donor that is made with the name of its service."""
 
         def share() -> None:
             compute_serially()
@@ -200,7 +200,7 @@ class Run:
         return self._submit(until(lambda: self.swarm.tip != tip, self.swarm.news, None))
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call it on the reactor. Returns what it returns."""
+        """Call a function on the reactor, and return its result."""
 
         async def call() -> T:
             return function()

@@ -207,7 +207,7 @@ class TrainingState:
             raise ValueError("the state has a scheduler and this peer has none, or the other way round")
         scheduled: dict[str, Any] = {}
         if self.scheduler is not None and scalars.scheduler is not None:
-            scheduled = self.scheduler.state_dict()
+            scheduled = dict(self.scheduler.state_dict())
             if unknown := set(scalars.scheduler) - set(scheduled):
                 raise ValueError(f"this peer's scheduler has no {', '.join(sorted(unknown))}")
             scheduled |= {key: restored(value, scheduled[key], key) for key, value in scalars.scheduler.items()}
@@ -390,11 +390,9 @@ class Replica(TrainingState):
         Raises:
             ValueError: if the optimizer holds something that can't be sent.
         """
-        settings = self._settings
+        compression, averaged = self._settings.load_state_compression, self._settings.average_opt_statistics
         with self._lock:
-            return self.snapshot(
-                self.tip, settings.load_state_compression, settings.average_opt_statistics, self.options.at_tip
-            )
+            return self.snapshot(self.tip, compression, averaged, self.options.at_tip)
 
     def load(self, state: Downloaded) -> None:
         """See `TrainingState.load`."""
