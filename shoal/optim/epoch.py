@@ -264,7 +264,7 @@ class Epoch:
         self.state = EpochState.ACCUMULATING
         self._ending: _Ending | None = None  # in AVERAGING and STEPPING
         self._brought = 0.0  # samples that this peer brought to it
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-update")
         self.applied = self._counted_from = replica.tip  # the latter begins the epoch of what is accumulated
         self._downloads = 0  # since the last epoch that this peer ended together with others
         self._made_with: frozenset[bytes] = frozenset()  # the peers with which, or from which, it has its state
@@ -398,8 +398,6 @@ class Epoch:
 
     def _end_in_background(self, samples: float, averaged: Averaged | None = None) -> None:
         """Average and step on the background thread; only step if the average is there already."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-update")
         tip: Future[Tip] = Future()
 
         def end() -> Averaged | None:
@@ -483,8 +481,7 @@ class Epoch:
         if self._ending is not None:
             wait([self._ending.result], timeout)
         is_done, was_busy = self.is_done, self.is_busy
-        if self._thread is not None:
-            self._thread.shutdown(wait=is_done or not was_busy)
+        self._thread.shutdown(wait=is_done or not was_busy)
         if is_done:
             try:
                 self._result()

@@ -301,7 +301,7 @@ class Optimizer(torch.optim.Optimizer):
 
     # -- the state
 
-    def load_state_from_peers(self, **kwargs: Any) -> bool:
+    def load_state_from_peers(self, *, timeout: float | None = None) -> bool:
         """Download the state that most peers hold, and continue from it.
 
         Args:
@@ -314,9 +314,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             AveragingError: with each donor and its reason, if nobody could send it; then nothing has changed.
         """
-        timeout = kwargs.pop("timeout", self._settings.load_state_timeout)
-        if kwargs:
-            raise TypeError(f"load_state_from_peers has no argument {', '.join(kwargs)}")
+        timeout = self._settings.load_state_timeout if timeout is None else timeout
         SECONDS.check("timeout", timeout)
         with self._in_trainer("load_state_from_peers"):
             self._check_dht()

@@ -104,7 +104,7 @@ def test_state_from_peers_on_request(pair: list[shoal.Optimizer]) -> None:
     assert second.load_state_from_peers(timeout=60.0)
     assert torch.equal(parameters(second), parameters(first))
     with pytest.raises(TypeError, match="nonsense"):
-        second.load_state_from_peers(nonsense=1)
+        second.load_state_from_peers(nonsense=1)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="timeout"):
         second.load_state_from_peers(timeout=-1)
     # A state with fewer samples behind it is not taken.
