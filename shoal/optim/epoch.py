@@ -261,6 +261,7 @@ class Epoch:
         # While a round is called during a step, the next epoch may begin with that step's samples. (Reused gradients
         # have them in this epoch's sum already.)
         self._ends_before_adding = settings.in_background and not settings.reuse_grad_buffers
+        self._averages_in_background = settings.averages_in_background
         self.state = EpochState.ACCUMULATING
         self._ending: _Ending | None = None  # in AVERAGING and STEPPING
         self._brought = 0.0  # samples that this peer brought to it
@@ -382,7 +383,7 @@ class Epoch:
         self._replica.take_over()
         samples = self._accumulation.close()
         self._round.take()
-        if self._settings.averages_in_background:
+        if self._averages_in_background:
             self._accumulation.restart()
             self._end_in_background(samples)
             return

@@ -30,7 +30,7 @@ from blake3 import blake3
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.optim._torch import writes_of
-from shoal.optim.placement import HostCopy
+from shoal.optim.host_copy import HostCopy
 from shoal.swarm.protocol.messages import MAX_OPTIONS_BYTES
 
 log = logging.getLogger(__name__)

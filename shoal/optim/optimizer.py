@@ -274,7 +274,8 @@ class Optimizer(torch.optim.Optimizer):
             batch_size = self.batch_size_per_step if batch_size is None else batch_size
             if batch_size is None:
                 raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
-            SAMPLES.check("batch_size", batch_size)
+            if not (isinstance(batch_size, int) and batch_size >= 0):
+                SAMPLES.check("batch_size", batch_size)
             if not self._begun:  # by now, frameworks have wrapped and changed the model
                 self._replica.placement.refuse_ranks()
                 self._replica.take_over()

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.averaging.options import term_of
 from shoal.compression import Compression, NoCompression
-from shoal.optim.placement import HostCopy
+from shoal.optim.host_copy import HostCopy
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 AnyOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]

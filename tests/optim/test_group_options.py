@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.optim.group_options import EVERYTHING, GroupOptions, pack, structure, unpack
-from shoal.optim.placement import HostCopy
+from shoal.optim.host_copy import HostCopy
 from shoal.swarm.protocol.messages import MAX_OPTIONS_BYTES
 
 Make = Callable[..., torch.optim.Optimizer]
