@@ -10,7 +10,7 @@ What this room promises to its users:
 How to read it: `optimizer.py` is the public face, and `settings.py` checks its arguments. `epoch.py` goes from epoch to
 epoch: it accumulates (`accumulator.py`), reports samples (`progress.py`), joins the round that ends the epoch
 (`epoch_round.py`) and steps the state (`state.py`), whose parameters live in flat memory, possibly on the host
-(`placement.py`), and whose parameter groups have options that peers vote on (`group_options.py`). `run.py` is this
+(`host_copy.py`), and whose parameter groups have options that peers vote on (`group_options.py`). `run.py` is this
 peer's part in the run. `grad_averager.py`, `power_sgd_averager.py`, `state_averager.py` and `progress_tracker.py` are
 for users who train without an `Optimizer`; they share the accumulator, the state and the progress with it. `_torch.py`
 has the private names of torch.
@@ -18,40 +18,26 @@ has the private names of torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from shoal.optim.epoch_scheduler import EpochScheduler
+from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.optimizer import Optimizer
+from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
+from shoal.optim.progress import PerformanceEMA
+from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.reports import DownloadReport, EpochReport, ReachabilityReport
+from shoal.optim.state_averager import TrainingStateAverager
 
-if TYPE_CHECKING:
-    from shoal.optim.epoch_scheduler import EpochScheduler as EpochScheduler
-    from shoal.optim.grad_averager import GradientAverager as GradientAverager
-    from shoal.optim.grad_scaler import GradScaler as GradScaler
-    from shoal.optim.optimizer import Optimizer as Optimizer
-    from shoal.optim.power_sgd_averager import PowerSGDGradientAverager as PowerSGDGradientAverager
-    from shoal.optim.progress import PerformanceEMA as PerformanceEMA
-    from shoal.optim.progress_tracker import ProgressTracker as ProgressTracker
-    from shoal.optim.reports import DownloadReport as DownloadReport
-    from shoal.optim.reports import EpochReport as EpochReport
-    from shoal.optim.reports import ReachabilityReport as ReachabilityReport
-    from shoal.optim.state_averager import TrainingStateAverager as TrainingStateAverager
-
-_HOMES = {
-    "DownloadReport": "reports",
-    "EpochReport": "reports",
-    "EpochScheduler": "epoch_scheduler",
-    "GradScaler": "grad_scaler",
-    "GradientAverager": "grad_averager",
-    "Optimizer": "optimizer",
-    "PerformanceEMA": "progress",
-    "PowerSGDGradientAverager": "power_sgd_averager",
-    "ProgressTracker": "progress_tracker",
-    "ReachabilityReport": "reports",
-    "TrainingStateAverager": "state_averager",
-}
-__all__ = [*_HOMES]
-
-
-def __getattr__(name: str) -> Any:
-    # Names are imported when they are used: importing one of them must not load all.
-    if name not in _HOMES:
-        raise AttributeError(f"module 'shoal.optim' has no attribute {name!r}")
-    return getattr(import_module(f"shoal.optim.{_HOMES[name]}"), name)
+__all__ = [
+    "DownloadReport",
+    "EpochReport",
+    "EpochScheduler",
+    "GradScaler",
+    "GradientAverager",
+    "Optimizer",
+    "PerformanceEMA",
+    "PowerSGDGradientAverager",
+    "ProgressTracker",
+    "ReachabilityReport",
+    "TrainingStateAverager",
+]

@@ -82,11 +82,6 @@ class OpenGradScaler(torch.amp.GradScaler):
         for key in self._per_optimizer_states:
             self._per_optimizer_states[key] = _refresh_per_optimizer_state()
 
-    def allows_float16(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer's parameters may be float16; torch refuses to unscale their gradients. To be
-        overridden."""
-        return False
-
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
         # torch calls it first wherever it needs the scale, which the first call of `scale` makes (2.6 to 2.13). Where
         # it does not, the user gets torch's own assertion instead of this message.
@@ -99,7 +94,8 @@ class OpenGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        allow_fp16 = allow_fp16 or self.allows_float16(optimizer)
+        # A `shoal.Optimizer` averages the gradients before it uses them, so none of torch's reasons to refuse holds.
+        allow_fp16 = allow_fp16 or hasattr(optimizer, "reuse_grad_buffers")
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
 

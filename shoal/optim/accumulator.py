@@ -6,10 +6,11 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 
 import torch
 
-from shoal.compression import Compression, TensorRole, plan_codecs
+from shoal.compression import CodecPlan, Compression, TensorRole, plan_codecs
 from shoal.flat import FlatBuffer, Layout, grad_of, is_finite
 from shoal.optim._torch import foreach_add_, foreach_copy_, foreach_div_, foreach_lerp_, foreach_mul_, foreach_zero_
 
@@ -47,10 +48,9 @@ class Accumulator:
     def add(self, batch_size: float) -> None:
         """Add the parameters' `.grad`, the mean over `batch_size` samples. A missing gradient counts as zeros."""
         is_first = not self.steps  # then nothing is left of what was there before
+        self._first = batch_size if is_first else self._first
         self.samples += batch_size
         self.steps += 1
-        if is_first:
-            self._first = batch_size
         if self.memory is None:
             self._held = [parameter.grad for parameter in self.parameters]
             return
@@ -63,22 +63,14 @@ class Accumulator:
         if self._keeps_mean:
             if len(self.seen) < len(grads):
                 self.seen |= {index for index, grad in enumerate(grads) if grad is not None}
-            self._add_to_mean(used, gradients, unused, 1.0 if is_first else batch_size / self.samples)
+            share = 1.0 if is_first else batch_size / self.samples
+            if used:
+                foreach_copy_(used, gradients) if share == 1.0 else foreach_lerp_(used, gradients, share)
+            if unused:
+                foreach_zero_(unused) if share == 1.0 else foreach_mul_(unused, 1.0 - share)
         elif used:
             moved = [gradient.to(memory.device) for gradient, memory in zip(gradients, used, strict=True)]
             foreach_add_(used, moved, alpha=batch_size / self._first)
-
-    def _add_to_mean(
-        self, used: list[torch.Tensor], gradients: list[torch.Tensor], unused: list[torch.Tensor], share: float
-    ) -> None:
-        if used and share == 1.0:
-            foreach_copy_(used, gradients)
-        elif used:
-            foreach_lerp_(used, gradients, share)
-        if unused and share == 1.0:
-            foreach_zero_(unused)
-        elif unused:
-            foreach_mul_(unused, 1.0 - share)
 
     @property
     def batches(self) -> float:
@@ -128,7 +120,35 @@ def clip(gradients: list[torch.Tensor], max_norm: float, measured: Sequence[torc
         foreach_mul_(gradients, factor)
 
 
-class EpochGradients:
+class Part:
+    """A part of the vector that rounds average. Its memory is allocated where it is first used.
+
+    Args:
+        layout: on the CPU.
+        codecs: how it travels.
+        pinned: have `mine` in memory that a GPU can reach directly.
+
+    Attributes:
+        layout, codecs: as given.
+        sizes: elements of each flat buffer.
+    """
+
+    def __init__(self, layout: Layout, codecs: CodecPlan, *, pinned: bool = False) -> None:
+        self.layout, self.codecs, self._pinned = layout, codecs, pinned
+        self.sizes = tuple(spec.numel for spec in layout.buffers)
+
+    @cached_property
+    def mine(self) -> FlatBuffer:
+        """What this peer brings."""
+        return FlatBuffer(self.layout, pinned=self._pinned)
+
+    @cached_property
+    def averaged(self) -> FlatBuffer:
+        """What all peers get."""
+        return FlatBuffer(self.layout)
+
+
+class EpochGradients(Part):
     """The mean of this peer's gradients in an epoch, weighted by samples, and the average of all peers' gradients.
 
     The vector that is averaged has one more tensor: for each parameter, whether it got a gradient. A parameter that got
@@ -144,7 +164,6 @@ class EpochGradients:
 
     Attributes:
         accumulator: of this peer's gradients.
-        codecs, mine, averaged: for a round: the codecs of the vector, what this peer brings, and what it gets.
     """
 
     def __init__(
@@ -153,17 +172,14 @@ class EpochGradients:
         self._warned = False  # that all gradients are zero
         devices = {parameter.device.type for parameter in parameters}
         flags = torch.zeros(len(parameters), dtype=torch.float32, device="cpu")
-        self.layout = Layout.of([*parameters, flags]).on("cpu")
-        self.codecs = plan_codecs(compression, self.layout, TensorRole.GRADIENT, exact=[len(parameters)])
-        mine, averaged = FlatBuffer(self.layout, pinned="cuda" in devices), FlatBuffer(self.layout)
-        self.mine, self.averaged = mine.flat, averaged.flat
-        *self._mean, self._used = mine.views()
-        *_, self._used_by_any = averaged.views()
+        layout = Layout.of([*parameters, flags]).on("cpu")
+        codecs = plan_codecs(compression, layout, TensorRole.GRADIENT, exact=[len(parameters)])
+        super().__init__(layout, codecs, pinned="cuda" in devices)
+        *self._mean, self._used = self.mine.views()
+        *_, self._used_by_any = self.averaged.views()
         # Gradients are accumulated beside the parameters. On the host, that memory may be the memory that is sent.
-        memory: list[torch.Tensor] | None = None
-        if not reuse:
-            in_place = devices == {"cpu"} and not apart
-            memory = self._mean if in_place else FlatBuffer(Layout.of(parameters)).views()
+        in_place = devices == {"cpu"} and not apart
+        memory = None if reuse else self._mean if in_place else FlatBuffer(Layout.of(parameters)).views()
         self.accumulator = Accumulator(parameters, memory, keeps_mean=True)
 
     @property
@@ -198,7 +214,7 @@ class EpochGradients:
             foreach_copy_(self._mean, accumulator.memory)
         used = [float(index in accumulator.seen) for index in range(len(accumulator.parameters))]
         self._used.copy_(torch.tensor(used, device="cpu"))
-        if all(is_finite(flat) for flat in self.mine):
+        if all(is_finite(flat) for flat in self.mine.flat):
             if samples and not self._warned and not any(map(_has_values, self._mean)):
                 self._warned = True
                 log.warning(
@@ -207,8 +223,7 @@ class EpochGradients:
                     samples,
                 )
             return samples
-        for flat in self.mine:
-            flat.zero_()
+        foreach_zero_(self.mine.flat)
         self.reset()
         return 0.0
 
@@ -230,8 +245,7 @@ class EpochGradients:
 
     def use_local(self) -> None:
         """Take this peer's own mean as the average: there was no round."""
-        for averaged, mine in zip(self.averaged, self.mine, strict=True):
-            averaged.copy_(mine)
+        foreach_copy_(self.averaged.flat, self.mine.flat)
 
     @contextlib.contextmanager
     def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[None]:
@@ -242,11 +256,10 @@ class EpochGradients:
             max_norm: if the norm of the average over all parameters is larger, it is scaled down to that.
         """
         used = self._used_by_any.tolist()
-        for mine, averaged in zip(self.mine, self.averaged, strict=True):
-            mine.copy_(averaged)
+        foreach_copy_(self.mine.flat, self.averaged.flat)
         if max_norm is not None:
             flags = self.layout.entries[-1]  # the flags end their buffer, and do not count
-            whole = enumerate(self.mine)
+            whole = enumerate(self.mine.flat)
             clip(self._mean, max_norm, [m[: flags.span.start] if n == flags.buffer else m for n, m in whole])
         given = zip(self._mean, targets, used, strict=True)
         with in_grad(targets, [mean.to(target.device) if weight > 0 else None for mean, target, weight in given]):

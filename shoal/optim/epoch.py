@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -12,6 +10,7 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from shoal.flat import grad_of
 from shoal.optim.accumulator import lost_gradient
@@ -20,14 +19,13 @@ from shoal.optim.grad_averager import AveragerGradients
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.progress import RunProgress
 from shoal.optim.reports import DownloadReport, Event
-from shoal.optim.run import Run
+from shoal.optim.run import Run, until
 from shoal.optim.settings import Settings
-from shoal.optim.state import Replica
-from shoal.p2p.errors import Refused
+from shoal.optim.state import Replica, for_newcomer
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import EncodedState, encoded
+from shoal.transfer.donor import EncodedState, StateDonor
 from shoal.transfer.transfer import DownloadFailed, NothingWanted
 
 log = logging.getLogger(__name__)
@@ -99,17 +97,12 @@ class Accumulation:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        settings: Settings,
-        run: Run,
-        replica: Replica,
-        gradients: Gradients | None,
+        self, optimizer: Optimizer, settings: Settings, run: Run, replica: Replica, gradients: Gradients | None
     ) -> None:
         self._optimizer, self._replica, self._run = optimizer, replica, run
         self._reuse = settings.reuse_grad_buffers
         self.gradients = gradients
-        self._own = gradients if isinstance(gradients, AveragerGradients) else None
+        self._own = gradients if isinstance(gradients, AveragerGradients) else None  # with rounds of their own
         self._local_samples = 0.0  # with local updates
         self._scaler: GradScaler | None = None  # of the gradients that are accumulated in `.grad`
         self._warned = False  # that no parameter has a gradient
@@ -187,7 +180,7 @@ class Accumulation:
         if self.gradients is None:
             return self._local_samples
         self._check_held()
-        if self._own is not None and not self._own.held and self._run.tip != self._replica.tip:
+        if self._own is not None and not self._own.held and self._run.swarm.tip != self._replica.tip:
             raise Behind("the epoch has ended before this peer's gradients were averaged")
         samples = self.samples
         usable = self.gradients.close(1.0 if self._scaler is None else self._scaler.get_scale())
@@ -200,7 +193,7 @@ class Accumulation:
     def enter(self) -> None:
         """Join those who average gradients, before the run counts on this peer."""
         if self._own is not None:
-            self._own.enter(lambda: self._run.called or self._run.tip != self._replica.tip)
+            self._own.enter(lambda: self._run.swarm.called or self._run.swarm.tip != self._replica.tip)
 
     def leave(self) -> None:
         """Have nobody wait for this peer's gradients while it changes to another state."""
@@ -237,7 +230,7 @@ class Accumulation:
 class Epoch:
     """A peer's epoch, from the first batch to the step that ends it, again and again.
 
-    All methods are called in the trainer's thread; `take_snapshot`, `current_tip` and `priority` on the reactor.
+    All methods are called in the trainer's thread; `donor`, `take_snapshot` and `priority` on the reactor.
 
     Args:
         settings: of the optimizer.
@@ -272,7 +265,7 @@ class Epoch:
         self.state = EpochState.ACCUMULATING
         self._ending: _Ending | None = None  # in AVERAGING and STEPPING
         self._brought = 0.0  # samples that this peer brought to it
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-update")
         self.applied = self._counted_from = replica.tip  # the latter begins the epoch of what is accumulated
         self._downloads = 0  # since the last epoch that this peer ended together with others
         self._made_with: frozenset[bytes] = frozenset()  # the peers with which, or from which, it has its state
@@ -285,7 +278,7 @@ class Epoch:
     @property
     def is_done(self) -> bool:
         """Whether the background thread has a result to apply."""
-        return self.is_busy and self._ending is not None and self._ending.result.done()
+        return self._ending is not None and self._ending.result.done()
 
     @property
     def _has_failed(self) -> bool:
@@ -294,7 +287,7 @@ class Epoch:
     @property
     def is_behind(self) -> bool:
         """Whether others hold a state that outranks this peer's, and that no end of an epoch here will lead to."""
-        behind = self._run.behind
+        behind = self._run.swarm.behind
         return behind is not None and not self.is_busy and behind.outranks(self._replica.tip)
 
     def begin(self) -> None:
@@ -306,7 +299,7 @@ class Epoch:
         if not self.is_behind:
             self._accumulation.enter()
         try:
-            self._tracker.report_local_progress(0.0)
+            self._tracker.report(0.0)
         except Behind:
             log.info("the run has begun: the first step downloads the state")
 
@@ -331,8 +324,8 @@ class Epoch:
             Rejected: if the run has other terms.
         """
         try:
-            self._move(self._run.catch_up())
-            self._tracker.report_local_progress(0.0)
+            self._move(self._run.call(self._run.swarm.catch_up))
+            self._tracker.report(0.0)
             if not self._run.wait_for_call(self._settings.matchmaking_time):
                 return
             outcome = self._round.assist()
@@ -371,7 +364,7 @@ class Epoch:
         """End the epoch if its round is due, after reporting `samples` if they are given."""
         try:
             if samples is not None:
-                self._tracker.report_local_progress(samples)
+                self._tracker.report(samples)
             if self._tracker.ready_to_update_epoch:
                 if self.is_busy:
                     self.take_result(wait=True)  # one epoch late at most
@@ -395,21 +388,17 @@ class Epoch:
             self._end_in_background(samples)
             return
         averaged = self._round.average(samples)
-        if averaged is None:
-            return
-        if averaged.donors or not self._settings.delay_optimizer_step:
-            if not averaged.donors:
-                self._step(averaged)
-            self._apply(averaged)
-        else:
+        if averaged is not None and self._settings.delay_optimizer_step and not averaged.donors:
             self._accumulation.restart()
             self._end_in_background(samples, averaged)
             self._count_from(averaged.tip)
+        elif averaged is not None:
+            if not averaged.donors:
+                self._step(averaged)
+            self._apply(averaged)
 
     def _end_in_background(self, samples: float, averaged: Averaged | None = None) -> None:
         """Average and step on the background thread; only step if the average is there already."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-update")
         tip: Future[Tip] = Future()
 
         def end() -> Averaged | None:
@@ -427,11 +416,8 @@ class Epoch:
     def _step(self, averaged: Averaged) -> None:
         """Make the wrapped optimizer's step with the averaged gradients; with local updates, take over the averaged
         state."""
-        if self._gradients is None:
-            self._replica.end_epoch(averaged.tip, with_state=averaged.with_state)
-        else:
-            as_grad = self._gradients.as_grad
-            self._replica.step(as_grad, averaged.tip, averaged.options, with_state=averaged.with_state)
+        as_grad = None if self._gradients is None else self._gradients.as_grad
+        self._replica.step(as_grad, averaged.tip, averaged.options, with_state=averaged.with_state)
         self._run.tell_state_changed()
 
     def take_result(self, *, wait: bool) -> None:
@@ -459,13 +445,9 @@ class Epoch:
         assert self._ending is not None
         result = self._ending.result
         error = result.exception()
-        averaged = None if error is not None else result.result()
-        failed = averaged is None and not isinstance(error, Behind)
-        self._ending = None
-        self.state = EpochState.FAILED if failed else EpochState.ACCUMULATING
-        if error is not None:
-            raise error
-        return averaged
+        failed = result.result() is None if error is None else not isinstance(error, Behind)
+        self._ending, self.state = None, EpochState.FAILED if failed else EpochState.ACCUMULATING
+        return result.result()
 
     def _apply(self, averaged: Averaged, *, is_accumulating: bool = False) -> None:
         """Continue from the state after the step. With `is_accumulating`, the next epoch has begun already."""
@@ -474,18 +456,19 @@ class Epoch:
             return
         self._round.put(averaged)
         if averaged.with_state:
-            machine, epoch = self._round.machine, averaged.tip.epoch
-            machine.has_averaged_state(epoch, whole=self._replica.is_averaged_whole)
+            self._round.machine.has_averaged_state(averaged.tip.epoch, whole=self._replica.is_averaged_whole)
         self._replica.publish()
-        self._made_with = frozenset(averaged.members) - {self._run.me}
+        outcome = averaged.outcome
+        members = [] if outcome is None else outcome.begin.members
+        self._made_with = frozenset(member.key for member in members) - {self._run.me}
         if self._made_with and not self.is_behind:
             self._downloads = 0
         self.applied = averaged.tip
         if not is_accumulating:
             self._accumulation.restart()
         self._count_from(averaged.tip)
-        if averaged.outcome is not None:
-            self._tell(report_of(averaged.outcome, self._replica.tip.epoch, self._replica.state_digest))
+        if outcome is not None:
+            self._tell(report_of(outcome, self._replica.tip.epoch, self._replica.state_digest))
 
     def _count_from(self, tip: Tip) -> None:
         """Count what is accumulated from now on to the epoch that begins with that state."""
@@ -496,11 +479,10 @@ class Epoch:
     def close(self, timeout: float) -> None:
         """Wait at most `timeout` seconds for the background thread, and apply its step."""
         self._accumulation.stop()
-        if self.is_busy and self._ending is not None:
+        if self._ending is not None:
             wait([self._ending.result], timeout)
         is_done, was_busy = self.is_done, self.is_busy
-        if self._thread is not None:
-            self._thread.shutdown(wait=is_done or not was_busy)
+        self._thread.shutdown(wait=is_done or not was_busy)
         if is_done:
             try:
                 self._result()
@@ -508,13 +490,14 @@ class Epoch:
                 log.info("the end of an epoch was given up: %s", error)
             self._replica.publish()
             self.applied = self._replica.tip
-        self.state = EpochState.CLOSED
+        self._ending, self.state = None, EpochState.CLOSED
 
     # -- this peer's state, for newcomers
 
-    def current_tip(self) -> Tip:
-        """The tip of the state that newcomers get."""
-        return self._replica.tip
+    def donor(self, service: str) -> StateDonor:
+        """Make what serves this peer's state to newcomers, as a service of that name."""
+        node, allow = self._run.dht.node, self._settings.averager_opts.get("allow_state_sharing", True)
+        return StateDonor(node, service, self.take_snapshot, lambda: self._replica.tip, allow, self.priority)
 
     def priority(self) -> float:
         """The priority of this peer's state among those that newcomers are offered: an outranked state comes last."""
@@ -527,15 +510,8 @@ class Epoch:
             Refused: if it can't be given.
         """
         # A newcomer waits for a commit that is being applied, but not forever: the trainer may have stopped.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(APPLY_SECONDS):
-                while self._replica.tip != self._run.tip:
-                    await self._run.state_changed()
-        try:
-            return await asyncio.to_thread(lambda: encoded(self._replica.copy_for_newcomer()))
-        except ValueError as error:
-            log.warning("a newcomer can't have this peer's state: %s", error)
-            raise Refused(str(error)) from error
+        await until(lambda: self._replica.tip == self._run.swarm.tip, self._run.state_changed, APPLY_SECONDS)
+        return await for_newcomer(self._replica.copy_for_newcomer)
 
     # -- another state, for this peer
 
@@ -585,10 +561,10 @@ class Epoch:
             if self._download(donors, timeout) if donors else self.load_state(timeout):
                 return
         except AveragingError as error:
-            if isinstance(error, Rejected) and not self._run.made:
+            if isinstance(error, Rejected) and not self._run.swarm.made:
                 raise
             log.warning("could not download the state that others hold, and go on from this peer's own: %s", error)
-        self._run.forget_behind()
+        self._run.call(self._run.swarm.forget_behind)
 
     def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:
         """Set the replica to the state that most of the donors hold, of those that are not behind this peer's, and
@@ -621,13 +597,12 @@ class Epoch:
         givers = frozenset(donor.key for donor in state.chunks_from)
         was_made_apart, self._made_with = self._made_with.isdisjoint(givers), givers
         if mine.epoch and tip != mine and was_made_apart:
+            left, taken = (f"epoch {one.epoch} ({one.samples:g} samples)" for one in (mine, tip))
             log.warning(
-                "this peer has left its state of epoch %d (%g samples) for that of epoch %d (%g samples), which it has "
-                "from %s: the state with more samples behind it is kept",
-                mine.epoch,
-                mine.samples,
-                tip.epoch,
-                tip.samples,
+                "this peer has left its state of %s for that of %s, which it has from %s: the state with more samples "
+                "behind it is kept",
+                left,
+                taken,
                 ", ".join(map(repr, state.chunks_from)),
             )
         self._restart(tip)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import platform
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +16,11 @@ from shoal.averaging.options import described, term_of
 from shoal.compression import CodecPlan
 from shoal.dht.dht import DHT
 from shoal.flat import Layout
-from shoal.optim.accumulator import EpochGradients
+from shoal.optim.accumulator import EpochGradients, Part
 from shoal.optim.grad_averager import AveragerGradients
 from shoal.optim.group_options import structure
 from shoal.optim.reports import EpochReport
-from shoal.optim.run import Place, Run
+from shoal.optim.run import Run
 from shoal.optim.settings import PLACE_TIMES, Settings
 from shoal.optim.state import Replica
 from shoal.p2p.identity import PeerID
@@ -31,13 +29,38 @@ from shoal.swarm.protocol.contribution import Contribution, Fault, Outcome, Send
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.messages import Begin, Terms
 from shoal.swarm.protocol.plan import largest_chunk
+from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
+from shoal.swarm.swarm import Place
 
 log = logging.getLogger(__name__)
 
 Gradients = EpochGradients | AveragerGradients
 """Averaged in the round of the run, or in rounds of their own."""
+
+
+def make_gradients(settings: Settings, parameters: list[torch.Tensor], dht: DHT) -> Gradients | None:
+    """The object that accumulates and averages the gradients of `parameters`; None with local updates.
+
+    Raises:
+        ValueError: as `AveragerGradients`, for what the factory makes.
+    """
+    if settings.use_local_updates:
+        return None
+    if settings.grad_averager_factory is None:
+        apart, reuse = settings.delay_optimizer_step, settings.reuse_grad_buffers
+        return EpochGradients(parameters, settings.grad_compression, apart=apart, reuse=reuse)
+    same = ("allreduce_timeout", "next_chunk_timeout", "shutdown_timeout", "client_mode", "reuse_grad_buffers")
+    options = {name: getattr(settings, name) for name in same} | {
+        "prefix": f"{settings.run_id}/grad",
+        "min_group_size": 1,
+        "min_matchmaking_time": settings.matchmaking_time,
+        "compression": settings.grad_compression,
+        "bandwidth": settings.averager_opts.get("bandwidth"),
+    }
+    options |= {name: value for name, value in settings.averager_opts.items() if name in PLACE_TIMES}
+    return AveragerGradients(dht.peer_id.key, settings.grad_averager_factory, parameters, dht=dht, **options)
 
 
 def make_run(settings: Settings, dht: DHT, replica: Replica, gradients: Gradients | None) -> Run:
@@ -54,30 +77,37 @@ def make_run(settings: Settings, dht: DHT, replica: Replica, gradients: Gradient
     if isinstance(gradients, EpochGradients):
         layouts.append(gradients.layout)
         schemas.append(gradients.layout.schema_hash)
-        sizes = tuple(spec.numel for spec in gradients.layout.buffers)
+        sizes = gradients.sizes
     elif gradients is not None:
         agreed["grad_averager_factory"] = term_of(gradients.terms)
-    rules = dataclasses.replace(
-        settings.rules(sizes, replica.buffers.sizes, replica.shared.sizes),
+    rules = Rules(
+        sizes=sizes,
+        matchmaking_time=settings.matchmaking_time,
+        round_timeout=settings.allreduce_timeout,
+        min_group=settings.min_peers,
+        target_samples=float(settings.target_batch_size),
+        due_sizes=replica.buffers.sizes,
+        state_sizes=replica.shared.sizes,
+        state_every=settings.average_state_every,
+        state_always=settings.use_local_updates,
         options_fit=replica.options.fits,
         chunk_elements=largest_chunk(spec.dtype.itemsize for layout in layouts for spec in layout.buffers),
     )
     names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
     trained = [name for name, tensor in zip(names, replica.parameters, strict=False) if tensor.requires_grad]
     place = Place(
-        role=settings.role,
+        role=Role.CLIENT if settings.client_mode else Role.AUXILIARY if settings.auxiliary else Role.NODE,
         bandwidth=given.get("bandwidth"),
         chunk_timeout=settings.next_chunk_timeout,
         **{name: given.get(name) for name in PLACE_TIMES},
-        keeps_state=settings.role is not Role.AUXILIARY,
+        keeps_state=not settings.auxiliary,
         tensors=[
             described("parameters", replica.parameters, names),
             described("trained parameters", replica.trained, trained),
             described("extra_tensors", extras),
         ],
     )
-    terms, shares_state = Terms(agreed, blake3(b"".join(schemas)).digest()), given.get("allow_state_sharing", True)
-    return Run(dht, settings.run_id, terms, rules, place, shares_state=shares_state)
+    return Run(dht, settings.run_id, Terms(agreed, blake3(b"".join(schemas)).digest()), rules, place)
 
 
 class Machine:
@@ -110,8 +140,8 @@ class Machine:
 
 def this_machine() -> str:
     """The name before any download."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    names = [f"torch {torch.__version__}", platform.machine(), capability, f"{torch.get_num_threads()} threads"]
+    names = [f"torch {torch.__version__}", platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    names.append(f"{torch.get_num_threads()} threads")
     if torch.cuda.is_available():
         names.append(torch.cuda.get_device_name())
     return ", ".join(names)[:256]
@@ -137,11 +167,6 @@ class Averaged:
     def with_state(self) -> bool:
         """Whether the state itself was averaged."""
         return self.outcome is not None and self.outcome.begin.with_state
-
-    @property
-    def members(self) -> list[bytes]:
-        """The keys of the members of the round."""
-        return [] if self.outcome is None else [member.key for member in self.outcome.begin.members]
 
 
 class EpochRound:
@@ -170,14 +195,14 @@ class EpochRound:
         epoch = self._replica.tip.epoch
         self._options = b"" if self._gradients is None else self._replica.options.own(epoch)
         if self._rules.due_sizes and self._rules.is_due(epoch):
-            self._replica.take_buffers()
+            self._replica.buffers.take()
         if self._rules.state_always and self._rules.may_average_state(epoch):
-            self._replica.take_state()
+            self._replica.shared.take()
 
     def put(self, averaged: Averaged) -> None:
         """Set the extra tensors to their average, if they were averaged. In the trainer's thread, too."""
         if averaged.outcome is not None and self._rules.due_sizes and self._rules.is_due(averaged.tip.epoch - 1):
-            self._replica.put_buffers()
+            self._replica.buffers.put(keep_changes=True)
 
     def few_are_here(self) -> bool:
         """Wait for `min_peers`, at most for `matchmaking_time`; whether they have not come."""
@@ -192,9 +217,8 @@ class EpochRound:
     def assist(self) -> Outcome:
         """Join the next round without anything to average. Raises as `Run.average`."""
         patience, machine = self._settings.matchmaking_time, self.machine.name
-        return self._run.average(
-            Contribution(0.0, self._open, patience, machine=machine), self._settings.averaging_timeout
-        )
+        contribution = Contribution(0.0, self._open, patience, machine=machine)
+        return self._run.average(contribution, self._settings.averaging_timeout)
 
     def average(self, samples: float) -> Averaged | None:
         """Join the round of this epoch, with `samples` as the weight of what was taken.
@@ -230,7 +254,8 @@ class EpochRound:
             except AveragingError as error:
                 if self._run.is_over:
                     return None
-                until = max(until, self._run.got_on_at + patience)  # the round failed, but made progress until then
+                # The round failed, but made progress until then.
+                until = max(until, self._run.swarm.got_on_at + patience)
                 if time.monotonic() >= until:
                     return self._alone(samples, error)
                 # A peer that was put out of a round gets its result like one that missed the round.
@@ -257,19 +282,17 @@ class EpochRound:
         if begin.with_state and not self._rules.may_average_state(epoch):
             raise RuleBroken(f"BEGIN averages the state at the end of epoch {epoch}, where that is not due")
         if begin.with_state and not self._rules.state_always:
-            self._replica.take_state()  # otherwise it was taken before the JOIN
-        parts: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], CodecPlan]] = []
+            self._replica.shared.take()  # otherwise it was taken before the JOIN
+        parts: list[Part] = []
         if isinstance(self._gradients, EpochGradients):
-            parts.append((self._gradients.mine, self._gradients.averaged, self._gradients.codecs))
+            parts.append(self._gradients)
         if self._rules.due_sizes and self._rules.is_due(epoch):
-            buffers = self._replica.buffers
-            parts.append((buffers.mine.flat, buffers.averaged.flat, buffers.codecs))
+            parts.append(self._replica.buffers)
         if begin.with_state:
-            state = self._replica.shared
-            parts.append((state.mine.flat, state.averaged.flat, state.codecs))
-        inputs = [flat for mine, _, _ in parts for flat in mine]
-        outputs = [flat for _, averaged, _ in parts for flat in averaged]
-        plan = sum((codecs for _, _, codecs in parts), CodecPlan((), 0))
+            parts.append(self._replica.shared)
+        inputs = [flat for part in parts for flat in part.mine.flat]
+        outputs = [flat for part in parts for flat in part.averaged.flat]
+        plan = sum((part.codecs for part in parts), CodecPlan((), 0))
         return Exchange(self._run.me, begin, inputs, outputs, plan, send, fault)
 
     def _tell_cost(self, outcome: Outcome) -> None:
@@ -290,11 +313,10 @@ class EpochRound:
 
     def _alone(self, samples: float, error: AveragingError) -> Averaged | None:
         """Continue without a round, with what this peer has; the swarm decides later whose state is kept."""
-        if not samples:
-            log.warning("no average (%s), and this peer has no gradients of its own: the next step tries again", error)
-            return None
-        if self._settings.min_peers > 1:
-            log.warning("no average (%s), and min_peers=%d: the next step tries again", error, self._settings.min_peers)
+        least = self._settings.min_peers
+        if not samples or least > 1:
+            why = f"min_peers={least}" if samples else "this peer has no gradients of its own"
+            log.warning("no average (%s), and %s: the next step tries again", error, why)
             return None
         before = self._replica.tip
         # Others may continue alone from the same state with as many samples, and so may this peer, a second time.

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.optim._torch import StepCounted, mark_as_stepped
+from shoal.optim.group_options import put
+
+_wrapped: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
-class HasEpoch(Protocol):
-    """The part of a `shoal.Optimizer` that a scheduler follows."""
-
-    @property
-    def local_epoch(self) -> int: ...
-
-
-_wrapped: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[HasEpoch]] = weakref.WeakKeyDictionary()
-
-
-def wraps(optimizer: HasEpoch, wrapped: torch.optim.Optimizer) -> None:
+def wraps(optimizer: Any, wrapped: torch.optim.Optimizer) -> None:
     """Say that a scheduler of `wrapped` is one of `optimizer`."""
     _wrapped[wrapped] = weakref.ref(optimizer)
 
@@ -57,10 +50,8 @@ class EpochScheduler(StepCounted, LRScheduler):
 
     def __init__(self, scheduler: LRScheduler) -> None:  # does not call the base's: there is a scheduler already
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau | EpochScheduler):
-            raise ValueError(
-                f"EpochScheduler of a {type(scheduler).__name__}: give a torch scheduler that steps by itself, without "
-                f"a metric"
-            )
+            kind = type(scheduler).__name__
+            raise ValueError(f"EpochScheduler of a {kind}: give a torch scheduler that needs no metric")
         self.scheduler, self.optimizer = scheduler, scheduler.optimizer
         self._shoal_optimizer = _behind(scheduler.optimizer)
         self.epoch = int(getattr(scheduler, "last_epoch", 0))
@@ -73,10 +64,7 @@ class EpochScheduler(StepCounted, LRScheduler):
             return
         # Many schedulers multiply the present rate: it has to be the one that they made, not that of a download.
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            put(group, "lr", rate)
         mark_as_stepped(self.optimizer)
         for _ in range(missing):
             self.scheduler.step()
@@ -103,7 +91,7 @@ class EpochScheduler(StepCounted, LRScheduler):
         if set(state_dict) != {"epoch", "scheduler"}:
             raise ValueError(
                 f"the state of an EpochScheduler has epoch and scheduler, and this one {', '.join(state_dict)}: load "
-                f"that of a plain scheduler into it before it is wrapped"
+                "that of a plain scheduler into it before it is wrapped"
             )
         self.scheduler.load_state_dict(state_dict["scheduler"])
         self.epoch = state_dict["epoch"]
@@ -114,15 +102,15 @@ class EpochScheduler(StepCounted, LRScheduler):
         return getattr(self.scheduler, name)
 
 
-def _behind(optimizer: Any) -> HasEpoch:
+def _behind(optimizer: Any) -> Any:
     """The `shoal.Optimizer` of this optimizer, which may be the one that it wraps, or one that wraps it."""
     seen = optimizer
     while seen is not None:
         if hasattr(seen, "local_epoch"):
-            return seen  # type: ignore[no-any-return]
+            return seen
         found = _wrapped.get(seen) if isinstance(seen, torch.optim.Optimizer) else None
         seen = found() if found is not None else getattr(seen, "optimizer", None)
     raise ValueError(
         f"the scheduler is of a {type(optimizer).__name__} that no shoal.Optimizer has: make it of a shoal.Optimizer, "
-        f"or of its `optimizer`, and wrap it after that was made"
+        "or of its `optimizer`, and wrap it after that was made"
     )

@@ -76,10 +76,9 @@ class GradientAverager(DecentralizedAverager):
         self.reuse_grad_buffers, self.warn = reuse_grad_buffers, warn
         if reuse_grad_buffers and accumulate_grads_on is not None:
             raise ValueError("accumulate_grads_on= has no meaning with reuse_grad_buffers=True, which has .grad only")
-        memory: list[torch.Tensor] | None = None
-        if not reuse_grad_buffers:
-            layout = Layout.of(self.parameters)
-            memory = FlatBuffer(layout if accumulate_grads_on is None else layout.on(accumulate_grads_on)).views()
+        layout = Layout.of(self.parameters)
+        layout = layout if accumulate_grads_on is None else layout.on(accumulate_grads_on)
+        memory = None if reuse_grad_buffers else FlatBuffer(layout).views()
         self._accumulator = Accumulator(self.parameters, memory, keeps_mean=False)
         self._used_in_step = self._unused_result = False
         if not averaged_grads:
@@ -87,10 +86,8 @@ class GradientAverager(DecentralizedAverager):
         shapes, given = [tuple(p.shape) for p in self.parameters], [tuple(grad.shape) for grad in averaged_grads]
         if shapes != given:
             raise ValueError(f"averaged_grads have shapes {given}; the parameters' are {shapes}")
-        kwargs.setdefault(
-            "tensor_infos",
-            [CompressionInfo.from_tensor(g, key, TensorRole.GRADIENT) for key, g in enumerate(averaged_grads)],
-        )
+        infos = [CompressionInfo.from_tensor(g, key, TensorRole.GRADIENT) for key, g in enumerate(averaged_grads)]
+        kwargs.setdefault("tensor_infos", infos)
         super().__init__(averaged_grads, dht, prefix=prefix, client_mode=client_mode, **kwargs)
 
     # -- accumulating
@@ -178,26 +175,9 @@ class GradientAverager(DecentralizedAverager):
         return control
 
     @overload  # type: ignore[override]
-    def step(
-        self,
-        weight: float | None = None,
-        reset_accumulators: bool = True,
-        control: StepControl | None = None,
-        timeout: float | None = None,
-        wait: Literal[True] = True,
-        **kwargs: Any,
-    ) -> Gathered: ...
+    def step(self, weight: float | None = None, *, wait: Literal[False], **kwargs: Any) -> StepControl: ...
     @overload
-    def step(
-        self,
-        weight: float | None = None,
-        reset_accumulators: bool = True,
-        control: StepControl | None = None,
-        timeout: float | None = None,
-        *,
-        wait: Literal[False],
-        **kwargs: Any,
-    ) -> StepControl: ...
+    def step(self, *args: Any, **kwargs: Any) -> Gathered: ...
     def step(
         self,
         weight: float | None = None,
@@ -323,7 +303,6 @@ class AveragerGradients:
         self._me = me
         self._control: StepControl | None = None  # of the round whose average is not used yet
         self._samples = 0.0  # that this peer brought to it
-        self._failed = False
 
     @property
     def terms(self) -> str:
@@ -344,7 +323,7 @@ class AveragerGradients:
     @property
     def held(self) -> bool:
         """Whether a round was begun whose average is not used yet."""
-        return self._control is not None and not self._failed
+        return self._control is not None
 
     def accumulate(self, batch_size: int) -> None:
         """Add the parameters' `.grad`, the mean over `batch_size` samples."""
@@ -369,14 +348,13 @@ class AveragerGradients:
         averager = self.averager
         if not averager.is_finite():
             averager.reset_accumulated_grads_()
-        self._samples, self._failed = self.samples, False
+        self._samples = self.samples
         scaled = [p.grad for p in averager.parameters if p.grad is not None] if scale != 1.0 else []
         if scaled:
             foreach_div_(scaled, scale)
         if averager.is_alive():
             self._control = averager.step(reset_accumulators=False, wait=False)
         else:
-            self._control = None
             averager.load_accumulators_into_averager_()
         if scaled:
             foreach_mul_(scaled, scale)  # should the round fail, more is added to them
@@ -398,24 +376,24 @@ class AveragerGradients:
             Rejected: if they have another averager.
         """
         own = blake3(b"own gradients of " + self._me).digest()
-        if self._control is None or self._failed:
+        control, ended = self._control, None
+        if control is None:
             return own
-        ended: Future[None] | None = None
         try:
             ended = over()
-            either: list[Future[Any]] = [self._control, ended]
+            either: list[Future[Any]] = [control, ended]
             until = time.monotonic() + timeout
             while time.monotonic() < until and not wait(either, until - time.monotonic(), FIRST_COMPLETED).done:
                 until = max(until, self.averager.got_on_at + timeout)
-            if not self._control.done() and ended.done() and not ended.cancelled():
-                self._control.cancel()
+            if not control.done() and ended.done() and not ended.cancelled():
+                control.cancel()
                 raise Behind("the others have ended the epoch before this peer's gradients were there")
-            self._control.result(0.0)
+            control.result(0.0)
         except (Rejected, Behind):
             raise
         except (AveragingError, TimeoutError, CancelledError) as error:
-            self._control.cancel()
-            self._failed = True
+            control.cancel()
+            self._control = None
             log.warning("the gradients were not averaged (%s): going on with this peer's own", error)
             return own
         finally:

@@ -92,10 +92,6 @@ class GradScaler(OpenGradScaler):
         """For `Optimizer.step`: its gradients are no longer held in `.grad`."""
         self._holding.discard(optimizer)
 
-    def allows_float16(self, optimizer: torch.optim.Optimizer) -> bool:
-        """A `shoal.Optimizer` averages the gradients before it uses them, so none of torch's reasons holds."""
-        return hasattr(optimizer, "reuse_grad_buffers")
-
 
 def _accumulates(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "reuse_grad_buffers", False))

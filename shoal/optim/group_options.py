@@ -30,7 +30,7 @@ from blake3 import blake3
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.optim._torch import writes_of
-from shoal.optim.placement import HostCopy
+from shoal.optim.host_copy import HostCopy
 from shoal.swarm.protocol.messages import MAX_OPTIONS_BYTES
 
 log = logging.getLogger(__name__)
@@ -67,22 +67,18 @@ class GroupOptions:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scheduler: LRScheduler | None = None,
-        host: HostCopy | None = None,
+        self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None, host: HostCopy | None = None
     ) -> None:
         self._optimizer, self._scheduler, self._host = optimizer, scheduler, host
         left_out = KERNELS | (NOTES - set(optimizer.defaults))
         self._holders: dict[str, list[int]] = {}  # which groups have the option
         for index, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
-                if name not in left_out and _is_plain(value):
+                if name not in left_out and is_plain(value):
                     self._holders.setdefault(name, []).append(index)
         self._first = {name: self._column(name) for name in self._holders}
         self._scheduled = {"lr": self._first["lr"]} if scheduler is not None and "lr" in self._first else {}
-        self._told: set[str] = set()  # of which options it was said that they differ
-        self._told_who_wins = False
+        self._told: set[str] = set()  # of which options it was said that they differ, or that `scheduler=` wins
         self._watched = scheduler is None
         self._epoch = self._changes = 0
         self._is_current = True  # whether the user could set this peer's own options for the epoch that ends
@@ -102,8 +98,8 @@ class GroupOptions:
         for name, values in self._scheduled.items():
             if self._column(name) == values:
                 continue
-            if not self._told_who_wins:
-                self._told_who_wins = True
+            if "scheduler=" not in self._told:
+                self._told.add("scheduler=")
                 log.warning(
                     "%s of the parameter groups was set to %s, and scheduler= has made it %s: scheduler= wins, and "
                     "what else sets it has no effect. If that is the scheduler of a framework (Trainer, Lightning), "
@@ -113,7 +109,7 @@ class GroupOptions:
                     shown(values),
                 )
             for group, value in zip(self._groups(name), values, strict=True):
-                _put(group, name, value)
+                put(group, name, value)
 
     def refresh(self) -> None:
         """Take what the groups hold now as this peer's own, and as made by `scheduler=`: another state was loaded."""
@@ -164,14 +160,14 @@ class GroupOptions:
                 if mine != value:
                     kept = mine if isinstance(group[name], torch.Tensor) else group[name]
                     replaced.append((group, name, kept, value))
-                    _put(group, name, value)
+                    put(group, name, value)
         try:
             yield
             self.record()
         finally:
             for group, name, kept, value in replaced:
                 if _plain(group[name]) == value:  # else the step itself has changed it
-                    _put(group, name, kept)
+                    put(group, name, kept)
 
     def _tell_difference(self, name: str, own: Sequence[Any], values: Sequence[Any]) -> None:
         if name in self._told or not self._is_current:
@@ -187,12 +183,6 @@ class GroupOptions:
         )
 
     # -- schedulers
-
-    @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Within, users read and write copies of the options of an optimizer on the host."""
-        with self._host.set_aside(self._optimizer) if self._host is not None else contextlib.nullcontext():
-            yield
 
     def step_scheduler(self) -> None:
         """Step `scheduler=`, from the values that it made itself."""
@@ -369,7 +359,8 @@ def restored(value: Any, mine: Any, name: str) -> Any:
     return type(mine)(value) if isinstance(mine, tuple | Counter) else value
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether a value can be sent."""
     try:
         return type(value) is float or bool(_encode(plain(value)))
     except (TypeError, ValueError, OverflowError):
@@ -378,7 +369,7 @@ def _is_plain(value: Any) -> bool:
 
 def _plain(value: Any, otherwise: Any = None) -> Any:
     """The value as plain data; `otherwise` for one that can't be sent."""
-    return plain(value) if _is_plain(value) else otherwise
+    return plain(value) if is_plain(value) else otherwise
 
 
 def _are_alike(value: Any, mine: Any) -> bool:
@@ -391,10 +382,10 @@ def _are_alike(value: Any, mine: Any) -> bool:
 
 
 @torch.no_grad()
-def _put(group: dict[str, Any], name: str, value: Any) -> None:
+def put(group: dict[str, Any], name: str, value: Any) -> None:
     """Set an option to a value. A tensor is written in place: a CUDA graph may hold its address."""
     mine = group[name]
-    if isinstance(mine, torch.Tensor) and isinstance(value, int | float):
+    if isinstance(mine, torch.Tensor) and isinstance(value, int | float | torch.Tensor):
         mine.fill_(value)
     else:
         group[name] = tuple(value) if isinstance(mine, tuple) else value

@@ -5,33 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.compression import Compression, NoCompression
+from shoal.compression import Compression
 from shoal.dht.dht import DHT
 from shoal.optim._torch import scale_by_own_rules
-from shoal.optim.accumulator import EpochGradients
 from shoal.optim.epoch import Accumulation, Epoch
-from shoal.optim.epoch_round import Gradients, make_run
+from shoal.optim.epoch_round import make_gradients, make_run
 from shoal.optim.epoch_scheduler import wraps
 from shoal.optim.grad_averager import AveragerGradients, GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.progress import LocalProgress, RunProgress, refresh_of
-from shoal.optim.reports import Event, ReachabilityReport, reachability_report_of
-from shoal.optim.settings import (
-    PLACE_TIMES,
-    OptimizerFactory,
-    Params,
-    SchedulerFactory,
-    Settings,
-    check_samples,
-    check_times,
-    make_trained,
-)
+from shoal.optim.reports import Event, ReachabilityReport
+from shoal.optim.settings import SAMPLES, SECONDS, AnyOptimizer, AnyScheduler, Params, Settings, make_trained
 from shoal.optim.state import Replica
 
 log = logging.getLogger(__name__)
@@ -143,9 +132,9 @@ class Optimizer(torch.optim.Optimizer):
         run_id: str,
         target_batch_size: int,
         batch_size_per_step: int | None = None,
-        optimizer: torch.optim.Optimizer | OptimizerFactory,
+        optimizer: AnyOptimizer,
         params: Params | None = None,
-        scheduler: LRScheduler | SchedulerFactory | None = None,
+        scheduler: AnyScheduler | None = None,
         matchmaking_time: float = 15.0,
         averaging_timeout: float = 60.0,
         allreduce_timeout: float | None = None,
@@ -177,17 +166,11 @@ class Optimizer(torch.optim.Optimizer):
         client_mode = dht.client_mode if client_mode is None else client_mode
         if dht.client_mode and not client_mode:
             raise ValueError("client_mode=False, but the DHT is in client mode and can't be dialled: leave it out")
-        self._settings = settings = Settings.of(
-            locals(),
-            client_mode=client_mode,
-            average_opt_statistics=tuple(average_opt_statistics or ()),
-            own_averager=grad_averager_factory is not None,
-            averager_opts=averager_opts or {},
-        )
+        self._settings = settings = Settings.of(locals())
         refresh = refresh_of(tracker_opts)
         if verbose:
             _show_what_happens()
-        made = make_trained(optimizer, params, scheduler, on_host=bool(settings.offload_optimizer))
+        made = make_trained(optimizer, params, scheduler, on_host=settings.offload_optimizer)
         self.optimizer, self.scheduler, self._host = made
         wrapped = self.optimizer
         wraps(self, wrapped)
@@ -198,9 +181,8 @@ class Optimizer(torch.optim.Optimizer):
         self.on_event: Callable[[Event], None] | None = None
         self._ready = self._closed = self._begun = False
         self._trainer = threading.RLock()  # held by the thread that is in one of the trainer's methods
-        groups: Any = wrapped.param_groups if self._host is None else self._host.param_groups(wrapped)
-        super().__init__([dict(group) for group in groups], wrapped.defaults)
-        self.param_groups, self.state = groups, wrapped.state
+        super().__init__([dict(group) for group in self._groups()], wrapped.defaults)
+        self.param_groups, self.state = self._groups(), wrapped.state
         self._ready = True
 
         self._replica = replica = Replica(wrapped, self.scheduler, list(extra_tensors), settings, self._host)
@@ -211,18 +193,15 @@ class Optimizer(torch.optim.Optimizer):
                 "own, and a newcomer begins without any; give extra_tensors=list(model.buffers())",
                 layers,
             )
-        self._gradients = _make_gradients(settings, grad_averager_factory, replica.trained, dht)
+        self._gradients = make_gradients(settings, replica.trained, dht)
         self._run = run = make_run(settings, dht, replica, self._gradients)
         self.tracker = RunProgress(
-            run,
-            target_batch_size,
-            performance_ema_alpha=performance_ema_alpha,
-            refresh=refresh,
-            may_wait=not settings.in_background,
+            run, target_batch_size, refresh, alpha=performance_ema_alpha, may_wait=not settings.in_background
         )
         accumulation = Accumulation(self, settings, run, replica, self._gradients)
         self._epoch = Epoch(settings, run, replica, accumulation, self.tracker, self._tell)
-        run.start(self._epoch)
+        run.start()
+        run.share(self._epoch.donor)
         self.tracker.start()
         try:
             self._epoch.begin()
@@ -278,44 +257,38 @@ class Optimizer(torch.optim.Optimizer):
         An error that was raised in the background since the last call is raised, too.
         """
         with self._in_trainer("step"):
-            return self._step(closure, batch_size, grad_scaler)
-
-    def _step(
-        self,
-        closure: Callable[[], torch.Tensor] | None,
-        batch_size: int | None,
-        grad_scaler: GradScaler | None,
-    ) -> torch.Tensor | None:
-        if self._closed:
-            raise RuntimeError("this optimizer was shut down")
-        self._check_dht()
-        for reachability in self._run.reachability():
-            self._tell(reachability_report_of(reachability))
-        if self.auxiliary:
-            if closure is not None or batch_size is not None or grad_scaler is not None:
-                raise ValueError("auxiliary=True trains nothing: call step() without arguments")
-            self._epoch.assist()
-            return None
-        if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
-            raise ValueError(f"grad_scaler= is a {type(grad_scaler).__name__}: give a shoal.GradScaler")
-        batch_size = self.batch_size_per_step if batch_size is None else batch_size
-        if batch_size is None:
-            raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
-        if not (isinstance(batch_size, int) and batch_size >= 0):
-            check_samples({"batch_size": batch_size}, least=0)
-        if not self._begun:  # by now, frameworks have wrapped and changed the model
-            self._replica.placement.refuse_ranks()
-            self._replica.take_over()
-            self._begun = True
-        if not self.use_local_updates:
-            self._replica.options.look(self.local_epoch)
-        self._epoch.take_result(wait=False)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._epoch.advance(batch_size, grad_scaler)
-        return loss
+            if self._closed:
+                raise RuntimeError("this optimizer was shut down")
+            self._check_dht()
+            reports = self._run.swarm.contacts.reports  # which members this peer reaches, where that has changed
+            while reports:
+                found = reports.popleft()
+                self._tell(ReachabilityReport(found.num_peers, tuple(map(str, found.unreached)), found.advice))
+            if self.auxiliary:
+                if closure is not None or batch_size is not None or grad_scaler is not None:
+                    raise ValueError("auxiliary=True trains nothing: call step() without arguments")
+                self._epoch.assist()
+                return None
+            if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+                raise ValueError(f"grad_scaler= is a {type(grad_scaler).__name__}: give a shoal.GradScaler")
+            batch_size = self.batch_size_per_step if batch_size is None else batch_size
+            if batch_size is None:
+                raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
+            if not (isinstance(batch_size, int) and batch_size >= 0):
+                SAMPLES.check("batch_size", batch_size)
+            if not self._begun:  # by now, frameworks have wrapped and changed the model
+                self._replica.placement.refuse_ranks()
+                self._replica.take_over()
+                self._begun = True
+            if not self.use_local_updates:
+                self._replica.options.look(self.local_epoch)
+            self._epoch.take_result(wait=False)
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._epoch.advance(batch_size, grad_scaler)
+            return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the parameters' `.grad`, as torch does. What `step` has accumulated stays.
@@ -324,15 +297,12 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: with `reuse_grad_buffers`, where it would not stay.
         """
         if self.reuse_grad_buffers:
-            raise ValueError(
-                "reuse_grad_buffers=True accumulates in .grad, which zero_grad would lose: do not call it, .grad is "
-                "cleared when the epoch ends"
-            )
+            raise ValueError("reuse_grad_buffers=True accumulates in .grad: do not call zero_grad, which would lose it")
         super().zero_grad(set_to_none)
 
     # -- the state
 
-    def load_state_from_peers(self, **kwargs: Any) -> bool:
+    def load_state_from_peers(self, *, timeout: float | None = None) -> bool:
         """Download the state that most peers hold, and continue from it.
 
         Args:
@@ -345,10 +315,8 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             AveragingError: with each donor and its reason, if nobody could send it; then nothing has changed.
         """
-        timeout = kwargs.pop("timeout", self._settings.load_state_timeout)
-        if kwargs:
-            raise TypeError(f"load_state_from_peers has no argument {', '.join(kwargs)}")
-        check_times({"timeout": timeout})
+        timeout = self._settings.load_state_timeout if timeout is None else timeout
+        SECONDS.check("timeout", timeout)
         with self._in_trainer("load_state_from_peers"):
             self._check_dht()
             return self._epoch.load_state(timeout)
@@ -378,11 +346,11 @@ class Optimizer(torch.optim.Optimizer):
         with self._in_trainer("load_state_dict"):
             self._check_dht()
             self._epoch.load_state_dict(state_dict)
-        if self._host is None:
-            self.param_groups = self.optimizer.param_groups
-        else:
-            self.param_groups = self._host.param_groups(self.optimizer)  # type: ignore[assignment]
-        self.state = self.optimizer.state
+        self.param_groups, self.state = self._groups(), self.optimizer.state
+
+    def _groups(self) -> Any:
+        """The parameter groups as users see them: with the model's parameters."""
+        return self.optimizer.param_groups if self._host is None else self._host.param_groups(self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ValueError: all peers must have the same parameters from the beginning."""
@@ -418,10 +386,7 @@ class Optimizer(torch.optim.Optimizer):
     def _in_trainer(self, method: str) -> Iterator[None]:
         """Within, no other thread may call a method of the trainer's."""
         if not self._trainer.acquire(blocking=False):
-            raise RuntimeError(
-                f"{method}() was called while another thread is in this optimizer: one thread trains; call it there, "
-                "or when the other's call has returned"
-            )
+            raise RuntimeError(f"{method}() was called while another thread is in this optimizer: one thread trains")
         try:
             yield
         finally:
@@ -468,32 +433,3 @@ def _show_what_happens() -> None:
     logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
-
-
-def _make_gradients(
-    settings: Settings, factory: GradientAveragerFactory | None, parameters: Sequence[torch.Tensor], dht: DHT
-) -> Gradients | None:
-    """The object that accumulates and averages the gradients of `parameters`; None with local updates.
-
-    Raises:
-        ValueError: as `AveragerGradients`, for what the factory makes.
-    """
-    if settings.use_local_updates:
-        return None
-    if factory is None:
-        return EpochGradients(
-            parameters,
-            settings.grad_compression or NoCompression(),
-            apart=bool(settings.delay_optimizer_step),
-            reuse=settings.reuse_grad_buffers,
-        )
-    same = ("allreduce_timeout", "next_chunk_timeout", "shutdown_timeout", "client_mode", "reuse_grad_buffers")
-    options = {name: getattr(settings, name) for name in same} | {
-        "prefix": f"{settings.run_id}/grad",
-        "min_group_size": 1,
-        "min_matchmaking_time": settings.matchmaking_time,
-        "compression": settings.grad_compression,
-        "bandwidth": settings.averager_opts.get("bandwidth"),
-    }
-    options |= {name: value for name, value in settings.averager_opts.items() if name in PLACE_TIMES}
-    return AveragerGradients(dht.peer_id.key, factory, parameters, dht=dht, **options)

@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from blake3 import blake3
 
 from shoal.averaging.control import Hold, StepControl
 from shoal.averaging.exchange import Vector
-from shoal.dht.dht import DHT
-from shoal.flat import Layout, bytes_of
+from shoal.flat import Layout
 from shoal.optim.grad_averager import GradientAverager
-from shoal.optim.run import Swarm, begin_of
+from shoal.optim.settings import COUNT
+from shoal.optim.state import hash_of
 from shoal.swarm.directory import Unlisted
 from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind
 from shoal.swarm.protocol.messages import Begin
+from shoal.swarm.swarm import Swarm
 
 Tensors = list[torch.Tensor]
 
@@ -54,38 +54,18 @@ class PowerSGDGradientAverager(GradientAverager):
         parameters: Iterable[torch.Tensor],
         averager_rank: int,
         *,
-        dht: DHT,
-        prefix: str,
         start: bool,
-        reuse_grad_buffers: bool = False,
-        accumulate_grads_on: torch.device | str | None = None,
-        client_mode: bool | None = None,
-        warn: bool = True,
         min_compression_ratio: float = 0.5,
-        averaged_grads: Sequence[torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(averager_rank, int) or averager_rank < 1:
-            raise ValueError(f"averager_rank={averager_rank!r}: give a whole number, at least 1")
+        COUNT.check("averager_rank", averager_rank)
         self.rank, self.min_compression_ratio = averager_rank, min_compression_ratio
-        super().__init__(
-            parameters,
-            dht=dht,
-            prefix=prefix,
-            start=False,
-            reuse_grad_buffers=reuse_grad_buffers,
-            accumulate_grads_on=accumulate_grads_on,
-            client_mode=client_mode,
-            warn=warn,
-            averaged_grads=averaged_grads,
-            **kwargs,
-        )
+        super().__init__(parameters, start=False, **kwargs)
         gradients = self._vector.inputs.views()
         shapes = [matrix_shape(tuple(gradient.shape)) for gradient in gradients]
         saved = [1 - self.rank * sum(shape) / max(1, math.prod(shape)) for shape in shapes]
         wanted = [g.dim() > 1 and part >= min_compression_ratio for g, part in zip(gradients, saved, strict=True)]
-        self._compressed = [index for index, yes in enumerate(wanted) if yes]
-        self._plain = [index for index, yes in enumerate(wanted) if not yes]
+        self._compressed, self._plain = ([n for n, one in enumerate(wanted) if one is yes] for yes in (True, False))
         self._shapes = [shapes[index] for index in self._compressed]
         # The P and the Q of each gradient.
         lefts, rights = (
@@ -125,8 +105,8 @@ class PowerSGDGradientAverager(GradientAverager):
             mine, given = _kinds({"q": self._qs, "errors": self._errors}), _kinds(state_dict)
             if given != mine:
                 raise ValueError(f"this averager carries on {mine}, and was given {given}")
-            self._qs = [tensor.to("cpu", copy=True) for tensor in state_dict["q"]]
-            self._errors = [tensor.to("cpu", copy=True) for tensor in state_dict["errors"]]
+            copies = ([tensor.to("cpu", copy=True) for tensor in state_dict[name]] for name in ("q", "errors"))
+            self._qs, self._errors = copies
 
     def _first(self) -> tuple[Tensors, Tensors]:
         """The Qs and errors of the first step; the Qs are the same at all peers."""
@@ -145,7 +125,7 @@ class PowerSGDGradientAverager(GradientAverager):
             step = _Step()
 
             async def begin_left() -> None:
-                begin, mine = begin_of(swarm), self._joining
+                begin, mine = swarm.peer.participant.begin, self._joining
                 if begin is None:
                     return
                 # All members are in the second run before any sends its part in the first. So no member ends the first,
@@ -161,13 +141,14 @@ class PowerSGDGradientAverager(GradientAverager):
                     _copy(self._left.inputs.views(), products)
 
             first = self._contribution(self._left, control, hold, begin_left)
-            first.state = b"" if self.auxiliary else _digest(self._qs)
+            first.state = b"" if self.auxiliary else hash_of(self._qs)
             outcome = await self._average(swarm, control, first, deadline)
             if outcome.missed or step.run is None:
                 missed = "the first half of the step went on without this peer"
                 raise AveragingError(missed) if control.tip is None else Behind(missed)
             if not self.auxiliary:
-                step.bases = await asyncio.to_thread(_orthonormal, self._left.outputs.views())
+                # Orthonormal bases of the column spaces, with more columns where columns depend on each other.
+                step.bases = await asyncio.to_thread(lambda: [torch.linalg.qr(p).Q for p in self._left.outputs.views()])
 
             async def begin_right() -> None:
                 mine = self._joining
@@ -249,11 +230,6 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return min(splits, key=sum)
 
 
-def _orthonormal(matrices: Tensors) -> Tensors:
-    """Orthonormal bases of the column spaces (with more columns, where columns depend on each other)."""
-    return [torch.linalg.qr(matrix).Q for matrix in matrices]
-
-
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
@@ -265,10 +241,3 @@ def _kinds(tensors: Mapping[str, Any]) -> dict[str, list[str]]:
         name: [f"{tuple(t.shape)} {t.dtype}" if isinstance(t, torch.Tensor) else type(t).__name__ for t in values]
         for name, values in tensors.items()
     }
-
-
-def _digest(tensors: Tensors) -> bytes:
-    hasher = blake3()
-    for tensor in tensors:
-        hasher.update(bytes_of(tensor))
-    return hasher.digest()

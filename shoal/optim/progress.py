@@ -12,18 +12,20 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from shoal.dht.records import get_dht_time
 from shoal.optim.run import Run
+from shoal.optim.settings import FRACTION, LEVEL, NOT_NEGATIVE, POSITIVE, SECONDS, check_fields
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.messages import Count, Progress
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
+from shoal.swarm.swarm import Swarm
 
 log = logging.getLogger(__name__)
 
@@ -94,10 +96,8 @@ class PerformanceEMA:
     """
 
     def __init__(self, alpha: float = 0.1, eps: float = 1e-20, paused: bool = False) -> None:
-        if not 0 < alpha <= 1:
-            raise ValueError(f"alpha={alpha!r}: give a number over 0 and at most 1")
-        if not eps > 0:
-            raise ValueError(f"eps={eps!r}: give a number over 0")
+        FRACTION.check("alpha", alpha)
+        POSITIVE.check("eps", eps)
         self.alpha, self.eps, self.paused = alpha, eps, paused
         self.ema_seconds_per_sample, self.num_updates = 0.0, 0
         self._since = time.monotonic()
@@ -193,29 +193,18 @@ class Refresh:
         ValueError: for values that make no sense.
     """
 
-    min_refresh_period: float = 0.5
-    max_refresh_period: float = 10.0
-    default_refresh_period: float = 3.0
-    expected_drift_peers: float = 3.0
-    expected_drift_rate: float = 0.2
-    status_loglevel: int = logging.DEBUG
+    min_refresh_period: Annotated[float, SECONDS] = 0.5
+    max_refresh_period: Annotated[float, SECONDS] = 10.0
+    default_refresh_period: Annotated[float, SECONDS] = 3.0
+    expected_drift_peers: Annotated[float, NOT_NEGATIVE] = 3.0
+    expected_drift_rate: Annotated[float, NOT_NEGATIVE] = 0.2
+    status_loglevel: Annotated[int, LEVEL] = logging.DEBUG
 
     def __post_init__(self) -> None:
-        for name in ("min_refresh_period", "max_refresh_period", "default_refresh_period"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 < value <= 86400:
-                raise ValueError(f"{name}={value!r}: give a positive number of seconds, at most a day (86400)")
-        for name in ("expected_drift_peers", "expected_drift_rate"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise ValueError(f"{name}={value!r}: give a number, at least 0")
-        if self.min_refresh_period > self.max_refresh_period:
-            raise ValueError(
-                f"min_refresh_period={self.min_refresh_period:g} is more than max_refresh_period="
-                f"{self.max_refresh_period:g}: lower the one or raise the other"
-            )
-        if not isinstance(self.status_loglevel, int):
-            raise ValueError(f"status_loglevel={self.status_loglevel!r}: give a level of logging, as logging.INFO")
+        check_fields(self)
+        least, most = self.min_refresh_period, self.max_refresh_period
+        if least > most:
+            raise ValueError(f"min_refresh_period={least:g} is more than max_refresh_period={most:g}")
 
     def seconds(self, eta: float, peers: int) -> float:
         """Seconds until the next question, if the epoch ends in `eta` seconds."""
@@ -231,15 +220,11 @@ def refresh_of(tracker_opts: Mapping[str, Any] | None) -> Refresh:
     Raises:
         ValueError: with the names of options that a tracker does not have, or that are arguments of the Optimizer.
     """
-    given = dict(tracker_opts or {})
-    for name in WITHOUT_USE:
-        given.pop(name, None)
+    given = {name: value for name, value in (tracker_opts or {}).items() if name not in WITHOUT_USE}
     unknown = sorted(set(given) - set(Refresh.__dataclass_fields__))
     own = [name for name in unknown if name in ("client_mode", "performance_ema_alpha", "target_batch_size")]
     if own:
-        raise ValueError(
-            f"tracker_opts has {', '.join(own)}: that is an argument of the optimizer itself, give it there"
-        )
+        raise ValueError(f"tracker_opts has {', '.join(own)}: that is an argument of the optimizer itself")
     if unknown:
         known = ", ".join((*Refresh.__dataclass_fields__, *WITHOUT_USE))
         raise ValueError(f"tracker_opts has no option {', '.join(unknown)}; there are {known}")
@@ -277,54 +262,49 @@ class RunProgress:
     Args:
         run: the run.
         target_batch_size: samples of all peers after which the epoch ends.
-        performance_ema_alpha: see `PerformanceEMA`.
         refresh: how often it asks for the progress of others when there is nothing to report.
+        alpha: see `PerformanceEMA`.
         may_wait: whether this peer may be told to wait. It may not where the trainer continues during a round.
     """
 
     def __init__(
-        self,
-        run: Run,
-        target_batch_size: int,
-        *,
-        performance_ema_alpha: float = 0.1,
-        refresh: Refresh | None = None,
-        may_wait: bool = True,
+        self, run: Run, target_batch_size: int, refresh: Refresh, *, alpha: float = 0.1, may_wait: bool = True
     ) -> None:
         self.target_batch_size = target_batch_size
-        self.performance_ema = PerformanceEMA(performance_ema_alpha)
-        self._run, self._reactor, self._may_wait = run, run.reactor, may_wait
+        self.performance_ema = PerformanceEMA(alpha)
+        self._run, self._swarm, self._reactor, self._may_wait = run, run.swarm, run.dht.reactor, may_wait
         self._step = StepTime()
-        self._mine = Progress(run.tip, 0.0, 0.0)  # what this peer has, of the state on which samples are accumulated
+        # What this peer has, of the state on which samples are accumulated.
+        self._mine = Progress(run.swarm.tip, 0.0, 0.0)
         self._since: float | None = None  # when the step that is under way began; not known before the first report
         self._pending: Future[Count | None] | Future[None] | None = None  # a report that nobody has waited for yet
         self._outbox = _Outbox()
         self._running = False
-        self._reports = _Reports(run, refresh or Refresh(), self)
+        self._reports = _Reports(run.swarm, refresh, self)
 
     @property
     def local_progress(self) -> LocalProgress:
         """This peer's part of the epoch."""
-        me, mine, speed = self._run.member, self._mine, self.performance_ema.samples_per_second
+        me, mine, speed = self._swarm.me, self._mine, self.performance_ema.samples_per_second
         return LocalProgress(me.peer, mine.tip.epoch, mine.samples, speed, me.role is Role.CLIENT)
 
     @property
     def global_progress(self) -> GlobalProgress:
         """The progress of all peers, as last reported by the coordinator."""
         samples, _, peers = self._estimate(0.0)  # counted ones only
-        eta = self.estimated_next_update_time
-        return GlobalProgress(self.global_epoch, samples, self.target_batch_size, peers, self._run.num_clients(), eta)
+        clients, eta = self._swarm.peer.view.num_clients(), self.estimated_next_update_time
+        return GlobalProgress(self.global_epoch, samples, self.target_batch_size, peers, clients, eta)
 
     @property
     def global_epoch(self) -> int:
         """The number of the newest epoch that this peer has heard of."""
-        behind = self._run.behind
-        return max(self._run.tip.epoch, behind.epoch if behind is not None else 0)
+        behind = self._swarm.behind
+        return max(self._swarm.tip.epoch, behind.epoch if behind is not None else 0)
 
     @property
     def ready_to_update_epoch(self) -> bool:
         """Whether the round of this epoch is due, or was held without this peer."""
-        return self._run.called or self._run.tip != self._mine.tip
+        return self._swarm.called or self._swarm.tip != self._mine.tip
 
     @property
     def estimated_next_update_time(self) -> float:
@@ -336,7 +316,7 @@ class RunProgress:
             return get_dht_time()
         return get_dht_time() + missing / rate if rate > 0 else float("inf")
 
-    def report_local_progress(self, samples: float, at_once: bool = False) -> None:
+    def report(self, samples: float, at_once: bool = False) -> None:
         """Report that this peer has accumulated `samples` in this epoch, and update `ready_to_update_epoch`.
 
         Returns when it makes sense to begin another step, or to end the epoch; or `at_once`, whatever the answer.
@@ -424,7 +404,7 @@ class RunProgress:
         """The samples of all peers at `now` (of `time.monotonic`): those counted, and those that the others will have
         made since. Their rate, and the number of peers. This peer is one of them if it trains, also before it is
         counted in a new epoch."""
-        counted, tip, mine = self._reports.counted, self._run.tip, self._mine
+        counted, tip, mine = self._reports.counted, self._swarm.tip, self._mine
         me = 1 if mine.samples or mine.rate else 0
         own, speed = (mine.samples, mine.rate) if tip == mine.tip else (0.0, 0.0)
         if counted is None or counted.count.tip != tip:
@@ -437,17 +417,17 @@ class RunProgress:
     async def _ask(self, report: Progress) -> None:
         """Report, and wait as long as the coordinator counts on others, until the round is called or this peer hears of
         a better state. On the reactor."""
-        until = time.monotonic() + max(STEPS_OF_WAITING * report.seconds, self._run.rules.matchmaking_time)
+        until = time.monotonic() + max(STEPS_OF_WAITING * report.seconds, self._swarm.rules.matchmaking_time)
         while True:
             count = await self._reports.tell(msgspec.structs.replace(report, asks=True))
-            if count is None or not count.wait or self._run.behind is not None or self.ready_to_update_epoch:
+            if count is None or not count.wait or self._swarm.behind is not None or self.ready_to_update_epoch:
                 return
             if time.monotonic() >= until:
                 await self._reports.tell(report)
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(SHORTEST_WAIT, min(count.wait, report.seconds))):
-                    await self._run.news()
+                    await self._swarm.news()
 
 
 class _Outbox:
@@ -479,7 +459,7 @@ class _Reports:
     """Exchanges reports and answers with the coordinator, on the reactor. Other threads only read `counted`.
 
     Args:
-        run: the run.
+        swarm: of the run.
         refresh: how often to ask when there is nothing to report.
         progress: estimates when the epoch ends.
 
@@ -487,8 +467,8 @@ class _Reports:
         counted: the last answer of the coordinator.
     """
 
-    def __init__(self, run: Run, refresh: Refresh, progress: RunProgress) -> None:
-        self._run, self._refresh, self._progress = run, refresh, progress
+    def __init__(self, swarm: Swarm, refresh: Refresh, progress: RunProgress) -> None:
+        self._swarm, self._refresh, self._progress = swarm, refresh, progress
         self.counted: _Counted | None = None
         self._latest: Progress | None = None
         self._sending: asyncio.Task[None] | None = None
@@ -525,7 +505,7 @@ class _Reports:
             while sent != self._latest:
                 sent = self._latest
                 assert sent is not None
-                if self._run.tip != sent.tip:
+                if self._swarm.tip != sent.tip:
                     return  # the epoch is over; the trainer's thread will see it
                 count = await self._answer(sent)
                 if count is not None and count.tip == sent.tip:
@@ -537,7 +517,7 @@ class _Reports:
     async def _answer(self, report: Progress) -> Count | None:
         """The coordinator's answer; None if there is other news first: a coordinator that hangs would keep the trainer
         from the round that another has called."""
-        asking, news = asyncio.ensure_future(self._run.report(report)), asyncio.ensure_future(self._run.news())
+        asking, news = asyncio.ensure_future(self._swarm.report(report)), asyncio.ensure_future(self._swarm.news())
         try:
             await asyncio.wait({asking, news}, return_when=asyncio.FIRST_COMPLETED)
             return asking.result() if asking.done() else None
@@ -559,7 +539,7 @@ class _Reports:
         self._looking = asyncio.create_task(self._look_now())
 
     async def _look_now(self) -> None:
-        tip, latest = self._run.tip, self._latest
+        tip, latest = self._swarm.tip, self._latest
         if latest is None or latest.tip != tip:
             question = Progress(tip, 0.0, 0.0, counted=False)
         else:
@@ -581,6 +561,3 @@ def _take(report: Future[Count | None] | Future[None]) -> None:
     except (P2PError, TimeoutError) as error:
         # The coordinator is gone or out of reach; the swarm reports again to its successor by itself.
         log.debug("could not report progress: %s", error)
-
-
-__all__ = ["GlobalProgress", "LocalProgress", "PerformanceEMA", "Refresh", "RunProgress", "StepTime", "refresh_of"]

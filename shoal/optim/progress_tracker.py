@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from blake3 import blake3
 
 from shoal.dht.dht import DHT
-from shoal.optim.progress import GlobalProgress, LocalProgress, PerformanceEMA, Refresh, RunProgress
-from shoal.optim.run import Place, Run
+from shoal.optim.progress import Refresh, RunProgress
+from shoal.optim.run import Run
+from shoal.optim.settings import POSITIVE, Kind, fields_of
 from shoal.swarm.protocol.errors import Behind
 from shoal.swarm.protocol.messages import Terms
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
+from shoal.swarm.swarm import Place
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ NO_LAYOUT = bytes(32)  # nothing is averaged
 PATIENCE = 15.0  # seconds that a report waits at most for the others' samples, or three steps of its own
 
 
-class ProgressTracker:
+class ProgressTracker(RunProgress):
     """Counts the samples of all peers with the same `prefix`, and the epochs that they make.
 
     An epoch ends when all peers together have reported `target_batch_size` samples. The user then averages, steps or
@@ -83,34 +85,18 @@ class ProgressTracker:
         daemon: bool = True,
         start: bool = True,
     ) -> None:
-        if not isinstance(prefix, str) or not 1 <= len(prefix) <= 90:
-            raise ValueError(f"prefix={prefix!r}: give a text of 1 to 90 characters")
-        if not isinstance(target_batch_size, int | float) or not 0 < target_batch_size < float("inf"):
-            raise ValueError(f"target_batch_size={target_batch_size!r}: give a number of samples over 0")
-        self.dht, self.prefix, self.target_batch_size = dht, prefix, target_batch_size
+        refresh = Refresh(**fields_of(Refresh, locals()))
+        Kind("a text of 1 to 90 characters", str, lambda text: 1 <= len(text) <= 90).check("prefix", prefix)
+        POSITIVE.check("target_batch_size", target_batch_size)
+        self.dht, self.prefix = dht, prefix
         self.client_mode = dht.client_mode if client_mode is None else client_mode
-        refresh = Refresh(
-            min_refresh_period,
-            max_refresh_period,
-            default_refresh_period,
-            expected_drift_peers,
-            expected_drift_rate,
-            status_loglevel,
-        )
         self._name = f"{prefix}_progress"
-        self._run = Run(
-            dht,
-            self._name,
-            Terms({"target_batch_size": f"{target_batch_size:g}"}, NO_LAYOUT),
-            Rules(sizes=(), matchmaking_time=PATIENCE, round_timeout=PATIENCE, target_samples=float(target_batch_size)),
-            Place(role=Role.CLIENT if self.client_mode else Role.NODE),
-        )
-        self._progress = RunProgress(
-            self._run, target_batch_size, performance_ema_alpha=performance_ema_alpha, refresh=refresh
-        )
+        terms = Terms({"target_batch_size": f"{target_batch_size:g}"}, NO_LAYOUT)
+        rules = Rules((), matchmaking_time=PATIENCE, round_timeout=PATIENCE, target_samples=float(target_batch_size))
+        run = Run(dht, self._name, terms, rules, Place(role=Role.CLIENT if self.client_mode else Role.NODE))
+        super().__init__(run, target_batch_size, refresh, alpha=performance_ema_alpha)
         self._lock = threading.Lock()  # held while updates are paused
-        self._following: Future[None] | None = None
-        self._started = self._stopped = False
+        self._following: Future[None] | None = None  # from the start on
         if start:
             self.start()
 
@@ -118,15 +104,14 @@ class ProgressTracker:
 
     def start(self) -> None:
         """Meet the other peers. Calling it again does nothing."""
-        if not self._started:
-            self._started = True
+        if self._following is None:
             self._run.start()
-            self._progress.start()
+            super().start()
             self._following = self.dht.reactor.submit(self._follow())
 
     def is_alive(self) -> bool:
         """Whether it was started and not shut down."""
-        return self._started and not self._stopped and self.dht.is_alive()
+        return super().is_alive() and self.dht.is_alive()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Leave the group; the DHT stays. Calling it again does nothing.
@@ -134,48 +119,11 @@ class ProgressTracker:
         Args:
             timeout: seconds to wait for it at most.
         """
-        if self.is_alive():
-            self._stopped = True
-            self._progress.stop()
-            if self._following is not None:
-                self._following.cancel()
+        if self.is_alive() and self._following is not None:
+            self.stop()
+            self._following.cancel()
             if not self._run.stop(timeout):
                 log.warning("leaving %s took longer than %s s", self.prefix, timeout)
-
-    # -- what it says
-
-    @property
-    def performance_ema(self) -> PerformanceEMA:
-        """This peer's speed."""
-        return self._progress.performance_ema
-
-    @property
-    def local_progress(self) -> LocalProgress:
-        """What this peer has reported."""
-        return self._progress.local_progress
-
-    @property
-    def global_progress(self) -> GlobalProgress:
-        """The progress of all peers, as last heard."""
-        return self._progress.global_progress
-
-    @property
-    def global_epoch(self) -> int:
-        """The newest epoch that any peer has begun."""
-        return self._progress.global_epoch
-
-    @property
-    def ready_to_update_epoch(self) -> bool:
-        """Whether the peers have enough samples, or another has begun a later epoch than this peer's."""
-        if self.global_epoch != self.local_progress.epoch:
-            return self.global_epoch > self.local_progress.epoch
-        return self._run.called
-
-    @property
-    def estimated_next_update_time(self) -> float:
-        """When `ready_to_update_epoch` becomes true, in seconds of `get_dht_time()`; an estimate, and infinity while no
-        peer's speed is known."""
-        return self._progress.estimated_next_update_time
 
     # -- what it is told
 
@@ -199,7 +147,7 @@ class ProgressTracker:
         if local_epoch != self.local_progress.epoch:
             self._begin(local_epoch)
         try:
-            self._progress.report_local_progress(samples_accumulated, at_once=not update_global_samples)
+            self.report(samples_accumulated, at_once=not update_global_samples)
         except Behind as error:
             log.debug("%s", error)
 
@@ -223,17 +171,13 @@ class ProgressTracker:
         """Within, only `update_epoch` changes the global epoch, and no time counts as this peer's work."""
         with self._lock, self.performance_ema.pause():
             yield
-        self._progress.restart_clock()
+        self.restart_clock()
         self.dht.reactor.submit(self._catch_up())
 
     def _begin(self, epoch: int) -> None:
         tip = self._tip(epoch)
-
-        async def begin() -> None:
-            self._run.move_up(tip)
-
-        self.dht.reactor.submit(begin()).result()
-        self._progress.start_epoch(tip)
+        self.dht.reactor.submit(self._move_up(tip)).result()
+        self.start_epoch(tip)
 
     # -- on the reactor
 
@@ -248,12 +192,17 @@ class ProgressTracker:
         """Stay in the newest epoch that any peer has begun."""
         while True:
             await self._catch_up()
-            await self._run.news()
+            await self._swarm.news()
 
     async def _catch_up(self) -> None:
-        heard = self._run.behind
+        heard = self._swarm.behind
         if heard is not None and heard == self._tip(heard.epoch) and not self._lock.locked():
-            self._run.move_up(heard)
+            await self._move_up(heard)
+
+    async def _move_up(self, tip: Tip) -> None:
+        """Follow the others to an epoch after the present one."""
+        if tip.outranks(self._swarm.tip):
+            self._swarm.move(tip)
 
     def __repr__(self) -> str:
         return f"shoal.ProgressTracker(prefix={self.prefix!r}, {self.global_progress})"

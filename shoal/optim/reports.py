@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.swarm.protocol.reach import Reachability
-
 
 @dataclass(frozen=True, slots=True)
 class EpochReport:
@@ -94,9 +92,3 @@ class ReachabilityReport:
 
 
 Event = EpochReport | DownloadReport | ReachabilityReport
-
-
-def reachability_report_of(reachability: Reachability) -> ReachabilityReport:
-    """The report of a change in which members this peer reaches."""
-    unreached = tuple(map(str, reachability.unreached))
-    return ReachabilityReport(reachability.num_peers, unreached, reachability.advice)

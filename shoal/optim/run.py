@@ -1,7 +1,4 @@
-"""One peer's part in a run. The trainer's thread asks here, and the work is done on the reactor.
-
-This is the only file of the room that uses a `Swarm` and what belongs to it.
-"""
+"""One peer's part in a run. The trainer's thread asks here, and the work is done on the reactor."""
 
 from __future__ import annotations
 
@@ -9,42 +6,26 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from shoal.averaging.exchange import compute_serially
 from shoal.dht.dht import DHT
 from shoal.p2p.identity import PeerID
-from shoal.p2p.reactor import Reactor
 from shoal.swarm.directory import DHTDirectory
 from shoal.swarm.protocol.contribution import Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError
-from shoal.swarm.protocol.messages import Begin, Count, Progress, Terms
-from shoal.swarm.protocol.reach import Reachability
+from shoal.swarm.protocol.messages import Terms
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.protocol.view import Member, Role
-from shoal.swarm.swarm import Place as Place
-from shoal.swarm.swarm import Swarm as Swarm
-from shoal.transfer.donor import EncodedState, StateDonor
+from shoal.swarm.protocol.view import Role
+from shoal.swarm.swarm import Place, Swarm
+from shoal.transfer.donor import StateDonor
 from shoal.transfer.transfer import Downloaded, download_state
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-class HasState(Protocol):
-    """Who holds the state that newcomers get."""
-
-    async def take_snapshot(self) -> EncodedState:
-        """A copy of the state for a newcomer; on the reactor."""
-
-    def current_tip(self) -> Tip:
-        """The name of the state."""
-
-    def priority(self) -> float:
-        """Its priority among the states that newcomers are offered."""
 
 
 class Run:
@@ -56,13 +37,15 @@ class Run:
         terms: what must be equal in the run.
         rules: when a round begins.
         place: what this peer chooses for itself.
-        shares_state: whether newcomers get this peer's state.
+
+    Attributes:
+        dht, rules: as given.
+        me: this peer's key.
+        swarm: what is known of the run; any thread may read its properties.
     """
 
-    def __init__(
-        self, dht: DHT, run_id: str, terms: Terms, rules: Rules, place: Place, *, shares_state: bool = True
-    ) -> None:
-        self.dht, self.rules, self._shares_state = dht, rules, shares_state
+    def __init__(self, dht: DHT, run_id: str, terms: Terms, rules: Rules, place: Place) -> None:
+        self.dht, self.rules, self.me = dht, rules, dht.peer_id.key
         directory = DHTDirectory(dht.dht_node, run_id)
         self.swarm = Swarm(dht.node, dht.get_visible_maddrs(), directory, run_id, terms, rules, place)
         self._state_service = f"state/{run_id}"
@@ -72,28 +55,26 @@ class Run:
         self._under_way: set[Future[Any]] = set()
         self._left = False
 
-    def start(self, state: HasState | None = None) -> None:
-        """Meet the other peers of the run, and serve the state."""
+    def start(self) -> None:
+        """Meet the other peers of the run."""
 
         async def start() -> None:
-            if state is not None:
-                compute_serially()
             try:
                 await self.swarm.start()
             except BaseException:  # cancelled, too: a peer that did not start must not stay listed
                 self.swarm.stop()
                 raise
-            if state is not None:
-                self._donor = StateDonor(
-                    self.dht.node,
-                    self._state_service,
-                    state.take_snapshot,
-                    state.current_tip,
-                    self._shares_state,
-                    state.priority,
-                )
 
         self._wait(start())
+
+    def share(self, make_donor: Callable[[str], StateDonor]) -> None:
+        """Have a state that newcomers get, from a donor that is made with the name of its service."""
+
+        def share() -> None:
+            compute_serially()
+            self._donor = make_donor(self._state_service)
+
+        self.call(share)
 
     def stop(self, timeout: float | None) -> bool:
         """Leave the run, if the DHT is still there. Calls that other threads wait for here fail.
@@ -117,77 +98,14 @@ class Run:
             return False
         return True
 
-    # -- what is known here, in any thread
-
-    @property
-    def me(self) -> bytes:
-        """This peer's key."""
-        return self.dht.peer_id.key
-
-    @property
-    def member(self) -> Member:
-        """This peer as a member."""
-        return self.swarm.me
-
-    @property
-    def reactor(self) -> Reactor:
-        """The reactor on which the run lives."""
-        return self.dht.reactor
+    # -- in any thread
 
     @property
     def is_over(self) -> bool:
         """Whether this peer has left the run, or its DHT was shut down."""
         return self._left or not self.dht.is_alive()
 
-    @property
-    def tip(self) -> Tip:
-        """The state of the swarm, as far as this peer follows it."""
-        return self.swarm.tip
-
-    @property
-    def behind(self) -> Tip | None:
-        """The best state that a connected member holds, if it outranks this peer's."""
-        return self.swarm.behind
-
-    @property
-    def called(self) -> bool:
-        """Whether the coordinator has called the round of this tip."""
-        return self.swarm.called
-
-    @property
-    def made(self) -> bool:
-        """Whether this peer has ended an epoch since its start; until then it is a newcomer."""
-        return self.swarm.made
-
-    @property
-    def got_on_at(self) -> float:
-        """When a round was last seen to make progress, in seconds of `time.monotonic`."""
-        return self.swarm.got_on_at
-
-    def num_clients(self) -> int:
-        """The number of members that can't be dialled."""
-        return self.swarm.peer.view.num_clients()
-
-    def reachability(self) -> Iterator[Reachability]:
-        """The changes in which members this peer reaches, since the last call."""
-        reports = self.swarm.contacts.reports
-        while reports:
-            yield reports.popleft()
-
     # -- on the reactor
-
-    async def report(self, report: Progress) -> Count:
-        """See `Swarm.report`."""
-        return await self.swarm.report(report)
-
-    async def news(self) -> None:
-        """See `Swarm.news`."""
-        await self.swarm.news()
-
-    def move_up(self, tip: Tip) -> None:
-        """Follow the run to a tip that outranks the present one."""
-        if tip.outranks(self.swarm.tip):
-            self.swarm.move(tip)
 
     async def state_changed(self) -> None:
         """Return when `tell_state_changed` is called."""
@@ -207,32 +125,25 @@ class Run:
             How many there are.
         """
 
-        swarm = self.swarm
-
         def found() -> int:
-            return sum(member.contributes for member in swarm.peer.view.connected())
+            return sum(member.contributes for member in self.swarm.peer.view.connected())
 
-        self._wait(_until(lambda: found() >= count, swarm.contacts.seen, timeout))
-        return self._call(found)
+        self._wait(until(lambda: found() >= count, self.swarm.contacts.seen, timeout))
+        return self.call(found)
 
     def wait_for_call(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds until the round of the swarm's tip is called; whether it was."""
 
-        self._wait(_until(lambda: self.called, self.news, timeout))
-        return self.called
+        self._wait(until(lambda: self.swarm.called, self.swarm.news, timeout))
+        return self.swarm.called
 
     def donors(self) -> list[PeerID]:
         """The peers that could be asked for the state now."""
-        members = self._call(self.swarm.peer.view.connected)
+        members = self.call(self.swarm.peer.view.connected)
         return [m.peer for m in members if m.key != self.me and m.role is not Role.AUXILIARY]
 
     def download(
-        self,
-        donors: Sequence[PeerID],
-        timeout: float,
-        max_nbytes: int,
-        wanted: Callable[[Tip], bool],
-        awaited: bool = False,
+        self, donors: Sequence[PeerID], timeout: float, max_nbytes: int, wanted: Callable[[Tip], bool], awaited: bool
     ) -> Downloaded:
         """See `download_state`. A peer that wants to be `awaited` takes a state that no round has followed yet: that
         round begins only when this peer is there, or `matchmaking_time` after the call."""
@@ -270,7 +181,7 @@ class Run:
                 self.swarm.move(tip, made=after is not None)
             return True
 
-        return self._call(follow)
+        return self.call(follow)
 
     def ask_where_they_are(self, peers: Iterable[PeerID]) -> None:
         """Ask these peers at which states they are now."""
@@ -280,23 +191,17 @@ class Run:
 
         self._wait(ask())
 
-    def catch_up(self) -> Tip:
-        """See `Swarm.catch_up`."""
-        return self._call(self.swarm.catch_up)
-
-    def forget_behind(self) -> None:
-        """See `Swarm.forget_behind`."""
-        self._call(self.swarm.forget_behind)
-
     def tell_state_changed(self) -> None:
         """Say that this peer's state has another tip than before; in any thread."""
-        self.reactor.loop.call_soon_threadsafe(self._state_changed.set)
+        self.dht.reactor.loop.call_soon_threadsafe(self._state_changed.set)
 
     def past(self, tip: Tip) -> Future[None]:
         """A future that is done when the swarm is no longer at this tip. Cancel it when it is no longer needed."""
-        return self._submit(_until(lambda: self.tip != tip, self.news, None))
+        return self._submit(until(lambda: self.swarm.tip != tip, self.swarm.news, None))
 
-    def _call(self, function: Callable[[], T]) -> T:
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function on the reactor, and return its result."""
+
         async def call() -> T:
             return function()
 
@@ -334,14 +239,9 @@ class Run:
         raise AveragingError("the run was left" if self._left else "the DHT was shut down")
 
 
-async def _until(is_so: Callable[[], bool], news: Callable[[], Awaitable[None]], timeout: float | None) -> None:
+async def until(is_so: Callable[[], bool], news: Callable[[], Awaitable[None]], timeout: float | None) -> None:
     """Wait until something is so, at most `timeout` seconds; it may become so whenever there is news."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout):
             while not is_so():
                 await news()
-
-
-def begin_of(swarm: Swarm) -> Begin | None:
-    """The BEGIN of the round in which this peer is."""
-    return swarm.peer.participant.begin

@@ -4,29 +4,85 @@ equal in a run, and the torch objects that are made from them."""
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.averaging.options import term_of
 from shoal.compression import Compression, NoCompression
-from shoal.optim.placement import HostCopy
-from shoal.swarm.protocol.rules import Rules
-from shoal.swarm.protocol.view import Role
+from shoal.optim.host_copy import HostCopy
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
-OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
-SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
+AnyOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+AnyScheduler = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
-MAX_SECONDS = 86400
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The values that make sense for an argument.
+
+    Attributes:
+        wanted: what to give, for the message of an error.
+        types: of the values. A bool is no number here.
+        fits: whether a value of these types makes sense.
+    """
+
+    wanted: str
+    types: type | tuple[type, ...]
+    fits: Callable[[Any], bool] = lambda value: True
+
+    def check(self, name: str, value: object) -> None:
+        """Raise ValueError, with the name of the argument, for a value that makes no sense."""
+        is_typed = isinstance(value, self.types) and (self.types is bool or not isinstance(value, bool))
+        if not is_typed or not self.fits(value):
+            raise ValueError(f"{name}={value!r}: give {self.wanted}")
+
+
+def fields_of(record: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are fields of a dataclass."""
+    return {field.name: arguments[field.name] for field in fields(record)}
+
+
+def check_fields(record: object) -> None:
+    """Check the fields of a dataclass that are annotated with a `Kind`. None passes where the annotation has it."""
+    for name, hint in get_type_hints(type(record), include_extras=True).items():
+        value = getattr(record, name)
+        for kind in getattr(hint, "__metadata__", ()):
+            if value is not None or type(None) not in get_args(hint.__origin__):
+                kind.check(name, value)
+
+
+NUMBER = (int, float)
+SECONDS = Kind("a positive number of seconds, at most a day (86400)", NUMBER, lambda number: 0 < number <= 86400)
+FRACTION = Kind("a number over 0 and at most 1", NUMBER, lambda number: 0 < number <= 1)
+POSITIVE = Kind("a number over 0", NUMBER, lambda number: 0 < number < math.inf)
+SAMPLES = Kind("a number of samples, at least 0", NUMBER, lambda number: 0 <= number < math.inf)
+TARGET = Kind("a number of samples, at least 1", NUMBER, lambda number: 1 <= number < math.inf)
+NOT_NEGATIVE = Kind("a number, at least 0", NUMBER, lambda number: 0 <= number < math.inf)
+COUNT = Kind("a whole number, at least 1", int, lambda number: number >= 1)
+LEVEL = Kind("a level of logging, as logging.INFO", int)
+RUN_ID = Kind("a text of 1 to 100 characters", str, lambda text: 1 <= len(text) <= 100)
+NAMES = Kind("a list of names", (list, tuple), lambda names: all(isinstance(name, str) for name in names))
+COMPRESSION = Kind("one of shoal.compression, such as Float16Compression()", Compression)
 
 COMPRESSIONS = ("grad_compression", "state_averaging_compression", "load_state_compression")
 MODES = (
     "delay_optimizer_step", "delay_grad_averaging", "delay_state_averaging", "average_state_every", "use_local_updates"
 )  # fmt: skip
+WITHOUT_LOCAL_UPDATES = (
+    "reuse_grad_buffers", "delay_grad_averaging", "delay_optimizer_step", "offload_optimizer", "grad_averager_factory",
+    "max_grad_norm"
+)  # fmt: skip
+# Arguments that are as another one where they are None.
+AS_ANOTHER = {
+    "allreduce_timeout": "averaging_timeout",
+    "delay_optimizer_step": "delay_grad_averaging",
+    "offload_optimizer": "delay_optimizer_step",
+}
 # Options of an averager that stand for an argument of the optimizer.
 IN_PLACE_OF = {
     "min_matchmaking_time": "matchmaking_time",
@@ -34,8 +90,12 @@ IN_PLACE_OF = {
     "min_group_size": "min_peers",
 }
 PLACE_TIMES = ("request_timeout", "sender_timeout", "reducer_timeout")
-AVERAGER_TIMES = ("min_matchmaking_time", "next_chunk_timeout", *PLACE_TIMES)
-AVERAGER_OPTIONS = (*AVERAGER_TIMES, "bandwidth", "min_group_size", "allow_state_sharing")
+AVERAGER_OPTIONS = {
+    **dict.fromkeys(("min_matchmaking_time", "next_chunk_timeout", *PLACE_TIMES), SECONDS),
+    "bandwidth": Kind("a number from 0 to 1e18", NUMBER, lambda number: 0 <= number <= 1e18),
+    "min_group_size": COUNT,
+    "allow_state_sharing": Kind("True or False", bool),
+}
 # Options of hivemind's averagers that have no effect here: the peers of a run average all together, in chunks of a size
 # that suits the model and in shares by bandwidth; who has the state is known; no process is started.
 WITHOUT_USE = ("target_group_size", "part_size_bytes", "min_vector_size", "declare_state_period", "daemon")
@@ -49,123 +109,63 @@ class Settings:
         ValueError: with the name of the argument (or of two that contradict each other) and what to do.
     """
 
-    run_id: str
-    target_batch_size: int
-    batch_size_per_step: int | None
-    matchmaking_time: float
-    averaging_timeout: float
-    allreduce_timeout: float | None
-    next_chunk_timeout: float | None
-    load_state_timeout: float
-    shutdown_timeout: float
+    run_id: Annotated[str, RUN_ID]
+    target_batch_size: Annotated[int, TARGET]
+    batch_size_per_step: Annotated[int | None, SAMPLES]
+    matchmaking_time: Annotated[float, SECONDS]
+    averaging_timeout: Annotated[float, SECONDS]
+    allreduce_timeout: Annotated[float, SECONDS]
+    next_chunk_timeout: Annotated[float | None, SECONDS]
+    load_state_timeout: Annotated[float, SECONDS]
+    shutdown_timeout: Annotated[float, SECONDS]
     reuse_grad_buffers: bool
-    offload_optimizer: bool | None
-    delay_optimizer_step: bool | None
+    offload_optimizer: bool
+    delay_optimizer_step: bool
     delay_grad_averaging: bool
     delay_state_averaging: bool
-    average_state_every: int
+    average_state_every: Annotated[int, COUNT]
     use_local_updates: bool
     client_mode: bool
     auxiliary: bool
-    grad_compression: Compression | None
-    state_averaging_compression: Compression | None
-    load_state_compression: Compression | None
-    average_opt_statistics: tuple[str, ...]
-    own_averager: bool
+    grad_compression: Annotated[Compression, COMPRESSION]
+    state_averaging_compression: Annotated[Compression, COMPRESSION]
+    load_state_compression: Annotated[Compression, COMPRESSION]
+    average_opt_statistics: Annotated[tuple[str, ...], NAMES]
+    grad_averager_factory: Callable[..., Any] | None
     averager_opts: Mapping[str, Any]
-    performance_ema_alpha: float
-    max_grad_norm: float | None
-    min_peers: int
+    performance_ema_alpha: Annotated[float, FRACTION]
+    max_grad_norm: Annotated[float | None, POSITIVE]
+    min_peers: Annotated[int, COUNT]
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any], **others: Any) -> Settings:
-        """The settings among the arguments; `others` replace arguments of the same name."""
-        check_names(arguments["average_opt_statistics"])
-        return cls(**{f.name: arguments[f.name] for f in fields(cls) if f.name not in others}, **others)
+    def of(cls, arguments: Mapping[str, Any]) -> Settings:
+        """The settings among the arguments."""
+        given = dict(arguments)
+        given |= {name: NoCompression() for name in COMPRESSIONS if given[name] is None}
+        for name, other in AS_ANOTHER.items():
+            given[name] = given[other] if given[name] is None else given[name]
+        names, options = given["average_opt_statistics"], _averager_options(given["averager_opts"] or {})
+        given["average_opt_statistics"] = names if isinstance(names, str) else tuple(names or ())
+        given["averager_opts"] = options
+        given |= {argument: options[name] for name, argument in IN_PLACE_OF.items() if name in options}
+        return cls(**fields_of(cls, given))
 
     def __post_init__(self) -> None:
-        fill = object.__setattr__
-        for name in COMPRESSIONS:
-            if getattr(self, name) is None:
-                fill(self, name, NoCompression())
-        if self.allreduce_timeout is None:
-            fill(self, "allreduce_timeout", self.averaging_timeout)
-        if self.delay_optimizer_step is None:
-            fill(self, "delay_optimizer_step", self.delay_grad_averaging)
-        if self.offload_optimizer is None:
-            fill(self, "offload_optimizer", bool(self.delay_optimizer_step))
-        fill(self, "averager_opts", _averager_options(self.averager_opts))
-        self._check_each()
-        self._check_together()
-        for name, argument in IN_PLACE_OF.items():
-            if name in self.averager_opts:
-                fill(self, argument, self.averager_opts[name])
-
-    def _check_each(self) -> None:
-        _check_run_id(self.run_id)
-        check_samples({"target_batch_size": self.target_batch_size}, least=1)
-        if self.batch_size_per_step is not None:
-            check_samples({"batch_size_per_step": self.batch_size_per_step}, least=0)
-        times = ("matchmaking_time", "averaging_timeout", "allreduce_timeout", "load_state_timeout", "shutdown_timeout")
-        check_times({name: getattr(self, name) for name in times})
-        if self.next_chunk_timeout is not None:
-            check_times({"next_chunk_timeout": self.next_chunk_timeout})
-        for name in COMPRESSIONS:
-            value = getattr(self, name)
-            if not isinstance(value, Compression):
-                raise ValueError(
-                    f"{name}={value!r}: give a compression, such as shoal.compression.Float16Compression()"
-                )
-        alpha = self.performance_ema_alpha
-        if not isinstance(alpha, int | float) or not 0 < alpha <= 1:
-            raise ValueError(f"performance_ema_alpha={alpha!r}: give a number over 0 and at most 1")
-        for name in ("average_state_every", "min_peers"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: give a whole number, at least 1")
-        norm = self.max_grad_norm
-        if norm is not None and (not isinstance(norm, int | float) or not 0 < norm < float("inf")):
-            raise ValueError(f"max_grad_norm={norm!r}: give a positive number, or None not to clip")
-        for name in self.average_opt_statistics:
-            if not isinstance(name, str):
-                raise ValueError(f"average_opt_statistics has {name!r}: give names of the optimizer's statistics")
-
-    def _check_together(self) -> None:
+        check_fields(self)
         if self.delay_grad_averaging and not self.delay_optimizer_step:
-            raise ValueError(
-                "delay_grad_averaging=True needs delay_optimizer_step: the step comes after the average; leave it out"
-            )
+            raise ValueError("delay_grad_averaging=True needs delay_optimizer_step, since the step comes later")
         if self.delay_optimizer_step and not self.offload_optimizer:
-            raise ValueError(
-                "delay_optimizer_step=True needs offload_optimizer: the step is made on a copy of the parameters while "
-                "the model goes on with the old ones; leave it out"
-            )
-        if self.use_local_updates:
-            unused = {
-                "reuse_grad_buffers": self.reuse_grad_buffers,
-                "delay_grad_averaging": self.delay_grad_averaging,
-                "delay_optimizer_step": self.delay_optimizer_step,
-                "offload_optimizer": self.offload_optimizer,
-                "grad_averager_factory": self.own_averager,
-                "max_grad_norm": self.max_grad_norm is not None,
-            }
-            for name, given in unused.items():
-                if given:
-                    raise ValueError(
-                        f"use_local_updates=True makes every step at once with local gradients, which leaves no use "
-                        f"for {name}: leave one of the two out"
-                    )
-        if self.averager_opts.get("allow_state_sharing") and self.auxiliary:
-            raise ValueError(
-                "averager_opts['allow_state_sharing']=True, but a peer with auxiliary=True has no state: leave one of "
-                "them out"
-            )
+            raise ValueError("delay_optimizer_step=True needs offload_optimizer: it steps a copy of the parameters")
+        if self.use_local_updates and (unused := [name for name in WITHOUT_LOCAL_UPDATES if getattr(self, name)]):
+            raise ValueError(f"use_local_updates=True steps at once, and leaves no use for {unused[0]}: leave one out")
         if self.auxiliary:
+            if self.averager_opts.get("allow_state_sharing"):
+                raise ValueError("auxiliary=True has no state for averager_opts['allow_state_sharing']: leave one out")
             if self.client_mode:
                 raise ValueError("auxiliary=True lends bandwidth, client_mode=True has none to lend: choose one")
             if self.batch_size_per_step is not None:
                 raise ValueError("auxiliary=True trains nothing: leave batch_size_per_step out")
-            if self.own_averager:
+            if self.grad_averager_factory is not None:
                 raise ValueError("auxiliary=True does not work with grad_averager_factory: it would have to average")
 
     @property
@@ -176,51 +176,26 @@ class Settings:
     @property
     def in_background(self) -> bool:
         """Whether the trainer goes on during some part of the end of an epoch."""
-        return self.averages_in_background or bool(self.delay_optimizer_step)
-
-    @property
-    def role(self) -> Role:
-        """What this peer does in rounds."""
-        return Role.CLIENT if self.client_mode else Role.AUXILIARY if self.auxiliary else Role.NODE
-
-    def rules(self, gradients: tuple[int, ...], buffers: tuple[int, ...], state: tuple[int, ...]) -> Rules:
-        """When rounds begin and what they average, given the sizes of the parts of the vector."""
-        assert self.allreduce_timeout is not None
-        return Rules(
-            sizes=gradients,
-            matchmaking_time=self.matchmaking_time,
-            round_timeout=self.allreduce_timeout,
-            min_group=self.min_peers,
-            target_samples=float(self.target_batch_size),
-            due_sizes=buffers,
-            state_sizes=state,
-            state_every=self.average_state_every,
-            state_always=self.use_local_updates,
-        )
+        return self.averages_in_background or self.delay_optimizer_step
 
     def agreed(self) -> dict[str, str]:
         """Every option here that must be equal in a run, by its name: the number of samples, the modes, the codecs, and
         what a round averages and of how many peers. Each peer chooses the others for itself: every time-out,
         `performance_ema_alpha`, and `averager_opts` except `min_group_size`, which is compared as `min_peers`."""
         return {
-            "target_batch_size": _number(self.target_batch_size),
+            "target_batch_size": _term(self.target_batch_size),
             **{name: str(getattr(self, name)) for name in MODES},
-            "grad_averager_factory": str(self.own_averager),
+            "grad_averager_factory": str(self.grad_averager_factory is not None),
             "average_opt_statistics": term_of(", ".join(self.average_opt_statistics)),
-            "max_grad_norm": _number(self.max_grad_norm),
+            "max_grad_norm": _term(self.max_grad_norm),
             "min_peers": str(self.min_peers),
             **{name: term_of(getattr(self, name).spec) for name in COMPRESSIONS},
         }
 
 
-def _number(value: float | None) -> str:
+def _term(value: float | None) -> str:
     """The number as peers compare it: 1 is 1.0."""
     return str(value) if value is None or value != int(value) else str(int(value))
-
-
-def _check_run_id(run_id: object) -> None:
-    if not isinstance(run_id, str) or not 1 <= len(run_id) <= 100:
-        raise ValueError(f"run_id={run_id!r}: give a text of 1 to 100 characters")
 
 
 def _averager_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,50 +204,19 @@ def _averager_options(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: with the names of unknown options, and for values that make no sense.
     """
-    unknown = sorted(set(given) - set(AVERAGER_OPTIONS) - set(WITHOUT_USE))
-    if unknown:
+    if unknown := sorted(set(given) - set(AVERAGER_OPTIONS) - set(WITHOUT_USE)):
         raise ValueError(
             f"averager_opts has {', '.join(map(repr, unknown))}, which is no option of an Optimizer's averaging; those "
             f"are {', '.join((*AVERAGER_OPTIONS, *WITHOUT_USE))}; an argument of the optimizer itself is given there"
         )
     used = {name: value for name, value in given.items() if name in AVERAGER_OPTIONS and value is not None}
-    check_times({f"averager_opts[{name!r}]": used[name] for name in AVERAGER_TIMES if name in used})
-    bandwidth, least = used.get("bandwidth", 1.0), used.get("min_group_size", 1)
-    if isinstance(bandwidth, bool) or not isinstance(bandwidth, int | float) or not 0 <= bandwidth <= 1e18:
-        raise ValueError(f"averager_opts['bandwidth']={bandwidth!r}: give a number that is not negative")
-    if isinstance(least, bool) or not isinstance(least, int) or least < 1:
-        raise ValueError(f"averager_opts['min_group_size']={least!r}: give a whole number, at least 1")
-    if not isinstance(shares := used.get("allow_state_sharing", True), bool):
-        raise ValueError(f"averager_opts['allow_state_sharing']={shares!r}: give True or False")
+    for name, value in used.items():
+        AVERAGER_OPTIONS[name].check(f"averager_opts[{name!r}]", value)
     return used
 
 
-def check_names(statistics: object) -> None:
-    """Raise ValueError for one name in place of a list of names."""
-    if isinstance(statistics, str):
-        raise ValueError(f"average_opt_statistics={statistics!r} is one text: give a list of names, [{statistics!r}]")
-
-
-def check_samples(arguments: Mapping[str, object], least: int) -> None:
-    """Raise ValueError if a number of samples is not at least `least`."""
-    for name, value in arguments.items():
-        if not isinstance(value, int | float) or not least <= value < float("inf"):
-            raise ValueError(f"{name}={value!r}: give a number of samples, at least {least}")
-
-
-def check_times(arguments: Mapping[str, object]) -> None:
-    """Raise ValueError if a time is not a positive number of seconds (at most a day)."""
-    for name, value in arguments.items():
-        if not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS:
-            raise ValueError(f"{name}={value!r}: give a positive number of seconds, at most a day (86400)")
-
-
 def make_trained(
-    optimizer: torch.optim.Optimizer | OptimizerFactory,
-    params: Params | None,
-    scheduler: LRScheduler | SchedulerFactory | None,
-    *,
-    on_host: bool,
+    optimizer: AnyOptimizer, params: Params | None, scheduler: AnyScheduler | None, *, on_host: bool
 ) -> tuple[torch.optim.Optimizer, LRScheduler | None, HostCopy | None]:
     """The local optimizer and its scheduler; `on_host`, with the copy of the parameters that the optimizer steps.
 
@@ -292,36 +236,29 @@ def make_trained(
     return made, _make_scheduler(scheduler, made), host
 
 
-def _make_optimizer(
-    optimizer: torch.optim.Optimizer | OptimizerFactory, params: Params | None
-) -> torch.optim.Optimizer:
+def _make_optimizer(optimizer: AnyOptimizer, params: Params | None) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ValueError("optimizer= is a ready optimizer, which has its parameters: leave params= out")
-        return _steps_by_itself(optimizer)
-    if not callable(optimizer):
+        made = optimizer
+    elif not callable(optimizer):
         raise ValueError(f"optimizer={optimizer!r}: give a torch optimizer, or a function that makes one from params")
-    if params is None:
+    elif params is None:
         raise ValueError("optimizer= is a function, which needs params=: the model's parameters or parameter groups")
-    made = optimizer(params)
+    else:
+        made = optimizer(params)
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"optimizer= made {type(made).__name__}, which is not a torch.optim.Optimizer")
-    return _steps_by_itself(made)
-
-
-def _steps_by_itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    closure = inspect.signature(type(made).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"optimizer= is a {type(optimizer).__name__}, whose step evaluates the loss again and again (its closure), "
+            f"optimizer= is a {type(made).__name__}, whose step evaluates the loss again and again (its closure), "
             "and peers average gradients once per step: choose an optimizer whose step needs no closure"
         )
-    return optimizer
+    return made
 
 
-def _make_scheduler(
-    scheduler: LRScheduler | SchedulerFactory | None, optimizer: torch.optim.Optimizer
-) -> LRScheduler | None:
+def _make_scheduler(scheduler: AnyScheduler | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
     if scheduler is None:
         return None
     if not isinstance(scheduler, LRScheduler):
@@ -329,9 +266,7 @@ def _make_scheduler(
             raise ValueError(f"scheduler={scheduler!r}: give a torch scheduler, or a function that makes one")
         scheduler = scheduler(optimizer)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
-        raise ValueError(
-            f"scheduler= is a {type(scheduler).__name__}: give a torch scheduler that steps by itself, without a metric"
-        )
+        raise ValueError(f"scheduler= is a {type(scheduler).__name__}: give a torch scheduler that needs no metric")
     if scheduler.optimizer is not optimizer:
         raise ValueError("scheduler= is of another optimizer than the one given: make it from that one")
     return scheduler

@@ -1,41 +1,51 @@
-"""The state of one peer's training: parameters, optimizer, scheduler and extra tensors; how it is stepped, averaged,
-copied for newcomers and taken over from others."""
+"""The state of one peer's training: parameters, optimizer, scheduler and extra tensors; where it lives, and how it is
+stepped, averaged, copied for newcomers and taken over from others."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
+import gc
+import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from typing import Annotated, Any
 
 import msgspec
 import torch
 from blake3 import blake3
+from torch import Tensor, distributed
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.compression import Compression, NoCompression, TensorRole, plan_codecs
-from shoal.flat import FlatBuffer, Layout, bytes_of, pick_kernels
-from shoal.optim.group_options import KERNELS, GroupOptions, plain, restored
-from shoal.optim.placement import HostCopy, Placement
+from shoal.compression import Compression, TensorRole, plan_codecs
+from shoal.flat import FlatBuffer, Layout, Places, bytes_of, holders_of, living_modules, pick_kernels
+from shoal.optim._torch import NormBase, writes_of
+from shoal.optim.accumulator import Part
+from shoal.optim.group_options import KERNELS, GroupOptions, is_plain, plain, restored
+from shoal.optim.host_copy import HostCopy
 from shoal.optim.settings import Settings
+from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import Snapshot
+from shoal.transfer.donor import EncodedState, Snapshot, encoded
 from shoal.transfer.transfer import Downloaded
+
+log = logging.getLogger(__name__)
 
 MANIFEST_BYTES = 1 << 26
 """For the options, counters and padding of a downloaded state."""
 
-AsGrad = Callable[[Sequence[torch.Tensor], float | None], AbstractContextManager[None]]
+_address_of = Tensor.data_ptr
+_OF_SEVERAL_RANKS = {"DistributedDataParallel", "FullyShardedDataParallel"}
+"""Modules of torch that communicate with other ranks in each backward pass. They are found by name, because importing
+them is slow. (Where parameters are DTensors, as with FSDP2, no optimizer can be made.)"""
+
+AsGrad = Callable[[Sequence[Tensor], float | None], AbstractContextManager[None]]
+Index = Annotated[int, msgspec.Meta(ge=0)]
+Groups = Sequence[dict[str, Any]]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-
-
-class Statistic(msgspec.Struct, array_like=True, frozen=True):
-    """Names the tensor `optimizer.state[parameter][name]` of a layout."""
-
-    parameter: Annotated[int, msgspec.Meta(ge=0)]
-    name: Name
 
 
 class Scalars(msgspec.Struct, frozen=True):
@@ -43,15 +53,15 @@ class Scalars(msgspec.Struct, frozen=True):
 
     Attributes:
         groups: the options of each parameter group (learning rate, momentum, …).
-        statistics: the tensors of the optimizer's state, in the order of the layout.
+        statistics: the tensors of the optimizer's state, in the order of the layout: (parameter, name).
         values: everything else in the optimizer's state: (parameter, name, value).
         scheduler: the scheduler's state; None without a scheduler.
         extras: the number of extra tensors, which end the layout.
     """
 
     groups: list[dict[Name, Any]]
-    statistics: list[Statistic]
-    values: list[tuple[int, Name, Any]]
+    statistics: list[tuple[Index, Name]]
+    values: list[tuple[Index, Name, Any]]
     scheduler: dict[Name, Any] | None
     extras: int
 
@@ -66,64 +76,60 @@ class TrainingState:
         flat: move the parameters into flat memory now (`parameter.data` becomes a view of it), and the tensors of the
             optimizer's state after the first step. If False, all tensors stay where they are.
         pinned: have the parameters in host memory that a GPU can reach directly.
+
+    Attributes:
+        memory: the flat memory of the parameters, with `flat`.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         scheduler: LRScheduler | None,
-        extra_tensors: Sequence[torch.Tensor],
+        extra_tensors: Sequence[Tensor],
         *,
         flat: bool = True,
         pinned: bool = False,
     ) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler
         self.extra_tensors = list(extra_tensors)
-        self.parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        self._memory = FlatBuffer.adopt(self.parameters, pinned=pinned) if flat else None
-        self._held: list[torch.Tensor] = []  # the tensors of the optimizer's state that are in flat memory
+        self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        self._is_flat = flat
+        if flat:
+            self.memory = FlatBuffer.adopt(self.parameters, pinned=pinned)
+        self._held: list[Tensor] = []  # the tensors of the optimizer's state that are in flat memory
         self.adopt_statistics()
-
-    @property
-    def memory(self) -> FlatBuffer:
-        """The flat memory of the parameters."""
-        assert self._memory is not None
-        return self._memory
 
     def adopt_statistics(self) -> None:
         """Move new tensors of the optimizer's state into flat memory."""
-        if self._memory is None:
+        if not self._is_flat:
             return
-        tensors = [tensor for _, tensor in self._statistics()]
+        tensors = [value for _, _, value in self._kept() if isinstance(value, Tensor)]
         if len(tensors) != len(self._held) or any(a is not b for a, b in zip(tensors, self._held, strict=True)):
             FlatBuffer.adopt(tensors)
             self._held = tensors
 
     def digest(self) -> bytes:
         """The blake3 hash of the parameters, 32 bytes. Parameters on a device are copied to the host for it."""
-        return _hash_of([flat.detach().cpu() for flat in self.memory.flat])
+        return hash_of([flat.detach().cpu() for flat in self.memory.flat])
 
-    def _statistics(self) -> list[tuple[Statistic, torch.Tensor]]:
-        """The tensors of the optimizer's state."""
-        return [
-            (Statistic(index, name), value)
-            for index, parameter in enumerate(self.parameters)
-            for name, value in sorted(self.optimizer.state.get(parameter, {}).items())
-            if isinstance(value, torch.Tensor)
-        ]
+    def _kept(self) -> Iterator[tuple[int, str, Any]]:
+        """(parameter, name, value) of everything in the optimizer's state."""
+        for index, parameter in enumerate(self.parameters):
+            for name, value in sorted(self.optimizer.state.get(parameter, {}).items()):
+                yield index, name, value
 
-    def statistics(self, name: str) -> list[torch.Tensor | None]:
+    def statistics(self, name: str) -> list[Tensor | None]:
         """The tensors of that name in the optimizer's state, one for each parameter; None where it has none.
 
         Raises:
             ValueError: if the optimizer has a state, but no tensor of this name and the parameter's shape.
         """
-        found: list[torch.Tensor | None] = []
+        found: list[Tensor | None] = []
         for parameter in self.parameters:
             held = self.optimizer.state.get(parameter, {})
             value = held.get(name)
-            if held and not (isinstance(value, torch.Tensor) and value.shape == parameter.shape):
-                alike = [key for key, v in held.items() if isinstance(v, torch.Tensor) and v.shape == parameter.shape]
+            if held and not (isinstance(value, Tensor) and value.shape == parameter.shape):
+                alike = [key for key, v in held.items() if isinstance(v, Tensor) and v.shape == parameter.shape]
                 raise ValueError(
                     f"average_opt_statistics has {name!r}, and {type(self.optimizer).__name__} keeps no such tensor of "
                     f"its parameter's shape; it keeps {', '.join(alike) or 'none'}"
@@ -134,11 +140,7 @@ class TrainingState:
     # -- as newcomers get it
 
     def snapshot(
-        self,
-        tip: Tip,
-        compression: Compression,
-        averaged: Collection[str] = (),
-        groups: Sequence[dict[str, Any]] | None = None,
+        self, tip: Tip, compression: Compression, averaged: Collection[str] = (), groups: Groups | None = None
     ) -> Snapshot:
         """A copy of everything, for a newcomer.
 
@@ -154,33 +156,28 @@ class TrainingState:
                 a tensor.
         """
         # Statistics of one name follow each other: then few runs of a codec suffice, however many parameters there are.
-        statistics = sorted(self._statistics(), key=lambda one: one[0].name)
-        first, extras = len(self.parameters), self.extra_tensors
-        tensors = [*self.parameters, *(tensor for _, tensor in statistics), *extras]
+        held = sorted(self._kept(), key=lambda one: one[1])
+        statistics = [one for one in held if isinstance(one[2], Tensor)]
+        tensors = [*self.parameters, *(tensor for _, _, tensor in statistics), *self.extra_tensors]
         memory = FlatBuffer(Layout.of(tensors).on("cpu"), recycled=True)
         memory.copy_from([tensor.detach() for tensor in tensors])
-        values = [
-            (index, name, value)
-            for index, parameter in enumerate(self.parameters)
-            for name, value in sorted(self.optimizer.state.get(parameter, {}).items())
-            if not isinstance(value, torch.Tensor)
-        ]
         try:
             scalars = Scalars(
                 groups=[plain(group) for group in (self._options() if groups is None else groups)],
-                statistics=[one for one, _ in statistics],
-                values=[(index, name, plain(value)) for index, name, value in values],
+                statistics=[(index, name) for index, name, _ in statistics],
+                values=[(i, name, plain(v)) for i, name, v in self._kept() if not isinstance(v, Tensor)],
                 scheduler=_scheduler_state(self.scheduler),
-                extras=len(extras),
+                extras=len(self.extra_tensors),
             )
         except TypeError as error:
             raise ValueError(f"the optimizer's state can't be shared: {error}") from error
-        layout = msgspec.msgpack.encode(memory.layout.to_wire())
-        roles = [TensorRole.PARAMETER] * first + [TensorRole.OPTIMIZER] * len(statistics)
-        roles += [TensorRole.UNSPECIFIED] * len(extras)
-        kinds = [""] * first + [one.name for one, _ in statistics] + [""] * len(extras)
-        exact = {first + number for number, (one, _) in enumerate(statistics) if one.name not in averaged}
+        described = [("", TensorRole.PARAMETER)] * len(self.parameters)
+        described += [(name, TensorRole.OPTIMIZER) for _, name, _ in statistics]
+        described += [("", TensorRole.UNSPECIFIED)] * len(self.extra_tensors)
+        kinds, roles = zip(*described, strict=True)
+        exact = {n for n, (kind, role) in enumerate(described) if role is TensorRole.OPTIMIZER and kind not in averaged}
         codecs = plan_codecs(compression, memory.layout, roles, exact=exact, kinds=kinds)
+        layout = msgspec.msgpack.encode(memory.layout.to_wire())
         return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(scalars), codecs)
 
     def load(self, state: Downloaded) -> None:
@@ -194,19 +191,35 @@ class TrainingState:
         if [(b.numel, b.dtype) for b in layout.buffers] != [(b.numel(), b.dtype) for b in state.buffers]:
             raise ValueError("the state's layout does not describe its buffers")
         tensors = [state.buffers[e.buffer][e.span.slice].view(e.shape) for e in layout.entries]
-        pairs = self._pairs(scalars, tensors)
-        groups = self._fitting_groups(scalars)
-        count = len(self.parameters)
-        if any(s.parameter >= count for s in scalars.statistics) or any(v[0] >= count for v in scalars.values):
+        count, extras, mine = len(self.parameters), len(self.extra_tensors), self._options()
+        if len(tensors) != count + len(scalars.statistics) + scalars.extras or scalars.extras != extras:
+            parameters = len(tensors) - len(scalars.statistics) - scalars.extras
+            given = f"{parameters} parameters and {scalars.extras} extra tensors"
+            raise ValueError(f"the state has {given}; this peer has {count} and {extras}")
+        copied = [*tensors[:count], *tensors[len(tensors) - extras :]]
+        pairs = list(zip([*self.parameters, *self.extra_tensors], copied, strict=True))
+        for index, (own, theirs) in enumerate(pairs):
+            if own.shape != theirs.shape or own.dtype != theirs.dtype:
+                raise ValueError(
+                    f"tensor {index} of the state is {theirs.dtype} of shape {tuple(theirs.shape)}, and this peer's is "
+                    f"{own.dtype} of shape {tuple(own.shape)}: do all peers train the same model?"
+                )
+        if len(scalars.groups) != len(mine):
+            raise ValueError(f"the state has {len(scalars.groups)} parameter groups, this peer {len(mine)}")
+        groups = [
+            {key: restored(value, ours.get(key), key) for key, value in given.items()}
+            for ours, given in zip(mine, scalars.groups, strict=True)
+        ]
+        if any(i >= count for i, _ in scalars.statistics) or any(i >= count for i, _, _ in scalars.values):
             raise ValueError(f"the state has statistics of a parameter that does not exist: there are {count}")
         if (self.scheduler is None) != (scalars.scheduler is None):
             raise ValueError("the state has a scheduler and this peer has none, or the other way round")
         scheduled: dict[str, Any] = {}
         if self.scheduler is not None and scalars.scheduler is not None:
-            mine = self.scheduler.state_dict()
-            if unknown := set(scalars.scheduler) - set(mine):
+            scheduled = dict(self.scheduler.state_dict())
+            if unknown := set(scalars.scheduler) - set(scheduled):
                 raise ValueError(f"this peer's scheduler has no {', '.join(sorted(unknown))}")
-            scheduled = mine | {key: restored(value, mine.get(key), key) for key, value in scalars.scheduler.items()}
+            scheduled |= {key: restored(value, scheduled[key], key) for key, value in scalars.scheduler.items()}
         with torch.no_grad():
             for tensor, theirs in pairs:
                 tensor.copy_(theirs)
@@ -216,67 +229,28 @@ class TrainingState:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(scheduled)
 
-    def _pairs(self, scalars: Scalars, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(this peer's tensor, the state's) of all tensors but the optimizer's.
-
-        Raises:
-            ValueError: if they do not fit.
-        """
-        count, extras = len(self.parameters), len(self.extra_tensors)
-        if len(tensors) != count + len(scalars.statistics) + scalars.extras or scalars.extras != extras:
-            raise ValueError(
-                f"the state has {len(tensors) - len(scalars.statistics) - scalars.extras} parameters and "
-                f"{scalars.extras} extra tensors; this peer has {count} and {extras}"
-            )
-        pairs = [
-            *zip(self.parameters, tensors[:count], strict=True),
-            *zip(self.extra_tensors, tensors[len(tensors) - extras :], strict=True),
-        ]
-        for index, (mine, theirs) in enumerate(pairs):
-            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-                raise ValueError(
-                    f"tensor {index} of the state is {theirs.dtype} of shape {tuple(theirs.shape)}, and this peer's is "
-                    f"{mine.dtype} of shape {tuple(mine.shape)}: do all peers train the same model?"
-                )
-        return pairs
-
-    def _fitting_groups(self, scalars: Scalars) -> list[dict[str, Any]]:
-        """The state's options of the parameter groups.
-
-        Raises:
-            ValueError: if their types or their number differ from this peer's.
-        """
-        mine = self._options()
-        if len(scalars.groups) != len(mine):
-            raise ValueError(f"the state has {len(scalars.groups)} parameter groups, this peer {len(mine)}")
-        return [
-            {key: restored(value, ours.get(key), key) for key, value in theirs.items()}
-            for ours, theirs in zip(mine, scalars.groups, strict=True)
-        ]
-
     def _options(self) -> list[dict[str, Any]]:
         """What newcomers get of the parameter groups as they are now."""
         left_out = KERNELS | {"params"}
         return [{k: v for k, v in group.items() if k not in left_out} for group in self.optimizer.param_groups]
 
-    def _load_statistics(self, scalars: Scalars, tensors: Sequence[torch.Tensor]) -> None:
+    def _load_statistics(self, scalars: Scalars, tensors: Sequence[Tensor]) -> None:
         """Copy into the tensors that are there, allocate the others, and drop those that the state does not have."""
         kept: dict[int, dict[str, Any]] = {}
-        for statistic, tensor in zip(scalars.statistics, tensors, strict=True):
-            parameter = self.parameters[statistic.parameter]
-            mine = self.optimizer.state.get(parameter, {}).get(statistic.name)
-            if not isinstance(mine, torch.Tensor) or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
+        for (index, name), tensor in zip(scalars.statistics, tensors, strict=True):
+            parameter = self.parameters[index]
+            mine = self.optimizer.state.get(parameter, {}).get(name)
+            if not isinstance(mine, Tensor) or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
                 # As torch does: statistics live with their parameter, but step counts (0-d) stay on the host.
                 mine = torch.empty_like(tensor, device=parameter.device if tensor.dim() else "cpu")
             mine.copy_(tensor)
-            kept.setdefault(statistic.parameter, {})[statistic.name] = mine
+            kept.setdefault(index, {})[name] = mine
         for index, name, value in scalars.values:
             kept.setdefault(index, {})[name] = value
         for index, parameter in enumerate(self.parameters):
+            self.optimizer.state.pop(parameter, None)
             if index in kept:
                 self.optimizer.state[parameter] = kept[index]
-            else:
-                self.optimizer.state.pop(parameter, None)
         self.adopt_statistics()
 
 
@@ -307,7 +281,7 @@ class Replica(TrainingState):
         self,
         optimizer: torch.optim.Optimizer,
         scheduler: LRScheduler | None,
-        extra_tensors: Sequence[torch.Tensor],
+        extra_tensors: Sequence[Tensor],
         settings: Settings,
         host: HostCopy | None = None,
     ) -> None:
@@ -323,14 +297,14 @@ class Replica(TrainingState):
         self._stepped = [parameter for parameter in self.parameters if parameter.requires_grad]
         if not self.trained:
             raise ValueError("no parameter of the optimizer has requires_grad=True: there is nothing to train")
-        compression = settings.state_averaging_compression or NoCompression()
+        compression = settings.state_averaging_compression
         kinds = [name for name in ("", *settings.average_opt_statistics) for _ in self.parameters]
         roles = [TensorRole.OPTIMIZER if name else TensorRole.PARAMETER for name in kinds]
-        layout = Layout.of(self.parameters * (1 + len(settings.average_opt_statistics))).on("cpu")
-        self.shared = SharedTensors(layout, compression, roles, kinds)
+        layout = Layout.of(self.parameters * (1 + len(settings.average_opt_statistics)))
+        self.shared = SharedTensors(self._shared_tensors, layout, compression, roles, kinds)
         extras = [tensor for tensor in self.extra_tensors if tensor.is_floating_point()]
-        self.buffers = SharedTensors(Layout.of(extras).on("cpu"), compression, [TensorRole.UNSPECIFIED] * len(extras))
-        self._extras: list[torch.Tensor | None] = [*extras]
+        unspecified = [TensorRole.UNSPECIFIED] * len(extras)
+        self.buffers = SharedTensors(lambda: extras, Layout.of(extras), compression, unspecified)
         self.tip, self.state_digest = Tip.genesis(settings.run_id), self.digest()
 
     @property
@@ -343,7 +317,7 @@ class Replica(TrainingState):
     @property
     def is_averaged_whole(self) -> bool:
         """Whether everything on which a step depends is averaged with the state: then peers are alike after it."""
-        names = {one.name for one, tensor in self._statistics() if tensor.dim()}
+        names = {name for _, name, value in self._kept() if isinstance(value, Tensor) and value.dim()}
         return names <= set(self._settings.average_opt_statistics)
 
     def take_over(self) -> None:
@@ -352,31 +326,39 @@ class Replica(TrainingState):
         with self._lock:
             changed = self.placement.take_over()
             if changed and self._host is not None:
-                self._host.fetch(self.memory)
+                self._host.copy(self._host.memory, self.memory)
         if changed:
             self.state_digest = self.digest()
 
     # -- steps
 
-    def step(self, as_grad: AsGrad, tip: Tip, options: bytes, *, with_state: bool) -> None:
-        """Make the step of an epoch: set the state to its average if it was averaged, make the local optimizer's step
-        with the averaged gradients, and step the scheduler.
+    def step(self, as_grad: AsGrad | None, tip: Tip, options: bytes, *, with_state: bool) -> None:
+        """End an epoch: set the state to its average if it was averaged, make the local optimizer's step with the
+        averaged gradients, and step the scheduler. With local updates there is only the rest to do, and what has
+        changed in the state since it was taken is kept.
 
         An optimizer on the host leaves the model's parameters as they are until `publish`.
 
         Args:
-            as_grad: makes averaged gradients the `.grad` of parameters, clipped to a norm; see `EpochGradients`.
+            as_grad: makes averaged gradients the `.grad` of parameters, clipped to a norm; see `EpochGradients`. None
+                with local updates.
             tip: names the state after the step.
             options: the run's options, see `GroupOptions`.
             with_state: whether the state was averaged.
         """
-        with self._lock, self.options.set_aside():
+        host, is_local = self._host, as_grad is None
+        with self._lock, contextlib.nullcontext() if host is None else host.set_aside(self.optimizer):
             if with_state:
-                self.shared.put(self._shared_tensors(), keep_changes=False)
-            with as_grad(self._stepped, self._settings.max_grad_norm), self.options.of_run(options):
-                self._step()
-            self._end_epoch(tip)
-        self.state_digest = self.digest()
+                self.shared.put(keep_changes=is_local)
+            if as_grad is None:
+                self.options.record()
+            else:
+                with as_grad(self._stepped, self._settings.max_grad_norm), self.options.of_run(options):
+                    self._step()
+            self.options.step_scheduler()
+            self._adopt_new_statistics()
+            self.tip = tip
+        self.state_digest = hash_of(self.shared.averaged.flat) if with_state and is_local else self.digest()
 
     def step_locally(self) -> None:
         """Make the local optimizer's step with this peer's own `.grad` and options; the epoch goes on."""
@@ -392,21 +374,6 @@ class Replica(TrainingState):
             pick_kernels(self.optimizer)
         self.optimizer.step()
 
-    def end_epoch(self, tip: Tip, *, with_state: bool) -> None:
-        """End an epoch of local steps: set the state to its average if it was averaged, keep what has changed in it
-        since it was taken, and step the scheduler; `tip` names the state then."""
-        with self._lock:
-            if with_state:
-                self.shared.put(self._shared_tensors(), keep_changes=True)
-            self.options.record()
-            self._end_epoch(tip)
-        self.state_digest = self.shared.digest() if with_state else self.digest()
-
-    def _end_epoch(self, tip: Tip) -> None:
-        self.options.step_scheduler()
-        self._adopt_new_statistics()
-        self.tip = tip
-
     def _adopt_new_statistics(self) -> None:
         self.adopt_statistics()
         for name in self._settings.average_opt_statistics:
@@ -416,24 +383,10 @@ class Replica(TrainingState):
         """Set the model's parameters to those that the optimizer has on the host."""
         if self._host is not None:
             self.placement.restore()
-            self._host.publish(self.memory)
+            self._host.copy(self.memory, self._host.memory)
 
-    # -- what is averaged
-
-    def take_state(self) -> None:
-        """Bring the state as it is now to the next round."""
-        self.shared.take(self._shared_tensors())
-
-    def take_buffers(self) -> None:
-        """Bring the extra tensors as they are now to the next round."""
-        self.buffers.take(self._extras)
-
-    def put_buffers(self) -> None:
-        """Set the extra tensors to their average, and keep what has changed in them since they were taken."""
-        self.buffers.put(self._extras, keep_changes=True)
-
-    def _shared_tensors(self) -> list[torch.Tensor | None]:
-        tensors: list[torch.Tensor | None] = [*self.parameters]
+    def _shared_tensors(self) -> list[Tensor | None]:
+        tensors: list[Tensor | None] = [*self.parameters]
         for name in self._settings.average_opt_statistics:
             tensors += self.statistics(name)
         return tensors
@@ -446,9 +399,9 @@ class Replica(TrainingState):
         Raises:
             ValueError: if the optimizer holds something that can't be sent.
         """
-        compression = self._settings.load_state_compression or NoCompression()
+        compression, averaged = self._settings.load_state_compression, self._settings.average_opt_statistics
         with self._lock:
-            return self.snapshot(self.tip, compression, self._settings.average_opt_statistics, self.options.at_tip)
+            return self.snapshot(self.tip, compression, averaged, self.options.at_tip)
 
     def load(self, state: Downloaded) -> None:
         """See `TrainingState.load`."""
@@ -486,19 +439,184 @@ class Replica(TrainingState):
             self.options.refresh()
             self.adopt_statistics()
             if self._host is not None:
-                self._host.fetch(self.memory)
+                self._host.copy(self._host.memory, self.memory)
             if epoch is not None:
                 samples = ours.get("samples", epoch * self._settings.target_batch_size)
                 self.tip = Tip(epoch, ours.get("lineage", self.tip.lineage), float(samples))
         self.state_digest = self.digest()
 
 
-class SharedTensors:
-    """Tensors that rounds average: a copy of what they were when they were taken, and their average. Both are allocated
-    at the first round that averages them.
+class Placement:
+    """The places of the model's parameters, and of the extra tensors that are shared with them.
+
+    Other code may change them after the optimizer was made. `parameter.data = …`, `model.to(memory_format=…)` and the
+    like give a parameter other memory; `module.weight = nn.Parameter(…)` gives a module another parameter. Nothing
+    reports such changes, so `Optimizer` looks for them once an epoch.
+
+    As long as it lives, `load_state_dict(assign=True)` copies the values into these tensors instead of replacing them.
 
     Args:
-        layout: of the tensors, on the CPU.
+        parameters: of the model.
+        memory: their flat memory.
+        extras: the `extra_tensors` of `Optimizer`; they are not in flat memory.
+        names: of the parameters, as the user gave them; empty without names.
+        copied: whether the optimizer steps copies of the parameters. Then only the user writes to these in place.
+
+    Attributes:
+        unshared: classes of layers that keep running statistics which are not among `extra_tensors`, each with the
+            number of its layers.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], memory: FlatBuffer, extras: Sequence[Tensor], names: list[str], copied: bool
+    ) -> None:
+        self._parameters, self._views, self._names, self._copied = list(parameters), memory.views(), names, copied
+        self._addresses = list(map(_address_of, self._parameters))
+        self._versions = self._count_writes()
+        tensors = [*parameters, *extras]
+        holders = holders_of(tensors)
+        self._held_as = {holder.index: f"{holder.name!r} of a {type(holder.module).__name__}" for holder in holders}
+        self._places = Places(tensors, holders)
+        self._places.keep()
+        shared = set(map(_address_of, extras))
+        trained = [holder.module for holder in holders if tensors[holder.index].requires_grad]
+        layers = {module for module in trained if isinstance(module, NormBase)}
+        means = [(layer, layer.running_mean) for layer in layers if layer.running_mean is not None]
+        self.unshared = Counter(type(layer).__name__ for layer, mean in means if mean.data_ptr() not in shared)
+
+    def name_of(self, what: int | Tensor) -> str:
+        """The name of a parameter in messages; of one of the parameters and extra tensors, given its number."""
+        index = list(map(id, self._parameters)).index(id(what)) if isinstance(what, Tensor) else what
+        count = len(self._parameters)
+        number = f"parameter {index}" if index < count else f"extra tensor {index - count}"
+        name = repr(self._names[index]) if index < len(self._names) else self._held_as.get(index)
+        return number if name is None else f"{number} ({name})"
+
+    def check(self) -> None:
+        """Look whether the model still computes with these parameters.
+
+        Raises:
+            ValueError: with the name of a parameter that a module has replaced, or that has another dtype, device or
+                shape than its flat memory.
+        """
+        check_places(self._places, self.name_of, "optimizer")
+        if list(map(_address_of, self._parameters)) == self._addresses:
+            return
+        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            if not _is_alike(parameter, view):
+                raise ValueError(
+                    f"{self.name_of(index)} is {_described(parameter)} now, and was {_described(view)} when the "
+                    "optimizer was made: convert or move the model before that"
+                )
+
+    def refuse_ranks(self) -> None:
+        """Look for wrappers that communicate with other ranks. Each rank would be a peer, and a rank that waits in a
+        round for one that waits in the backward pass would wait forever.
+
+        Raises:
+            ValueError: if such a wrapper of several ranks holds one of the parameters.
+        """
+        if not (distributed.is_available() and distributed.is_initialized()) or self._wrapped() is None:
+            return
+        gc.collect()  # a wrapper that nobody uses any more does no harm
+        if (found := self._wrapped()) is not None:
+            wrapper, ranks, index = found
+            raise ValueError(
+                f"{self.name_of(index)} is held by a {wrapper} of {ranks} ranks, and a peer is one process: train the "
+                "model without that wrapper; each process is a peer then, and peers average gradients among themselves"
+            )
+
+    def _wrapped(self) -> tuple[str, int, int] | None:
+        """The class of such a wrapper, the number of its ranks, and the number of a parameter that it holds."""
+        indices = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        for module in living_modules(_OF_SEVERAL_RANKS):
+            group: Any = module.__dict__.get("process_group")  # none yet, if another thread is making it
+            held = [indices[id(parameter)] for parameter in module.parameters() if id(parameter) in indices]
+            if held and group is not None and group.size() > 1:
+                return type(module).__name__, group.size(), held[0]
+        return None
+
+    @torch.no_grad()
+    def take_over(self) -> bool:
+        """Copy parameters that were given other memory into the flat memory, and make them views of it again.
+
+        Returns:
+            Whether the flat memory may hold other values than before.
+
+        Raises:
+            ValueError: as `check`; then nothing has changed.
+        """
+        self.check()
+        addresses = list(map(_address_of, self._parameters))
+        versions = self._count_writes()
+        if (addresses, versions) == (self._addresses, self._versions):
+            return False
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter)
+                parameter.data = view
+        self._addresses, self._versions = list(map(_address_of, self._parameters)), versions
+        return True
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make the parameters views of the flat memory again, which has newer values than they have."""
+        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            if parameter.data_ptr() != view.data_ptr() and _is_alike(parameter, view):
+                if not torch.equal(parameter, view):
+                    log.warning(
+                        "what was set as %s while a step was under way in the background is overwritten by that step; "
+                        "call optimizer.state_dict() before you change the model, which waits for the step",
+                        self.name_of(index),
+                    )
+                parameter.data = view
+
+    def _count_writes(self) -> list[int]:
+        return [writes_of(parameter) for parameter in self._parameters] if self._copied else []
+
+
+def check_places(places: Places, name_of: Callable[[int], str], trainer: str) -> None:
+    """Look whether modules still compute with the tensors that an optimizer or averager (`trainer`) trains.
+
+    Raises:
+        ValueError: with the name of a tensor that a module has replaced.
+    """
+    if (place := places.replaced()) is not None:
+        index, name = place
+        raise ValueError(
+            f"{name_of(index)} was replaced: a module has another tensor as its {name!r} now, which the {trainer} does "
+            f"not train; change the model before you make it, or write into the tensor that is there (copy_)"
+        )
+
+
+def _is_alike(parameter: Tensor, view: Tensor) -> bool:
+    return (parameter.dtype, parameter.device, parameter.shape) == (view.dtype, view.device, view.shape)
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}"
+
+
+async def for_newcomer(take: Callable[[], Snapshot]) -> EncodedState:
+    """The state that `take` copies, encoded; on the reactor.
+
+    Raises:
+        Refused: if it can't be sent.
+    """
+    try:
+        # In one expression, so that the copy is let go of before the encoded state is returned.
+        return await asyncio.to_thread(lambda: encoded(take()))
+    except ValueError as error:
+        log.warning("a newcomer can't have this peer's state: %s", error)
+        raise Refused(str(error)) from error
+
+
+class SharedTensors(Part):
+    """Tensors that rounds average: a copy of what they were when they were taken, and their average.
+
+    Args:
+        tensors: gives the tensors of this peer; None in place of one that it does not have.
+        layout: of the tensors.
         compression: how they travel.
         roles: of each tensor.
         kinds: of each tensor, among those of its role; None: all are of one kind.
@@ -506,52 +624,33 @@ class SharedTensors:
 
     def __init__(
         self,
+        tensors: Callable[[], Sequence[Tensor | None]],
         layout: Layout,
         compression: Compression,
         roles: Sequence[TensorRole],
         kinds: Sequence[str] | None = None,
     ) -> None:
-        self.layout, self._roles = layout, tuple(roles)
-        self.codecs = plan_codecs(compression, layout, roles, kinds=kinds)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements of each flat buffer."""
-        return tuple(spec.numel for spec in self.layout.buffers)
-
-    @cached_property
-    def mine(self) -> FlatBuffer:
-        """What this peer brings."""
-        return FlatBuffer(self.layout)
-
-    @cached_property
-    def averaged(self) -> FlatBuffer:
-        """What all peers get."""
-        return FlatBuffer(self.layout)
+        self._tensors, self._roles, layout = tensors, tuple(roles), layout.on("cpu")
+        super().__init__(layout, plan_codecs(compression, layout, roles, kinds=kinds))
 
     @torch.no_grad()
-    def take(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy the tensors as they are now. A tensor that this peer does not have counts as zeros."""
-        for mine, tensor in zip(self.mine.views(), tensors, strict=True):
+    def take(self) -> None:
+        """Bring the tensors as they are now to the next round. A tensor that this peer does not have counts as
+        zeros."""
+        for mine, tensor in zip(self.mine.views(), self._tensors(), strict=True):
             mine.zero_() if tensor is None else mine.copy_(tensor)
 
     @torch.no_grad()
-    def put(self, tensors: Sequence[torch.Tensor | None], *, keep_changes: bool) -> None:
+    def put(self, *, keep_changes: bool) -> None:
         """Set the tensors to their average; with `keep_changes` by the delta rule, see `put_average`."""
-        views = zip(tensors, self.averaged.views(), self.mine.views(), self._roles, strict=True)
+        views = zip(self._tensors(), self.averaged.views(), self.mine.views(), self._roles, strict=True)
         for tensor, average, mine, role in views:
             if tensor is not None:
                 put_average(tensor, average, mine if keep_changes else None, role)
 
-    def digest(self) -> bytes:
-        """The blake3 hash of the average, 32 bytes."""
-        return _hash_of(self.averaged.flat)
-
 
 @torch.no_grad()
-def put_average(
-    tensor: torch.Tensor, average: torch.Tensor, before: torch.Tensor | None, role: TensorRole | None
-) -> None:
+def put_average(tensor: Tensor, average: Tensor, before: Tensor | None, role: TensorRole | None) -> None:
     """Set a tensor to its average.
 
     Args:
@@ -571,9 +670,10 @@ def put_average(
     tensor.copy_(moved)
 
 
-def _hash_of(flat: Iterable[torch.Tensor]) -> bytes:
+def hash_of(tensors: Iterable[Tensor]) -> bytes:
+    """The blake3 hash of tensors on the CPU, 32 bytes."""
     hasher = blake3()
-    for tensor in flat:
+    for tensor in tensors:
         hasher.update(bytes_of(tensor))
     return hasher.digest()
 
@@ -582,13 +682,7 @@ def _scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any] | None:
     """The plain data in a scheduler's state. Functions that torch leaves in it are each peer's own."""
     if scheduler is None:
         return None
-    state = {}
-    for key, value in scheduler.state_dict().items():
-        try:
-            state[key] = plain(value)
-        except TypeError:
-            continue
-    return state
+    return {key: plain(value) for key, value in scheduler.state_dict().items() if is_plain(value)}
 
 
 _scalars = msgspec.msgpack.Decoder(Scalars)

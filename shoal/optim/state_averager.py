@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import threading
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import Gathered, StepControl
@@ -20,16 +18,20 @@ from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
 from shoal.flat import Places
 from shoal.optim._torch import foreach_copy_
-from shoal.optim.settings import OptimizerFactory, Params, SchedulerFactory, check_names, make_trained
-from shoal.optim.state import TrainingState, put_average
-from shoal.p2p.errors import Refused
+from shoal.optim.accumulator import in_grad
+from shoal.optim.settings import NAMES, AnyOptimizer, AnyScheduler, Params, make_trained
+from shoal.optim.state import TrainingState, check_places, for_newcomer, put_average
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import EncodedState, Snapshot, encoded
+from shoal.transfer.donor import EncodedState, Snapshot
 
 log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT = 60.0
+
+# [Note: threads] Three kinds of threads change the optimizer's tensors: the trainer's, the one that steps in the
+# background, and those of rounds. A thread that changes them holds `lock_optimizer` and, where rounds work on these
+# tensors themselves, the averager's lock, in this order.
 
 
 class TrainingStateAverager(DecentralizedAverager):
@@ -76,9 +78,9 @@ class TrainingStateAverager(DecentralizedAverager):
         self,
         *,
         dht: DHT,
-        optimizer: torch.optim.Optimizer | OptimizerFactory,
+        optimizer: AnyOptimizer,
         params: Params | None = None,
-        scheduler: LRScheduler | SchedulerFactory | None = None,
+        scheduler: AnyScheduler | None = None,
         initialize_optimizer: bool | None = None,
         offload_optimizer: bool = False,
         custom_gradients: bool = False,
@@ -92,7 +94,8 @@ class TrainingStateAverager(DecentralizedAverager):
         status_loglevel: int = logging.DEBUG,
         **kwargs: Any,
     ) -> None:
-        check_names(average_opt_statistics)
+        given = average_opt_statistics
+        NAMES.check("average_opt_statistics", given if isinstance(given, str) else tuple(given))
         if custom_gradients and not offload_optimizer:
             raise ValueError("custom_gradients=True is for an optimizer with parameters of its own: offload_optimizer")
         if reuse_tensors is None:
@@ -106,13 +109,35 @@ class TrainingStateAverager(DecentralizedAverager):
         self.optimizer, self.scheduler, host = make_trained(optimizer, params, scheduler, on_host=offload_optimizer)
         if initialize_optimizer or (initialize_optimizer is None and not any(self.optimizer.state.values())):
             _initialize_state(self.optimizer)
-        self._local = LocalState(self, None if host is None else host.model, parameter_names)
-        self.main_parameters, self.lock_optimizer = tuple(self._local.model), self._local.lock
+        self._state = TrainingState(self.optimizer, self.scheduler, self.extra_tensors, flat=False)
+        self.main_parameters = tuple(self._state.parameters if host is None else host.model)
+        self._places = Places(self.main_parameters)
+        self._places.keep()
+        self.lock_optimizer = threading.RLock()
         self.local_epoch = 0
         self._updates: list[StateUpdate] = []  # under way or not applied yet, in their order
         self._background = ThreadPoolExecutor(1, thread_name_prefix="shoal-state")
-        kwargs.setdefault("tensor_infos", self._local.infos)
-        super().__init__(self._local.averaged, dht, **kwargs)
+        tensors = self._own_tensors()
+        averaged = tensors if reuse_tensors else [_host_copy(tensor) for tensor in tensors]
+        self._infos = self._infos_of(averaged, parameter_names)
+        kwargs.setdefault("tensor_infos", self._infos)
+        super().__init__(averaged, dht, **kwargs)
+
+    def _infos_of(self, averaged: Sequence[torch.Tensor], names: Sequence[str | int] | None) -> list[CompressionInfo]:
+        """Name, role and kind of the averaged tensors: parameters, statistics (one name after the other), extra ones.
+
+        Raises:
+            ValueError: for names that do not fit.
+        """
+        count = len(self._state.parameters)
+        names = range(count) if names is None else names
+        if len(names) != count:
+            raise ValueError(f"parameter_names has {len(names)} names, and there are {count} parameters")
+        given: list[tuple[str | int, TensorRole, str]] = [(name, TensorRole.PARAMETER, "") for name in names]
+        for statistic in self.opt_keys_for_averaging:
+            given += [(f"{name}.{statistic}", TensorRole.OPTIMIZER, statistic) for name in names]
+        given += [(number, TensorRole.UNSPECIFIED, "") for number in range(len(self.extra_tensors))]
+        return [CompressionInfo.from_tensor(tensor, *of) for tensor, of in zip(averaged, given, strict=True)]
 
     # -- steps
 
@@ -179,16 +204,17 @@ class TrainingStateAverager(DecentralizedAverager):
             overlaps = self.delta_rule_averaging and not self._is_stepping
             wait_for_delayed_updates = averaging_round or (optimizer_step and not overlaps)
         if averaging_round and not (wait_for_delayed_updates and apply_delayed_updates):
-            raise ValueError(
-                "averaging_round=True waits for the round before and applies its result: leave "
-                "wait_for_delayed_updates and apply_delayed_updates out"
-            )
-        if delay_optimizer_step:
-            self._check_delay(averaging_round, delay_averaging)
+            raise ValueError("averaging_round=True needs wait_for_delayed_updates and apply_delayed_updates")
+        if delay_optimizer_step and not self.offload_optimizer:
+            raise ValueError("delay_optimizer_step=True needs an optimizer on the host: offload_optimizer=True")
+        if delay_optimizer_step and averaging_round and not delay_averaging:
+            raise ValueError("a round after a delayed optimizer step is delayed, too: leave delay_averaging=False out")
         if averaging_control is not None and not averaging_round:
             raise ValueError("averaging_control= is for a round: averaging_round=True")
-        if wait_for_trigger is not None:
-            self._check_trigger(acts)
+        if wait_for_trigger is not None and not acts:
+            raise ValueError("wait_for_trigger= comes before a step or a round, and none was asked for")
+        if wait_for_trigger is not None and not (self.reuse_tensors or self.custom_gradients):
+            raise ValueError("wait_for_trigger= needs reuse_tensors=True or custom_gradients=True")
         gathered = self._settle(wait_for_delayed_updates, apply_delayed_updates)
         self.local_epoch += increment_epoch
         if not acts:
@@ -199,7 +225,8 @@ class TrainingStateAverager(DecentralizedAverager):
         if averaging_round:
             update.round = self._open_round(averaging_control, averaging_opts or {})
         if self.offload_optimizer and not self.custom_gradients and (optimizer_step or zero_grad):
-            self._local.load_gradients()
+            for mine, main in zip(self._state.parameters, self.main_parameters, strict=True):
+                mine.grad = None if main.grad is None else main.grad.detach().to(mine, copy=True)
 
         def work() -> None:
             try:
@@ -207,15 +234,16 @@ class TrainingStateAverager(DecentralizedAverager):
                     wait_for_trigger()
                 with self.lock_optimizer:
                     if optimizer_step:
-                        self._local.step(grad_scaler)
+                        self._step_optimizer(grad_scaler)
                     if zero_grad:
-                        self._local.zero_grad(set_to_none)
-                    self._local.update_scheduler(self.local_epoch)
+                        self._zero_grad(set_to_none)
+                    self._step_scheduler()
                 if update.round is not None:
-                    update.before = self._local.take(keep=self.delta_rule_averaging)
+                    update.before = self._take()
                     update.round.allow_allreduce()
             except BaseException:  # whatever the user's optimizer raised: the others must not wait for this peer
-                update.cancel()
+                if update.round is not None:
+                    update.round.cancel()
                 raise
 
         if delay_optimizer_step:
@@ -230,22 +258,6 @@ class TrainingStateAverager(DecentralizedAverager):
         update.wait()
         return self._apply(update) or gathered
 
-    def _check_delay(self, averaging_round: bool, delay_averaging: bool) -> None:
-        if not self.offload_optimizer:
-            raise ValueError("delay_optimizer_step=True needs an optimizer with parameters of its own: "
-                             "offload_optimizer=True")  # fmt: skip
-        if averaging_round and not delay_averaging:
-            raise ValueError("a round after a delayed optimizer step is delayed, too: leave delay_averaging=False out")
-
-    def _check_trigger(self, acts: bool) -> None:
-        if not acts:
-            raise ValueError("wait_for_trigger= comes before a step or a round, and none was asked for")
-        if not (self.reuse_tensors or self.custom_gradients):
-            raise ValueError(
-                "wait_for_trigger= leaves open of which gradients the step is: it needs reuse_tensors=True or "
-                "custom_gradients=True"
-            )
-
     def _open_round(self, control: StepControl | None, given: Mapping[str, Any]) -> StepControl:
         if control is not None and (control.triggered or control.done()):
             log.log(self.status_loglevel, "the round that was scheduled has failed: looking for another group")
@@ -255,6 +267,65 @@ class TrainingStateAverager(DecentralizedAverager):
         if (weight := given.get("weight")) is not None:
             control.weight = weight
         return control
+
+    def _step_optimizer(self, scaler: torch.amp.GradScaler | None) -> None:
+        check_places(self._places, lambda index: f"parameter {index}", "averager")
+        with self._still():
+            step: Callable[[], object] = self.optimizer.step
+            step() if scaler is None else scaler.step(self.optimizer)
+
+    def _zero_grad(self, set_to_none: bool) -> None:
+        self.optimizer.zero_grad(set_to_none)
+        for parameter in self.main_parameters if self.offload_optimizer else ():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def _step_scheduler(self) -> None:
+        """Step the scheduler until it is at this peer's epoch."""
+        while self.scheduler is not None and self.scheduler.last_epoch < self.local_epoch:
+            self.scheduler.step()
+
+    # -- between the optimizer and a round
+
+    def _own_tensors(self) -> list[torch.Tensor]:
+        """The tensors that the optimizer works on, as they are averaged, and the extra ones.
+
+        Raises:
+            ValueError: if a statistic is missing.
+        """
+        found = list(self._state.parameters)
+        for name in self.opt_keys_for_averaging:
+            statistics = [tensor for tensor in self._state.statistics(name) if tensor is not None]
+            if len(statistics) < len(self._state.parameters):
+                raise ValueError(f"average_opt_statistics has {name!r}, but the optimizer has no statistics yet: "
+                                 "leave initialize_optimizer out, or make a step first")  # fmt: skip
+            found += statistics
+        return found + self.extra_tensors
+
+    @contextlib.contextmanager
+    def _still(self) -> Iterator[None]:
+        """Within, neither another thread nor a round changes the optimizer's tensors."""
+        with self.lock_optimizer, self.get_tensors() if self.reuse_tensors else contextlib.nullcontext():
+            yield
+
+    @torch.no_grad()
+    def _take(self) -> list[torch.Tensor] | None:
+        """Copy the tensors as they are now to the averaged ones; with the delta rule, return a copy for `_put`."""
+        with self.lock_optimizer, self.get_tensors() as averaged:
+            if not self.reuse_tensors:
+                foreach_copy_(list(averaged), self._own_tensors())
+            return [tensor.clone() for tensor in averaged] if self.delta_rule_averaging else None
+
+    def _put(self, before: Sequence[torch.Tensor | None] | None) -> None:
+        """Set the tensors to their averages; given what the averaged tensors were `before`, by the delta rule."""
+        if self.reuse_tensors:
+            return
+        with self.lock_optimizer, self.get_tensors() as averaged:
+            olds = before or [None] * len(averaged)
+            for tensor, average, old, info in zip(self._own_tensors(), averaged, olds, self._infos, strict=True):
+                put_average(tensor, average, old, info.role)
 
     # -- results
 
@@ -284,7 +355,7 @@ class TrainingStateAverager(DecentralizedAverager):
     def _apply(self, update: StateUpdate) -> Gathered | None:
         gathered = update.result()
         if gathered is not None:
-            self._local.put(update.before)
+            self._put(update.before)
             log.log(self.status_loglevel, "the state was averaged by %d peers", len(gathered))
         update.published = False
         self._publish(update)
@@ -295,37 +366,46 @@ class TrainingStateAverager(DecentralizedAverager):
         return gathered
 
     def _publish(self, update: StateUpdate) -> None:
-        # Parameters that the model can't be given while a round runs come with the round's result.
-        if self.offload_optimizer and not update.published:
-            update.published = self._local.publish()
+        """Set the model's parameters to the optimizer's. While a round may be writing those, it is left to the time
+        when its result is there."""
+        if update.published or not self.offload_optimizer:
+            return
+        with self.lock_optimizer:
+            writing = self.lock_averaged_tensors if self.reuse_tensors else threading.Lock()
+            if writing.acquire(blocking=False):
+                try:
+                    self._copy_to_model()
+                    update.published = True
+                finally:
+                    writing.release()
+
+    @torch.no_grad()
+    def _copy_to_model(self) -> None:
+        if self.offload_optimizer:
+            foreach_copy_(list(self.main_parameters), self._state.parameters)
 
     def _follow_epoch(self) -> None:
         """The scheduler follows, unless a step in the background is to be made with the old rate."""
         if not self._is_stepping:
             with self.lock_optimizer:
-                self._local.update_scheduler(self.local_epoch)
+                self._step_scheduler()
 
     # -- state
 
     def get_current_state(self) -> tuple[Any, ...]:
         """The epoch, this peer's parameters, averaged statistics and extra tensors, and a `CompressionInfo` of each.
         (Newcomers get all statistics, the optimizer's options and the scheduler's state beside them.)"""
-        with self._local.still(), torch.no_grad():
-            tensors = [tensor.detach().to("cpu", copy=True) for tensor in self._local.local]
-        return {"epoch": self.local_epoch, "group_bits": self.get_group_bits()}, tensors, self._local.infos
+        with self._still():
+            tensors = [tensor.detach().to("cpu", copy=True) for tensor in self._own_tensors()]
+        return {"epoch": self.local_epoch, "group_bits": self.get_group_bits()}, tensors, self._infos
 
     async def _take_snapshot(self) -> EncodedState:
         def take() -> Snapshot:
-            with self._local.still():
-                tip = Tip.genesis(self.prefix)
-                tip = Tip(self.local_epoch, tip.lineage, float(self.local_epoch))
-                return self._local.snapshot(tip, self._state_compression)
+            with self._still():
+                tip = Tip(self.local_epoch, Tip.genesis(self.prefix).lineage, float(self.local_epoch))
+                return self._state.snapshot(tip, self._state_compression)
 
-        try:
-            return await asyncio.to_thread(lambda: encoded(take()))
-        except ValueError as error:
-            log.warning("a newcomer can't have this peer's state: %s", error)
-            raise Refused(str(error)) from error
+        return await for_newcomer(take)
 
     def load_state_from_peers(  # type: ignore[override]
         self, wait: bool = True, timeout: float | None = None
@@ -351,14 +431,14 @@ class TrainingStateAverager(DecentralizedAverager):
         if epoch < self.local_epoch:
             log.warning("the others' state is of epoch %d, before this peer's %d: not taken", epoch, self.local_epoch)
             return False
-        with self._local.still():
+        with self._still():
             try:
-                self._local.load(downloaded)
+                self._state.load(downloaded)
             except ValueError as error:
                 raise AveragingError(f"the state that was downloaded does not fit: {error}") from error
             self.local_epoch = epoch
-            self._local.update_scheduler(epoch)
-            self._local.publish(at_once=True)
+            self._step_scheduler()
+            self._copy_to_model()
         return True
 
     def shutdown(self) -> None:
@@ -405,11 +485,6 @@ class StateUpdate:
                 with contextlib.suppress(CancelledError):
                     future.exception()
 
-    def cancel(self) -> None:
-        """Cancel the round, so that the others do not wait for this peer."""
-        if self.round is not None:
-            self.round.cancel()
-
     def result(self) -> Gathered | None:
         """What the round gathered; None if there was none, or if it failed, which is logged. Raises what the work
         raised, and errors of the round that are not the network's. Called when both are done."""
@@ -417,171 +492,27 @@ class StateUpdate:
             self.work.result()
         if self.round is None:
             return None
-        error = self.round.exception() if not self.round.cancelled() else AveragingError("cancelled")
-        if isinstance(error, AveragingError):
-            log.warning("the state was not averaged: %s", error)
+        try:
+            return self.round.result()
+        except (AveragingError, CancelledError) as error:
+            log.warning("the state was not averaged: %s", str(error) or "cancelled")
             return None
-        return self.round.result()
-
-
-class LocalState(TrainingState):
-    """The training of one peer whose tensors stay where they are, and the tensors of it that rounds average: these
-    themselves, or copies.
-
-    Three kinds of threads change it: the trainer's, the one that steps in the background, and those of rounds. A thread
-    that changes the optimizer's tensors holds `lock` and, where rounds work on these tensors themselves, the averager's
-    lock, in this order.
-
-    Args:
-        averager: has the optimizer, the scheduler and the options; its rounds read and write `averaged`.
-        model: the model's parameters, if the optimizer has its own on the host.
-        names: of the parameters; by default their positions.
-
-    Attributes:
-        model: the model's parameters.
-        averaged: the averaged tensors: parameters, statistics (one name after the other), extra tensors.
-        infos: of those, in their order.
-        lock: may be held by users, to read and change the tensors.
-
-    Raises:
-        ValueError: for names that do not fit, and if a statistic is missing.
-    """
-
-    def __init__(
-        self,
-        averager: TrainingStateAverager,
-        model: Sequence[torch.Tensor] | None,
-        names: Sequence[str | int] | None,
-    ) -> None:
-        super().__init__(averager.optimizer, averager.scheduler, averager.extra_tensors, flat=False)
-        self._averager, self._reuse, self._is_offloaded = averager, averager.reuse_tensors, model is not None
-        self.model, self.lock = list(self.parameters if model is None else model), threading.RLock()
-        self._places = Places(self.model)
-        self._places.keep()
-        local = self.local
-        self.averaged = local if self._reuse else [_host_copy(tensor) for tensor in local]
-        names, count = range(len(self.parameters)) if names is None else names, len(self.parameters)
-        if len(names) != count:
-            raise ValueError(f"parameter_names has {len(names)} names, and there are {count} parameters")
-        given: list[tuple[str | int, TensorRole, str]] = [(name, TensorRole.PARAMETER, "") for name in names]
-        for statistic in averager.opt_keys_for_averaging:
-            given += [(f"{name}.{statistic}", TensorRole.OPTIMIZER, statistic) for name in names]
-        given += [(number, TensorRole.UNSPECIFIED, "") for number in range(len(self.extra_tensors))]
-        self.infos = [CompressionInfo.from_tensor(tensor, *of) for tensor, of in zip(self.averaged, given, strict=True)]
-
-    @property
-    def local(self) -> list[torch.Tensor]:
-        """The tensors that the optimizer works on, and the extra ones.
-
-        Raises:
-            ValueError: if a statistic is missing.
-        """
-        found = list(self.parameters)
-        for name in self._averager.opt_keys_for_averaging:
-            for tensor in self.statistics(name):
-                if tensor is None:
-                    raise ValueError(f"average_opt_statistics has {name!r}, but the optimizer has no statistics yet: "
-                                     "leave initialize_optimizer out, or make a step first")  # fmt: skip
-                found.append(tensor)
-        return found + self.extra_tensors
-
-    @contextlib.contextmanager
-    def still(self) -> Iterator[None]:
-        """Within, nobody else changes it."""
-        with self.lock, self._averager.get_tensors() if self._reuse else contextlib.nullcontext():
-            yield
-
-    # -- steps
-
-    def step(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Step the optimizer.
-
-        Raises:
-            ValueError: if a module computes with another parameter than the one that is trained.
-        """
-        if (place := self._places.replaced()) is not None:
-            index, name = place
-            raise ValueError(
-                f"parameter {index} was replaced: a module has another tensor as its {name!r} now, which is not "
-                "trained; change the model before you make the averager, or write into the tensor that is there (copy_)"
-            )
-        with self.still():
-            step: Callable[[], object] = self.optimizer.step
-            step() if scaler is None else scaler.step(self.optimizer)
-
-    @torch.no_grad()
-    def load_gradients(self) -> None:
-        """Set the gradients of the optimizer's parameters to the model's."""
-        for mine, main in zip(self.parameters, self.model, strict=True):
-            mine.grad = None if main.grad is None else main.grad.to(mine, copy=True)
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Clear the gradients of the optimizer and of the model."""
-        self.optimizer.zero_grad(set_to_none)
-        for parameter in self.model if self._is_offloaded else ():
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
-
-    @torch.no_grad()
-    def publish(self, *, at_once: bool = False) -> bool:
-        """Set the model's parameters to the optimizer's; whether that was done. It is not while a round may be writing
-        them, unless `at_once`."""
-        with self.lock:
-            writing = self._averager.lock_averaged_tensors if self._reuse and not at_once else threading.Lock()
-            if not writing.acquire(blocking=False):
-                return False
-            try:
-                if self._is_offloaded:
-                    foreach_copy_(self.model, self.parameters)
-                return True
-            finally:
-                writing.release()
-
-    def update_scheduler(self, epoch: int) -> None:
-        """Step the scheduler until it is at that epoch."""
-        while self.scheduler is not None and self.scheduler.last_epoch < epoch:
-            self.scheduler.step()
-
-    # -- between the optimizer and a round
-
-    @torch.no_grad()
-    def take(self, *, keep: bool) -> list[torch.Tensor] | None:
-        """Copy the tensors as they are now to the averaged ones. With `keep`, return a copy of these, for `put`."""
-        with self.lock, self._averager.get_tensors() as averaged:
-            if not self._reuse:
-                foreach_copy_(self.averaged, self.local)
-            return [tensor.clone() for tensor in averaged] if keep else None
-
-    def put(self, before: list[torch.Tensor] | None) -> None:
-        """Set the tensors to their averages; given what the averaged tensors were `before`, by the delta rule."""
-        if self._reuse:
-            return
-        with self.lock, self._averager.get_tensors():
-            olds: Sequence[torch.Tensor | None] = before or [None] * len(self.averaged)
-            for tensor, average, old, info in zip(self.local, self.averaged, olds, self.infos, strict=True):
-                put_average(tensor, average, old, info.role)
 
 
 def _initialize_state(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer make its statistics, by a step with gradients of zero. Parameters and step counts are restored
     afterwards."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    before = [(parameter.grad, parameter.detach().clone()) for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    values = [parameter.detach().clone() for parameter in parameters]
     step: Callable[[], Any] = optimizer.step
-    step()
+    with in_grad(parameters, [torch.zeros_like(parameter) for parameter in parameters]):
+        step()
     with torch.no_grad():
-        for parameter, (gradient, value) in zip(parameters, before, strict=True):
-            parameter.grad = gradient
+        for parameter, value in zip(parameters, values, strict=True):
             parameter.copy_(value)
         for state in optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"].zero_()
-            elif "step" in state:
-                state["step"] = 0
+            if "step" in state:
+                state["step"] *= 0
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:

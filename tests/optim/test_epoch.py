@@ -150,8 +150,8 @@ def test_others_that_are_past_the_epoch_are_no_failure(alone: Alone, monkeypatch
 def test_a_state_that_the_background_may_bring_is_not_downloaded(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     _, optimizer = begin(alone, delay_grad_averaging=True)
     epoch = optimizer._epoch
-    better = optimizer._run.tip.after(bytes(32), 1e6)
-    monkeypatch.setattr(type(optimizer._run), "behind", property(lambda run: better))
+    better = optimizer._run.swarm.tip.after(bytes(32), 1e6)
+    monkeypatch.setattr(type(optimizer._run.swarm), "behind", property(lambda run: better))
     assert epoch.is_behind
     assert epoch.priority() < 0
     average = Gate(monkeypatch, epoch._round, "average")

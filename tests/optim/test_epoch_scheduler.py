@@ -160,5 +160,5 @@ def test_what_it_can_not_wrap(alone: Alone) -> None:
     optimizer = alone(make_model(), target_batch_size=16, optimizer=sgd)
     make = functools.partial(lr_scheduler.ReduceLROnPlateau, optimizer)
     for wrong in (make(), shoal.EpochScheduler(MAKERS["lambda"](optimizer)), None):
-        with pytest.raises(ValueError, match="give a torch scheduler that steps by itself, without a metric"):
+        with pytest.raises(ValueError, match="give a torch scheduler that needs no metric"):
             shoal.EpochScheduler(wrong)  # type: ignore[arg-type]

@@ -104,7 +104,7 @@ def test_state_from_peers_on_request(pair: list[shoal.Optimizer]) -> None:
     assert second.load_state_from_peers(timeout=60.0)
     assert torch.equal(parameters(second), parameters(first))
     with pytest.raises(TypeError, match="nonsense"):
-        second.load_state_from_peers(nonsense=1)
+        second.load_state_from_peers(nonsense=1)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="timeout"):
         second.load_state_from_peers(timeout=-1)
     # A state with fewer samples behind it is not taken.
@@ -158,7 +158,7 @@ def test_a_better_state_that_nobody_has_any_more_is_forgotten(pair: list[shoal.O
     """A member told of it and was gone before anybody could download it: nobody waits for it for ever."""
     together(pair, 32)
     for optimizer, other in zip(pair, reversed(pair), strict=True):
-        tip = optimizer._run.tip.after(bytes(32), 1e6).after(bytes(32), 1e6)
+        tip = optimizer._run.swarm.tip.after(bytes(32), 1e6).after(bytes(32), 1e6)
 
         async def told(optimizer: shoal.Optimizer = optimizer, other: shoal.Optimizer = other, tip: Tip = tip) -> None:
             optimizer._run.swarm.peer.told(other.dht.peer_id.key, tip, time.monotonic())

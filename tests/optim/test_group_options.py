@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.optim.group_options import EVERYTHING, GroupOptions, pack, structure, unpack
-from shoal.optim.placement import HostCopy
+from shoal.optim.host_copy import HostCopy
 from shoal.swarm.protocol.messages import MAX_OPTIONS_BYTES
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -161,7 +161,7 @@ def test_what_users_write_during_a_step_is_set_aside() -> None:
     [shown] = host.param_groups(optimizer)
     options = GroupOptions(optimizer, None, host)
     told = GroupOptions(torch.optim.SGD(parameters(1), lr=0.3)).own(0)
-    with options.set_aside():
+    with host.set_aside(optimizer):
         with options.of_run(told):
             assert shown["lr"] == 0.1
             shown["lr"] = 0.7
@@ -169,7 +169,7 @@ def test_what_users_write_during_a_step_is_set_aside() -> None:
             assert optimizer.param_groups[0]["lr"] == 0.3
         assert optimizer.param_groups[0]["lr"] == 0.1
     assert shown["lr"] == optimizer.param_groups[0]["lr"] == 0.7
-    with options.set_aside():
+    with host.set_aside(optimizer):
         optimizer.param_groups[0]["lr"] = 0.2  # as scheduler= does
     assert shown["lr"] == 0.2
 

@@ -90,13 +90,13 @@ def test_the_trainer_goes_on_while_states_are_averaged(pool: Pool) -> None:
 
 def test_what_changed_meanwhile_is_kept() -> None:
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor(3.0, dtype=torch.float64)]
-    shared = SharedTensors(Layout.of(tensors), NoCompression(), [TensorRole.PARAMETER] * 2)
-    shared.take(tensors)
+    shared = SharedTensors(lambda: tensors, Layout.of(tensors), NoCompression(), [TensorRole.PARAMETER] * 2)
+    shared.take()
     for average, mine in zip(shared.averaged.flat, shared.mine.flat, strict=True):
         average.copy_(mine + 10.0)
     tensors[0] += torch.tensor([0.5, float("nan")])
-    shared.put(tensors, keep_changes=True)
+    shared.put(keep_changes=True)
     assert tensors[0].tolist() == [11.5, 12.0], "a change that is not finite is not kept"
     assert tensors[1].item() == 13.0
-    shared.put(tensors, keep_changes=False)
+    shared.put(keep_changes=False)
     assert tensors[0].tolist() == [11.0, 12.0]

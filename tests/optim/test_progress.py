@@ -28,10 +28,11 @@ class FakeRun:
 
     def __init__(self, reactor: Reactor) -> None:
         self.reactor = reactor
+        self.swarm = self.dht = self.peer = self.view = self  # the fake stands for all of them
         self.tip = GENESIS
         self.behind: Tip | None = None
         self.called = False
-        self.member = Member(bytes(32), ("/ip4/127.0.0.1/tcp/1",), Role.NODE)
+        self.me = Member(bytes(32), ("/ip4/127.0.0.1/tcp/1",), Role.NODE)
         self.rules = Rules((), matchmaking_time=0.5, round_timeout=1.0)
         self.others, self.others_rate, self.others_under_way, self.peers = 0.0, 0.0, 0.0, 1
         self.waits: list[float] = []  # what it says to those who ask
@@ -88,7 +89,7 @@ def swarm() -> Iterator[FakeRun]:
 
 @pytest.fixture
 def tracker(swarm: FakeRun) -> RunProgress:
-    return RunProgress(swarm, 100)  # type: ignore[arg-type]
+    return RunProgress(swarm, 100, Refresh())  # type: ignore[arg-type]
 
 
 def wait_for(reports: list[float], expected: list[float]) -> None:
@@ -107,18 +108,18 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def test_waits_only_when_the_answer_can_matter(swarm: FakeRun, tracker: RunProgress) -> None:
     swarm.others, swarm.peers = 40.0, 3
-    tracker.report_local_progress(0.0)  # nothing is known yet: waits
+    tracker.report(0.0)  # nothing is known yet: waits
     assert tracker.global_progress.samples_accumulated == 40
     assert tracker.global_progress.num_peers == 3
     swarm.open.clear()
-    tracker.report_local_progress(10.0)  # 50 of 100, and nobody else goes on: returns although nobody answers
+    tracker.report(10.0)  # 50 of 100, and nobody else goes on: returns although nobody answers
     wait_for(swarm.reports, [0.0, 10.0])
     for samples in (20.0, 30.0):
-        tracker.report_local_progress(samples)  # one report is under way at a time
+        tracker.report(samples)  # one report is under way at a time
     assert tracker.global_progress.samples_accumulated == 70
     assert not tracker.ready_to_update_epoch
     with ThreadPoolExecutor(1) as pool:
-        last = pool.submit(tracker.report_local_progress, 60.0)  # the target is reached: waits for the coordinator
+        last = pool.submit(tracker.report, 60.0)  # the target is reached: waits for the coordinator
         wait_until(lambda: tracker._reports._latest is not None and tracker._reports._latest.samples == 60.0)
         time.sleep(0.1)
         assert not last.done()
@@ -130,14 +131,14 @@ def test_waits_only_when_the_answer_can_matter(swarm: FakeRun, tracker: RunProgr
 
 def test_the_others_go_on_while_nothing_is_heard_of_them(swarm: FakeRun, tracker: RunProgress, clock: Clock) -> None:
     swarm.others, swarm.others_rate = 40.0, 200.0
-    tracker.report_local_progress(0.0)
+    tracker.report(0.0)
     assert tracker.estimated_next_update_time == pytest.approx(clock.now + 60 / 200, abs=1e-6)
     clock.sleep(0.1)
     assert tracker.estimated_next_update_time == pytest.approx(clock.now + 40 / 200, abs=1e-6)
     clock.sleep(0.3)  # by now they should have the 60 that are missing
     assert tracker.estimated_next_update_time == clock.now
     swarm.others = 99.0
-    tracker.report_local_progress(0.0)  # waits, for it may be so
+    tracker.report(0.0)  # waits, for it may be so
     assert swarm.reports == [0.0, 0.0]
     assert tracker.global_progress.samples_accumulated == 99
     assert not tracker.ready_to_update_epoch, "an estimate does not end an epoch"
@@ -150,7 +151,7 @@ def test_nothing_is_estimated_without_a_rate(tracker: RunProgress) -> None:
 def test_who_trains_is_one_of_the_peers_before_it_is_counted(swarm: FakeRun, tracker: RunProgress) -> None:
     assert tracker.global_progress.num_peers == 0, "it has not trained yet"
     for samples in (10.0, 20.0):
-        tracker.report_local_progress(samples)
+        tracker.report(samples)
     swarm.tip = GENESIS.after(bytes(32), 100.0)
     swarm.open.clear()
     assert tracker.global_progress.num_peers == 1
@@ -160,14 +161,14 @@ def test_who_trains_is_one_of_the_peers_before_it_is_counted(swarm: FakeRun, tra
 
 
 def test_epochs(swarm: FakeRun, tracker: RunProgress) -> None:
-    tracker.report_local_progress(60.0)
+    tracker.report(60.0)
     assert tracker.local_progress.samples_accumulated == 60
     next_tip = GENESIS.after(bytes(32), 100.0)
     swarm.tip = next_tip  # the round was held without this peer
     assert tracker.ready_to_update_epoch
     assert tracker.local_progress.epoch == 0
     assert tracker.global_epoch == 1
-    tracker.report_local_progress(70.0)
+    tracker.report(70.0)
     assert (swarm.reports, swarm.asked) == ([], [60.0]), "samples of an epoch that is over were reported"
     tracker.start_epoch(next_tip)
     wait_for(swarm.reports, [0.0])  # the coordinator of the new epoch hears that a step is under way
@@ -182,33 +183,33 @@ def test_epochs(swarm: FakeRun, tracker: RunProgress) -> None:
 @pytest.mark.parametrize("error", [PeerLost("gone"), TimeoutError()])
 def test_a_lost_coordinator_is_no_error(swarm: FakeRun, tracker: RunProgress, error: Exception) -> None:
     swarm.error = error
-    tracker.report_local_progress(10.0)
+    tracker.report(10.0)
     swarm.error = None
-    tracker.report_local_progress(20.0)
+    tracker.report(20.0)
     assert swarm.asked == [10.0, 20.0]
     assert tracker.global_progress.samples_accumulated == 20
 
 
 def test_being_behind_is_told_even_if_the_report_was_not_waited_for(swarm: FakeRun, tracker: RunProgress) -> None:
-    tracker.report_local_progress(0.0)
+    tracker.report(0.0)
     swarm.error = Behind("the swarm is at epoch 5")
-    tracker.report_local_progress(1.0)
+    tracker.report(1.0)
     pending = tracker._pending
     assert pending is not None
     wait_until(pending.done)
     assert swarm.reports == [0.0, 1.0]
     with pytest.raises(Behind, match="epoch 5"):
-        tracker.report_local_progress(2.0)
+        tracker.report(2.0)
 
 
 def test_one_that_is_told_to_wait_waits_for_the_call(swarm: FakeRun, tracker: RunProgress, clock: Clock) -> None:
     swarm.rules = Rules((), matchmaking_time=60.0, round_timeout=1.0)
     swarm.others, swarm.others_under_way, swarm.peers = 80.0, 16.0, 3
-    tracker.report_local_progress(0.0)
+    tracker.report(0.0)
     clock.sleep(0.3)
     swarm.waits = [30.0] * 1000
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(tracker.report_local_progress, 8.0)  # 88 of 100, and 16 will come without it
+        waiting = pool.submit(tracker.report, 8.0)  # 88 of 100, and 16 will come without it
         wait_until(lambda: bool(swarm.asked))
         time.sleep(0.1)
         assert set(swarm.asked) == {8.0}
@@ -229,30 +230,30 @@ def test_what_passed_before_the_first_report_is_no_measure_of_a_step(
 ) -> None:
     """One that came late, or waited for its data, would be taken for too slow to help."""
     clock.sleep(0.3)
-    tracker.report_local_progress(8.0)
+    tracker.report(8.0)
     assert (swarm.heard[-1].step, tracker.performance_ema.num_updates) == (0.0, 0)
     clock.sleep(0.05)
-    tracker.report_local_progress(16.0)
+    tracker.report(16.0)
     wait_until(lambda: swarm.heard[-1].samples == 16.0)
     assert swarm.heard[-1].seconds == pytest.approx(0.05)
 
 
 def test_what_it_waits_for_may_not_come(swarm: FakeRun, tracker: RunProgress, clock: Clock) -> None:
     swarm.others, swarm.others_under_way, swarm.peers = 80.0, 16.0, 3
-    tracker.report_local_progress(0.0)
+    tracker.report(0.0)
     clock.sleep(0.1)
     swarm.waits = [30.0, 30.0, 0.0]
-    tracker.report_local_progress(8.0)  # the coordinator counts on the others, and then does not any more
+    tracker.report(8.0)  # the coordinator counts on the others, and then does not any more
     assert swarm.asked == [8.0, 8.0, 8.0]
 
 
 def test_one_that_counts_on_others_for_ever_is_not_obeyed_for_ever(swarm: FakeRun, tracker: RunProgress) -> None:
     swarm.others, swarm.others_under_way, swarm.peers = 80.0, 16.0, 3
-    tracker.report_local_progress(0.0)
+    tracker.report(0.0)
     time.sleep(0.1)
     swarm.waits = [30.0] * 1000
     started = time.monotonic()
-    tracker.report_local_progress(16.0)
+    tracker.report(16.0)
     assert 0.3 <= time.monotonic() - started < 30
     assert len(swarm.asked) < 20, "it asks once in a step's time"
     assert not swarm.heard[-1].asks, "it says that it begins"
@@ -261,11 +262,11 @@ def test_one_that_counts_on_others_for_ever_is_not_obeyed_for_ever(swarm: FakeRu
 
 def test_far_from_the_target_nothing_is_asked(swarm: FakeRun, tracker: RunProgress) -> None:
     swarm.others, swarm.others_under_way, swarm.peers = 10.0, 16.0, 3
-    tracker.report_local_progress(0.0)
+    tracker.report(0.0)
     swarm.waits = [30.0] * 10
-    tracker.report_local_progress(8.0)
+    tracker.report(8.0)
     wait_for(swarm.reports, [0.0, 8.0])
-    tracker.report_local_progress(8.0)  # nothing was added: no step follows
+    tracker.report(8.0)  # nothing was added: no step follows
     wait_for(swarm.reports, [0.0, 8.0, 8.0])
     assert [report.step for report in swarm.heard] == [0.0, 8.0, 0.0]
     assert swarm.asked == []
@@ -274,10 +275,10 @@ def test_far_from_the_target_nothing_is_asked(swarm: FakeRun, tracker: RunProgre
 def test_what_cannot_matter_yet_is_told_together(
     swarm: FakeRun, tracker: RunProgress, clock: Clock, kept: threading.Event
 ) -> None:
-    tracker.report_local_progress(0.0)
+    tracker.report(0.0)
     for samples in range(1, 41):
         clock.sleep(0.001)
-        tracker.report_local_progress(float(samples))
+        tracker.report(float(samples))
     assert swarm.reports == [0.0]
     kept.set()
     wait_until(lambda: tracker.global_progress.samples_accumulated == 40 and len(swarm.reports) > 1)
@@ -287,23 +288,23 @@ def test_what_cannot_matter_yet_is_told_together(
 def test_near_the_target_everything_is_told(swarm: FakeRun, tracker: RunProgress, clock: Clock) -> None:
     """Else the others would go on as if this peer had nothing."""
     swarm.others = 69.0
-    tracker.report_local_progress(0.0)
+    tracker.report(0.0)
     for samples in range(1, 10):
         clock.sleep(0.002)  # at 1,000 a second the 31 that are missing take 31 ms, and soon is 20
-        tracker.report_local_progress(2.0 * samples)
+        tracker.report(2.0 * samples)
         assert (tracker._outbox.report is None) == (samples > 5)
 
 
 def test_what_was_kept_is_not_told_after_what_came_later(
     swarm: FakeRun, tracker: RunProgress, clock: Clock, kept: threading.Event
 ) -> None:
-    tracker.report_local_progress(0.0)
+    tracker.report(0.0)
     clock.sleep(0.1)
-    tracker.report_local_progress(8.0)
+    tracker.report(8.0)
     later = tracker._pending
     assert later is not None
     swarm.others = 90.0
-    tracker.report_local_progress(101.0)  # told at once: the target is reached
+    tracker.report(101.0)  # told at once: the target is reached
     kept.set()
     later.result(60)
     assert (swarm.reports, swarm.asked) == ([0.0], [101.0])
@@ -312,9 +313,9 @@ def test_what_was_kept_is_not_told_after_what_came_later(
 def test_one_that_has_left_tells_nothing(
     swarm: FakeRun, tracker: RunProgress, clock: Clock, kept: threading.Event
 ) -> None:
-    tracker.report_local_progress(0.0)
+    tracker.report(0.0)
     clock.sleep(0.1)
-    tracker.report_local_progress(8.0)
+    tracker.report(8.0)
     later = tracker._pending
     assert later is not None
     tracker.stop()
@@ -324,10 +325,10 @@ def test_one_that_has_left_tells_nothing(
 
 
 def test_one_that_may_not_wait_does_not(swarm: FakeRun) -> None:
-    tracker = RunProgress(swarm, 100, may_wait=False)  # type: ignore[arg-type]
+    tracker = RunProgress(swarm, 100, Refresh(), may_wait=False)  # type: ignore[arg-type]
     swarm.others, swarm.others_under_way, swarm.waits = 80.0, 16.0, [30.0] * 10
     for samples in (0.0, 8.0, 16.0):
-        tracker.report_local_progress(samples)
+        tracker.report(samples)
     assert swarm.asked == []
 
 
@@ -339,7 +340,7 @@ def test_what_others_have_is_asked_for_when_there_is_nothing_to_report(swarm: Fa
         wait_until(lambda: tracker.global_progress.samples_accumulated == 40)
         assert not any(report.counted for report in swarm.heard)
         assert tracker.global_progress.num_peers == 3
-        tracker.report_local_progress(8.0)
+        tracker.report(8.0)
         swarm.others = 50.0
         wait_until(lambda: tracker.global_progress.samples_accumulated == 58)
         assert swarm.heard[-1].counted
@@ -380,7 +381,7 @@ def test_a_coordinator_that_hangs_does_not_keep_the_trainer_from_a_round(swarm: 
     """Another has taken its place, and called."""
     swarm.open.clear()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(tracker.report_local_progress, 60.0)
+        waiting = pool.submit(tracker.report, 60.0)
         time.sleep(0.1)
         assert not waiting.done()
         swarm.called = True

@@ -177,8 +177,8 @@ def test_pausing(make: Make) -> None:
             first.update_epoch(1)
         time.sleep(0.2)
         assert second.local_progress.epoch == 0
-        assert second._run.tip.epoch == 0, "it has followed while it was paused"
-    wait_until(lambda: second._run.tip.epoch == 1)
+        assert second._run.swarm.tip.epoch == 0, "it has followed while it was paused"
+    wait_until(lambda: second._run.swarm.tip.epoch == 1)
 
 
 def test_one_peer_alone_never_waits(make: Make) -> None:

@@ -245,7 +245,7 @@ def test_an_older_state_is_not_taken_and_none_is_an_error() -> None:
         ({"average_opt_statistics": ["exp_avg"], "optimizer": partial(torch.optim.SGD, lr=1.0)}, "exp_avg"),
         ({"average_opt_statistics": ["exp_avg"], "initialize_optimizer": False}, "initialize_optimizer"),
         ({"average_opt_statistics": ["nothing"]}, "nothing"),
-        ({"average_opt_statistics": "exp_avg"}, "is one text"),
+        ({"average_opt_statistics": "exp_avg"}, "a list of names"),
         ({"parameter_names": ["a"]}, "parameter_names"),
     ],
 )  # fmt: skip
@@ -258,11 +258,11 @@ def test_options_that_make_no_sense(options: dict[str, Any], reason: str) -> Non
 def test_steps_that_make_no_sense() -> None:
     with started(makers(linear(1))) as (averager,):
         for asked, reason in [
-            ({"averaging_round": True, "wait_for_delayed_updates": False}, "waits for the round before"),
+            ({"averaging_round": True, "wait_for_delayed_updates": False}, "averaging_round=True needs"),
             ({"optimizer_step": True, "delay_optimizer_step": True}, "offload_optimizer"),
             ({"averaging_control": averager.schedule_step(timeout=10.0)}, "averaging_control="),
             ({"wait_for_trigger": print}, "none was asked for"),
-            ({"wait_for_trigger": print, "optimizer_step": True}, "of which gradients"),
+            ({"wait_for_trigger": print, "optimizer_step": True}, "wait_for_trigger= needs"),
         ]:
             with pytest.raises(ValueError, match=reason):
                 averager.step(**asked)

@@ -35,7 +35,7 @@ def test_a_round_that_came_to_nothing_is_no_error(how: str, caplog: pytest.LogCa
     update = StateUpdate(round=make_round())
     assert update.round is not None
     if how == "cancelled":
-        update.cancel()
+        update.round.cancel()
     else:
         update.round.set_exception(AveragingError("the network is away"))
     update.wait()

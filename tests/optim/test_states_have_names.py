@@ -46,7 +46,7 @@ def test_peers_that_go_on_alone_with_equal_samples_are_at_unlike_tips(
             backward(model, *fixed_batch(0))
             optimizer.step(batch_size=64)
             assert optimizer.local_epoch == 1
-            tips.append(optimizer._run.tip)
+            tips.append(optimizer._run.swarm.tip)
             optimizer.shutdown()
     assert tips[0].epoch == tips[1].epoch
     assert tips[0].samples == tips[1].samples == 64.0

@@ -95,13 +95,13 @@ def test_what_decays_during_a_round_does_not_become_negative() -> None:
     """The other peer's second moment was next to nothing, so more has decayed here than the average is."""
     tensors: list[torch.Tensor | None] = [torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), torch.tensor([-1.0, 2.0])]
     roles = [TensorRole.PARAMETER, TensorRole.OPTIMIZER, TensorRole.OPTIMIZER]
-    shared = SharedTensors(Layout.of([torch.zeros(2)] * 3), NoCompression(), roles)
-    shared.take(tensors)
+    shared = SharedTensors(lambda: tensors, Layout.of([torch.zeros(2)] * 3), NoCompression(), roles)
+    shared.take()
     for tensor, average in zip(tensors, shared.averaged.views(), strict=True):
         assert tensor is not None
         average.copy_(0.1 * tensor)
         tensor[1] = 0.5
-    shared.put(tensors, keep_changes=True)
+    shared.put(keep_changes=True)
     parameter, second_moment, momentum = tensors
     assert parameter is not None
     assert second_moment is not None

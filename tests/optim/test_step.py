@@ -303,7 +303,7 @@ def test_names_of_the_reference(alone: Alone, monkeypatch: pytest.MonkeyPatch) -
     assert optimizer.local_progress == optimizer.tracker.local_progress
     assert optimizer.local_progress.samples_accumulated == 48
     assert optimizer.is_synchronized_with_peers()
-    tip = optimizer._run.tip
+    tip = optimizer._run.swarm.tip
     for epochs, in_step in ((1, True), (2, False)):
         tip = tip.after(bytes(32), 64.0)
         monkeypatch.setattr(Swarm, "behind", tip)
