@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from shoal.averaging.control import AveragingStage, Gathered, Hold, RoundReport, StepControl, check_weight
-from shoal.averaging.exchange import Infos, Vector, compute_serially, plan_of
+from shoal.averaging.exchange import Infos, Vector, compute_serially, exchange_of, plan_of
 from shoal.averaging.options import described, term_of
 from shoal.averaging.runs import Runs, next_bits
 from shoal.compression import Compression, NoCompression
@@ -185,8 +185,9 @@ class DecentralizedAverager:
         self._tensors = tuple(averaged_tensors)
         self._memory = FlatBuffer.adopt(self._tensors)
         self._compression = compression or NoCompression()
-        on_host = self._memory.layout == layout
-        self._vector = Vector(layout, self._compression, tensor_infos, self._memory if on_host else None)
+        self._vector = Vector(layout, plan_of(self._compression, layout, tensor_infos))
+        if self._memory.layout == layout:  # on the host
+            self._vector.inputs = self._memory
         names = [info.key if isinstance(info.key, str) else "" for info in tensor_infos or ()]
         self._place = Place(
             role=self.mode,
@@ -519,7 +520,10 @@ class DecentralizedAverager:
             if await hold.take():
                 await fill()
 
-        opens, patience = partial(vector.open, self.peer_id.key), max(0.0, control.scheduled_time - get_dht_time())
+        opens, patience = (
+            partial(exchange_of, [vector], self.peer_id.key),
+            max(0.0, control.scheduled_time - get_dht_time()),
+        )
         contribution = Contribution(control.weight, opens, patience, prepare, control.data_for_gather, tip=control.tip)
         contribution.excused = lambda: not control.triggered
         return contribution

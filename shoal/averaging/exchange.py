@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from blake3 import blake3
@@ -254,29 +255,42 @@ def _weighted_mean(contributions: dict[bytes, tuple[torch.Tensor, float]], out: 
 
 
 class Vector:
-    """The memory of the rounds of one layout. Inputs and outputs are apart: a round that fails has changed no input.
+    """A vector that rounds average, or a part of one. Inputs and outputs are apart: a round that fails has changed no
+    input. Memory is allocated where it is first used.
 
     Args:
-        layout: of the averaged tensors, on the host.
-        compression: how they travel.
-        infos: names and roles of the tensors, in the layout's order; by default their positions, and no roles.
-        inputs: memory of that layout; allocated when None.
+        layout: on the host.
+        codecs: how the tensors travel.
+        pinned: allocate the inputs so that a GPU can reach them directly.
+
+    Attributes:
+        layout, codecs: as given.
+        sizes: elements of each flat buffer.
     """
 
-    def __init__(
-        self, layout: Layout, compression: Compression, infos: Infos | None = None, inputs: FlatBuffer | None = None
-    ) -> None:
-        self.layout, self.sizes, self.outputs = layout, layout.sizes, FlatBuffer(layout)
-        self.inputs = FlatBuffer(layout) if inputs is None else inputs
-        self._codecs = plan_of(compression, layout, infos)
+    def __init__(self, layout: Layout, codecs: CodecPlan, *, pinned: bool = False) -> None:
+        self.layout, self.sizes, self.codecs, self._pinned = layout, layout.sizes, codecs, pinned
 
-    def open(self, me: bytes, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
-        """The exchange of a round of this vector."""
-        return Exchange(me, begin, self.inputs.flat, self.outputs.flat, self._codecs, send, fault)
+    @cached_property
+    def inputs(self) -> FlatBuffer:
+        """What this peer contributes."""
+        return FlatBuffer(self.layout, pinned=self._pinned)
+
+    @cached_property
+    def outputs(self) -> FlatBuffer:
+        """The average."""
+        return FlatBuffer(self.layout)
 
 
-def plan_of(compression: Compression, layout: Layout, infos: Infos | None) -> CodecPlan:
-    """The codecs of a layout, whose tensors have these names, roles and kinds."""
+def exchange_of(parts: Sequence[Vector], me: bytes, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
+    """The exchange of a round of these vectors, one after the other."""
+    inputs = [flat for part in parts for flat in part.inputs.flat]
+    outputs = [flat for part in parts for flat in part.outputs.flat]
+    return Exchange(me, begin, inputs, outputs, sum((part.codecs for part in parts), CodecPlan((), 0)), send, fault)
+
+
+def plan_of(compression: Compression, layout: Layout, infos: Infos | None = None) -> CodecPlan:
+    """The codecs of a layout, whose tensors have these names, roles and kinds; by default their positions, and none."""
     if infos is None:
         return plan_codecs(compression, layout)
     roles, keys, kinds = [info.role for info in infos], [info.key for info in infos], [info.kind for info in infos]

@@ -6,11 +6,11 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import cached_property
 
 import torch
 
-from shoal.compression import CodecPlan, Compression, TensorRole, plan_codecs
+from shoal.averaging.exchange import Vector
+from shoal.compression import Compression, TensorRole, plan_codecs
 from shoal.flat import FlatBuffer, Layout, grad_of, is_finite
 from shoal.optim._torch import foreach_add_, foreach_copy_, foreach_div_, foreach_lerp_, foreach_mul_, foreach_zero_
 
@@ -120,35 +120,7 @@ def clip(gradients: list[torch.Tensor], max_norm: float, measured: Sequence[torc
         foreach_mul_(gradients, factor)
 
 
-class Part:
-    """A part of the vector that rounds average. Its memory is allocated where it is first used.
-
-    Args:
-        layout: on the CPU.
-        codecs: how it travels.
-        pinned: have `mine` in memory that a GPU can reach directly.
-
-    Attributes:
-        layout, codecs: as given.
-        sizes: elements of each flat buffer.
-    """
-
-    def __init__(self, layout: Layout, codecs: CodecPlan, *, pinned: bool = False) -> None:
-        self.layout, self.codecs, self._pinned = layout, codecs, pinned
-        self.sizes = tuple(spec.numel for spec in layout.buffers)
-
-    @cached_property
-    def mine(self) -> FlatBuffer:
-        """What this peer brings."""
-        return FlatBuffer(self.layout, pinned=self._pinned)
-
-    @cached_property
-    def averaged(self) -> FlatBuffer:
-        """What all peers get."""
-        return FlatBuffer(self.layout)
-
-
-class EpochGradients(Part):
+class EpochGradients(Vector):
     """The mean of this peer's gradients in an epoch, weighted by samples, and the average of all peers' gradients.
 
     The vector that is averaged has one more tensor: for each parameter, whether it got a gradient. A parameter that got
@@ -175,8 +147,8 @@ class EpochGradients(Part):
         layout = Layout.of([*parameters, flags]).on("cpu")
         codecs = plan_codecs(compression, layout, TensorRole.GRADIENT, exact=[len(parameters)])
         super().__init__(layout, codecs, pinned="cuda" in devices)
-        *self._mean, self._used = self.mine.views()
-        *_, self._used_by_any = self.averaged.views()
+        *self._mean, self._used = self.inputs.views()
+        *_, self._used_by_any = self.outputs.views()
         # Gradients are accumulated beside the parameters. On the host, that memory may be the memory that is sent.
         in_place = devices == {"cpu"} and not apart
         memory = None if reuse else self._mean if in_place else FlatBuffer(Layout.of(parameters)).views()
@@ -214,7 +186,7 @@ class EpochGradients(Part):
             foreach_copy_(self._mean, accumulator.memory)
         used = [float(index in accumulator.seen) for index in range(len(accumulator.parameters))]
         self._used.copy_(torch.tensor(used, device="cpu"))
-        if all(is_finite(flat) for flat in self.mine.flat):
+        if all(is_finite(flat) for flat in self.inputs.flat):
             if samples and not self._warned and not any(map(_has_values, self._mean)):
                 self._warned = True
                 log.warning(
@@ -223,7 +195,7 @@ class EpochGradients(Part):
                     samples,
                 )
             return samples
-        foreach_zero_(self.mine.flat)
+        foreach_zero_(self.inputs.flat)
         self.reset()
         return 0.0
 
@@ -245,7 +217,7 @@ class EpochGradients(Part):
 
     def use_local(self) -> None:
         """Take this peer's own mean as the average: there was no round."""
-        foreach_copy_(self.averaged.flat, self.mine.flat)
+        foreach_copy_(self.outputs.flat, self.inputs.flat)
 
     @contextlib.contextmanager
     def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[None]:
@@ -256,10 +228,10 @@ class EpochGradients(Part):
             max_norm: if the norm of the average over all parameters is larger, it is scaled down to that.
         """
         used = self._used_by_any.tolist()
-        foreach_copy_(self.mine.flat, self.averaged.flat)
+        foreach_copy_(self.inputs.flat, self.outputs.flat)
         if max_norm is not None:
             flags = self.layout.entries[-1]  # the flags end their buffer, and do not count
-            whole = enumerate(self.mine.flat)
+            whole = enumerate(self.inputs.flat)
             clip(self._mean, max_norm, [m[: flags.span.start] if n == flags.buffer else m for n, m in whole])
         given = zip(self._mean, targets, used, strict=True)
         with in_grad(targets, [mean.to(target.device) if weight > 0 else None for mean, target, weight in given]):

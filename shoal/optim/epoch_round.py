@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import torch
 from blake3 import blake3
 
-from shoal.averaging.exchange import Exchange
+from shoal.averaging.exchange import Exchange, Vector, exchange_of
 from shoal.averaging.options import described, term_of
-from shoal.compression import CodecPlan
 from shoal.dht.dht import DHT
 from shoal.flat import Layout
-from shoal.optim.accumulator import EpochGradients, Part
+from shoal.optim.accumulator import EpochGradients
 from shoal.optim.grad_averager import AveragerGradients
 from shoal.optim.group_options import structure
 from shoal.optim.reports import EpochReport
@@ -283,17 +282,14 @@ class EpochRound:
             raise RuleBroken(f"BEGIN averages the state at the end of epoch {epoch}, where that is not due")
         if begin.with_state and not self._rules.state_always:
             self._replica.shared.take()  # otherwise it was taken before the JOIN
-        parts: list[Part] = []
+        parts: list[Vector] = []
         if isinstance(self._gradients, EpochGradients):
             parts.append(self._gradients)
         if self._rules.due_sizes and self._rules.is_due(epoch):
             parts.append(self._replica.buffers)
         if begin.with_state:
             parts.append(self._replica.shared)
-        inputs = [flat for part in parts for flat in part.mine.flat]
-        outputs = [flat for part in parts for flat in part.averaged.flat]
-        plan = sum((part.codecs for part in parts), CodecPlan((), 0))
-        return Exchange(self._run.me, begin, inputs, outputs, plan, send, fault)
+        return exchange_of(parts, self._run.me, begin, send, fault)
 
     def _tell_cost(self, outcome: Outcome) -> None:
         """Warn, once, of a round that took long: this peer waits for a round as long as it makes progress."""

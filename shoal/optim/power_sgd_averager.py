@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from shoal.averaging.control import Hold, StepControl
-from shoal.averaging.exchange import Vector
+from shoal.averaging.exchange import Vector, plan_of
+from shoal.dht.dht import DHT
 from shoal.flat import Layout
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.settings import COUNT
@@ -54,13 +55,31 @@ class PowerSGDGradientAverager(GradientAverager):
         parameters: Iterable[torch.Tensor],
         averager_rank: int,
         *,
+        dht: DHT,
+        prefix: str,
         start: bool,
+        reuse_grad_buffers: bool = False,
+        accumulate_grads_on: torch.device | str | None = None,
+        client_mode: bool | None = None,
+        warn: bool = True,
         min_compression_ratio: float = 0.5,
+        averaged_grads: Sequence[torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
         COUNT.check("averager_rank", averager_rank)
         self.rank, self.min_compression_ratio = averager_rank, min_compression_ratio
-        super().__init__(parameters, start=False, **kwargs)
+        super().__init__(
+            parameters,
+            dht=dht,
+            prefix=prefix,
+            start=False,
+            reuse_grad_buffers=reuse_grad_buffers,
+            accumulate_grads_on=accumulate_grads_on,
+            client_mode=client_mode,
+            warn=warn,
+            averaged_grads=averaged_grads,
+            **kwargs,
+        )
         gradients = self._vector.inputs.views()
         shapes = [matrix_shape(tuple(gradient.shape)) for gradient in gradients]
         saved = [1 - self.rank * sum(shape) / max(1, math.prod(shape)) for shape in shapes]
@@ -73,8 +92,8 @@ class PowerSGDGradientAverager(GradientAverager):
             for side in (0, 1)
         )
         plain = [torch.empty_like(gradients[index], device="meta") for index in self._plain]
-        self._left = Vector(Layout.of(lefts).on("cpu"), self._compression)
-        self._right = Vector(Layout.of([*rights, *plain]).on("cpu"), self._compression)
+        layouts = [Layout.of(tensors).on("cpu") for tensors in (lefts, [*rights, *plain])]
+        self._left, self._right = (Vector(layout, plan_of(self._compression, layout)) for layout in layouts)
         self._qs, self._errors = self._first()
         self._rules = dataclasses.replace(self._rules, sizes=self._left.sizes)
         if start:

@@ -20,10 +20,10 @@ from blake3 import blake3
 from torch import Tensor, distributed
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.averaging.exchange import Vector
 from shoal.compression import Compression, TensorRole, plan_codecs
 from shoal.flat import FlatBuffer, Layout, Places, bytes_of, holders_of, living_modules, pick_kernels
 from shoal.optim._torch import NormBase, writes_of
-from shoal.optim.accumulator import Part
 from shoal.optim.group_options import KERNELS, GroupOptions, is_plain, plain, restored
 from shoal.optim.host_copy import HostCopy
 from shoal.optim.settings import Settings
@@ -358,7 +358,7 @@ class Replica(TrainingState):
             self.options.step_scheduler()
             self._adopt_new_statistics()
             self.tip = tip
-        self.state_digest = hash_of(self.shared.averaged.flat) if with_state and is_local else self.digest()
+        self.state_digest = hash_of(self.shared.outputs.flat) if with_state and is_local else self.digest()
 
     def step_locally(self) -> None:
         """Make the local optimizer's step with this peer's own `.grad` and options; the epoch goes on."""
@@ -611,7 +611,7 @@ async def for_newcomer(take: Callable[[], Snapshot]) -> EncodedState:
         raise Refused(str(error)) from error
 
 
-class SharedTensors(Part):
+class SharedTensors(Vector):
     """Tensors that rounds average: a copy of what they were when they were taken, and their average.
 
     Args:
@@ -637,13 +637,13 @@ class SharedTensors(Part):
     def take(self) -> None:
         """Bring the tensors as they are now to the next round. A tensor that this peer does not have counts as
         zeros."""
-        for mine, tensor in zip(self.mine.views(), self._tensors(), strict=True):
+        for mine, tensor in zip(self.inputs.views(), self._tensors(), strict=True):
             mine.zero_() if tensor is None else mine.copy_(tensor)
 
     @torch.no_grad()
     def put(self, *, keep_changes: bool) -> None:
         """Set the tensors to their average; with `keep_changes` by the delta rule, see `put_average`."""
-        views = zip(self._tensors(), self.averaged.views(), self.mine.views(), self._roles, strict=True)
+        views = zip(self._tensors(), self.outputs.views(), self.inputs.views(), self._roles, strict=True)
         for tensor, average, mine, role in views:
             if tensor is not None:
                 put_average(tensor, average, mine if keep_changes else None, role)

@@ -135,6 +135,16 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         self.defaults = {**defaults, **self.optim.defaults}  # where OneCycleLR looks for momentum
         self._built = True
 
+    # Two names of torch's ZeroRedundancyOptimizer that code around it reads: join hooks of users, torch's own DDP hooks.
+
+    @property
+    def _all_params(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @property
+    def _overlap_with_ddp(self) -> bool:
+        return self.overlap_with_ddp
+
     @property
     def optim(self) -> Optimizer:
         """The local optimizer, over this rank's slices."""

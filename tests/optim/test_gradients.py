@@ -16,8 +16,8 @@ def test_what_a_step_does_to_grad_leaves_the_average_as_it_was_committed():
     gradients.accumulate(2)
     assert gradients.close() == 2
     gradients.use_local()
-    committed = [flat.clone() for flat in gradients.averaged.flat]
+    committed = [flat.clone() for flat in gradients.outputs.flat]
     with gradients.as_grad([parameter]):
         assert torch.equal(parameter.grad, torch.arange(5.0))
         parameter.grad.mul_(0.1)
-    assert all(torch.equal(a, b) for a, b in zip(gradients.averaged.flat, committed, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(gradients.outputs.flat, committed, strict=True))

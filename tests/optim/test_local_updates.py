@@ -92,7 +92,7 @@ def test_what_changed_meanwhile_is_kept() -> None:
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor(3.0, dtype=torch.float64)]
     shared = SharedTensors(lambda: tensors, Layout.of(tensors), NoCompression(), [TensorRole.PARAMETER] * 2)
     shared.take()
-    for average, mine in zip(shared.averaged.flat, shared.mine.flat, strict=True):
+    for average, mine in zip(shared.outputs.flat, shared.inputs.flat, strict=True):
         average.copy_(mine + 10.0)
     tensors[0] += torch.tensor([0.5, float("nan")])
     shared.put(keep_changes=True)

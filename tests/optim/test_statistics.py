@@ -97,7 +97,7 @@ def test_what_decays_during_a_round_does_not_become_negative() -> None:
     roles = [TensorRole.PARAMETER, TensorRole.OPTIMIZER, TensorRole.OPTIMIZER]
     shared = SharedTensors(lambda: tensors, Layout.of([torch.zeros(2)] * 3), NoCompression(), roles)
     shared.take()
-    for tensor, average in zip(tensors, shared.averaged.views(), strict=True):
+    for tensor, average in zip(tensors, shared.outputs.views(), strict=True):
         assert tensor is not None
         average.copy_(0.1 * tensor)
         tensor[1] = 0.5

@@ -275,3 +275,13 @@ def check_a_backward_pass_that_raised_is_tried_again() -> None:
             optimizer.step()
             assert_near(ours.parameters(), plain.parameters())
             assert_same_on_all_ranks(ours.parameters())
+
+
+def check_names_that_code_around_torchs_optimizer_reads() -> None:
+    """torch's test of Join with ZeRO reads the one, its `hook_with_zero_step` the other."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    first, second = (list(layer.parameters()) for layer in model)
+    zero = Zero(first, torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    zero.add_param_group({"params": second})
+    assert all(ours is param for ours, param in zip(zero._all_params, [*first, *second], strict=True))
+    assert zero._overlap_with_ddp
