@@ -135,7 +135,7 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         self.defaults = {**defaults, **self.optim.defaults}  # where OneCycleLR looks for momentum
         self._built = True
 
-    # Two names of torch's ZeroRedundancyOptimizer that code around it reads: join hooks of users, torch's own DDP hooks.
+    # Names of torch's ZeroRedundancyOptimizer that code around it reads: join hooks of users, and torch's DDP hooks.
 
     @property
     def _all_params(self) -> list[Tensor]:
