@@ -17,8 +17,8 @@ from shoal.p2p.node import Reply
 from shoal.p2p.transport import Buffer
 from shoal.swarm.channel import Channel
 from shoal.swarm.directory import REFRESH_SECONDS, Directory
+from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.errors import Rejected
-from shoal.swarm.protocol.messages import Describe, Description, Hello, Pong, Terms
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.reach import Reach, Reachability
 from shoal.swarm.protocol.tensors import Tensors, difference, encode_tensors
@@ -44,7 +44,7 @@ class _Stranger:
         describing: asks the peer for its tensors.
     """
 
-    terms: Terms
+    terms: msg.Terms
     tip: Tip
     difference: str
     explained: bool = False
@@ -69,12 +69,7 @@ class Contacts:
     """
 
     def __init__(
-        self,
-        channel: Channel,
-        peer: Peer,
-        directory: Directory,
-        tensors: Sequence[Tensors],
-        act: Callable[[], None],
+        self, channel: Channel, peer: Peer, directory: Directory, tensors: Sequence[Tensors], act: Callable[[], None]
     ) -> None:
         self._channel, self._peer, self._view = channel, peer, peer.view
         self._directory, self._tensors, self._act = directory, tensors, act
@@ -127,7 +122,7 @@ class Contacts:
         difference = next(iter(strangers.values())).difference
         raise Rejected(f"the other peers of the run go by other terms: {difference}. Make it equal on all peers")
 
-    def _is_stranger(self, peer: PeerID, hello: Hello, differs_in: str) -> None:
+    def _is_stranger(self, peer: PeerID, hello: msg.Hello, differs_in: str) -> None:
         """A peer of the run has other terms: log that once. Where the tensors differ, the two ask each other which."""
         known = self._strangers.get(peer.key)
         if known is not None and known.terms == hello.terms:
@@ -141,8 +136,8 @@ class Contacts:
 
     async def _compare_tensors(self, peer: PeerID, stranger: _Stranger) -> None:
         try:
-            reply = await self._channel.ask(peer.key, Describe(), MEET_TIMEOUT, [encode_tensors(self._tensors)])
-            if isinstance(reply.body, Description) and reply.buffers:
+            reply = await self._channel.ask(peer.key, msg.Describe(), MEET_TIMEOUT, [encode_tensors(self._tensors)])
+            if isinstance(reply.body, msg.Description) and reply.buffers:
                 self._compare(peer, stranger, reply.buffers[0])
         except (P2PError, TimeoutError) as error:
             log.debug("%r did not describe its tensors: %s", peer, error)
@@ -153,7 +148,7 @@ class Contacts:
         stranger = self._strangers.get(peer.key)
         if stranger is not None:
             self._compare(peer, stranger, theirs)
-        return Reply(Description(), [encode_tensors(self._tensors)])
+        return Reply(msg.Description(), [encode_tensors(self._tensors)])
 
     def _compare(self, peer: PeerID, stranger: _Stranger, theirs: Buffer) -> None:
         try:
@@ -171,7 +166,7 @@ class Contacts:
 
     # -- members
 
-    def on_hello(self, peer: PeerID, hello: Hello) -> Hello:
+    def on_hello(self, peer: PeerID, hello: msg.Hello) -> msg.Hello:
         """A peer of the run speaks. Raises Refused if it uses another peer's name."""
         if hello.sender.key != peer.key:
             raise Refused("HELLO in the name of another peer")
@@ -237,7 +232,7 @@ class Contacts:
 
     async def _greet(self, peer: PeerID) -> None:
         try:
-            self.on_hello(peer, await self._channel.call(peer.key, self._peer.hello(), Hello, MEET_TIMEOUT))
+            self.on_hello(peer, await self._channel.call(peer.key, self._peer.hello(), msg.Hello, MEET_TIMEOUT))
         except (P2PError, TimeoutError) as error:
             log.debug("%r could not meet %r: %s", self._view.me.peer, peer, error)
             self._reach.failed(peer.key, str(error) or f"no answer within {MEET_TIMEOUT:g} s")
@@ -394,7 +389,7 @@ class Liveness:
     async def _ask(self, key: bytes) -> None:
         ping = self._peer.ping()
         try:
-            pong = await self._channel.call(key, ping, Pong, self._timeout)
+            pong = await self._channel.call(key, ping, msg.Pong, self._timeout)
         except (P2PError, TimeoutError) as error:
             log.debug(
                 "%r: %r: %s", self._channel.node.peer_id, PeerID(key), error

@@ -21,26 +21,10 @@ from shoal.swarm.channel import Channel
 from shoal.swarm.contacts import Contacts, Liveness
 from shoal.swarm.directory import Directory
 from shoal.swarm.fetching import Fetching
+from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Meet, Send
 from shoal.swarm.protocol.contribution import Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, ResultLost
-from shoal.swarm.protocol.messages import (
-    Begin,
-    Broken,
-    Call,
-    Carries,
-    Commit,
-    Count,
-    Describe,
-    Elsewhere,
-    Hello,
-    Join,
-    Joined,
-    Leave,
-    Message,
-    Progress,
-    Terms,
-)
 from shoal.swarm.protocol.participant import Finished
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
@@ -108,7 +92,7 @@ class Swarm:
         addresses: Iterable[Multiaddr],
         directory: Directory,
         run_id: str,
-        terms: Terms,
+        terms: msg.Terms,
         rules: Rules,
         place: Place,
     ) -> None:
@@ -120,7 +104,7 @@ class Swarm:
         reducer_timeout = 2 * sender_timeout if place.reducer_timeout is None else place.reducer_timeout
         self.node, self.rules, self._chunk_timeout = node, rules, chunk_timeout
         self._request_timeout = JOIN_TIMEOUT if place.request_timeout is None else place.request_timeout
-        self.service = Service(f"averaging/{run_id}", Message, self._undecodable)
+        self.service = Service(f"averaging/{run_id}", msg.Message, self._undecodable)
         channel = self._channel = Channel(node, self.service)
         silence = Silence(sender_timeout, reducer_timeout)
         reaches, keeps_state = channel.is_connected, place.keeps_state
@@ -136,8 +120,8 @@ class Swarm:
         self._news_told = self._changes_seen = 0
         self._patience: asyncio.Timeout | None = None  # ends the call of `average`
         self._timeout = 0.0  # that patience, in seconds
-        self._round: Begin | None = None  # the one that the call of `average` knows of
-        self._reported: Progress | None = None
+        self._round: msg.Begin | None = None  # the one that the call of `average` knows of
+        self._reported: msg.Progress | None = None
         self._reported_to: tuple[bytes, Tip] | None = None  # the coordinator that has the last report, and its tip
         self._asked: list[bytes] = []  # coordinators that have not answered a report yet
         self._watching: list[bytes] = []
@@ -206,7 +190,7 @@ class Swarm:
 
     def retire(self) -> None:
         """Leave the run, but until `stop` still tell members that missed the last round what it was."""
-        self._channel.notify(self.peer.view.others(), Leave())
+        self._channel.notify(self.peer.view.others(), msg.Leave())
         self.contacts.stop()
         self._retired = True
 
@@ -235,7 +219,7 @@ class Swarm:
 
     # -- samples
 
-    async def report(self, report: Progress) -> Count:
+    async def report(self, report: msg.Progress) -> msg.Count:
         """Tell the coordinator this peer's samples since the tip. Returns what all members have.
 
         Raises: `Behind` if the coordinator is at a state that outranks this peer's, P2PError if it cannot be asked,
@@ -246,7 +230,7 @@ class Swarm:
         self._reported = report
         return await self._report(report)
 
-    async def _report(self, report: Progress) -> Count:
+    async def _report(self, report: msg.Progress) -> msg.Count:
         coordinator = self.peer.participant.coordinator()
         self._reported_to = (coordinator.key, report.tip)
         self._asked.append(coordinator.key)
@@ -255,14 +239,14 @@ class Swarm:
         finally:
             self._asked.remove(coordinator.key)
         match answer:
-            case Count():
+            case msg.Count():
                 if answer.called and answer.tip == self.tip and not self.called:
                     self.peer.is_called()
                     self._act()
                 return answer
-            case Elsewhere():
+            case msg.Elsewhere():
                 await self.contacts.meet(answer.coordinator)
-            case Hello():
+            case msg.Hello():
                 if answer.tip == report.tip:
                     await self.contacts.meet_peer(coordinator.peer)  # it has lost this peer
                 else:
@@ -270,7 +254,7 @@ class Swarm:
                     self._act()
                 if answer.tip.outranks(self.tip) and not self.missed:  # a missed result comes first
                     raise Behind(f"the swarm is at epoch {answer.tip.epoch}, this peer at {self.tip.epoch}")
-        return Count(report.tip, report.samples, report.rate, 1, False)
+        return msg.Count(report.tip, report.samples, report.rate, 1, False)
 
     async def _report_again(self) -> None:
         """Another member counts now."""
@@ -285,17 +269,17 @@ class Swarm:
     async def be_awaited(self, tip: Tip, holders: Sequence[PeerID]) -> bool:
         """Tell the coordinator at the state `tip`, as these holders of it know it, that this peer is downloading the
         state. Returns whether the next round waits for that."""
-        loading = Progress(tip, 0.0, 0.0, loading=True)
+        loading = msg.Progress(tip, 0.0, 0.0, loading=True)
         for holder in holders:
             try:
                 answer = (await self._channel.ask(holder.key, loading, self._request_timeout)).body
-                if isinstance(answer, Elsewhere):
+                if isinstance(answer, msg.Elsewhere):
                     await self.contacts.meet(answer.coordinator)
                     answer = (await self._channel.ask(answer.coordinator.key, loading, self._request_timeout)).body
             except (P2PError, TimeoutError) as error:
                 log.debug("could not ask %r to be waited for: %s", holder, error)
                 continue
-            if isinstance(answer, Count):
+            if isinstance(answer, msg.Count):
                 return True
         return False
 
@@ -391,7 +375,7 @@ class Swarm:
             if until > (patience.when() or 0.0):
                 patience.reschedule(until)
 
-    async def _fetch_result(self, commit: Commit) -> None:
+    async def _fetch_result(self, commit: msg.Commit) -> None:
         """Get the result of a round that this peer has missed, or did not use. If no member sends it, the round is made
         again. Raises `Behind` if a member holds a better state instead."""
         peer, given = self.peer, self.peer.participant.input
@@ -420,20 +404,20 @@ class Swarm:
     # -- messages
 
     def _handle(self, peer: PeerID, message: Any, buffers: Sequence[memoryview]) -> Answer | Awaitable[Answer]:
-        if self._retired and isinstance(message, Hello | Progress | Join | Call | Begin):
+        if self._retired and isinstance(message, msg.Hello | msg.Progress | msg.Join | msg.Call | msg.Begin):
             raise Unavailable("this peer has left the run")
         match message:
-            case Hello():
+            case msg.Hello():
                 return self.contacts.on_hello(peer, message)
-            case Describe():
+            case msg.Describe():
                 return self.contacts.on_describe(peer, buffers[0] if buffers else b"")
-            case Leave():
+            case msg.Leave():
                 self.contacts.left(peer.key)
                 self._lost(peer.key)
                 return None
-            case Join():
+            case msg.Join():
                 return self._on_join(peer, message, buffers)
-            case Progress() if not message.loading:
+            case msg.Progress() if not message.loading:
                 return self._at_tip(peer, message, buffers)
         return self._receive(peer, message, buffers)
 
@@ -443,7 +427,7 @@ class Swarm:
         finally:
             self._act()
 
-    def _on_join(self, peer: PeerID, join: Join, buffers: Sequence[memoryview]) -> Answer | Awaitable[Answer]:
+    def _on_join(self, peer: PeerID, join: msg.Join, buffers: Sequence[memoryview]) -> Answer | Awaitable[Answer]:
         if join.sender.key != peer.key:
             raise Refused("JOIN in the name of another peer")
         if join.terms.difference(self.peer.terms) is not None:
@@ -453,7 +437,7 @@ class Swarm:
         self.peer.expect_join(peer.key, join)
         return self._at_tip(peer, join, buffers)
 
-    async def _at_tip(self, peer: PeerID, message: Join | Progress, buffers: Sequence[memoryview]) -> Answer:
+    async def _at_tip(self, peer: PeerID, message: msg.Join | msg.Progress, buffers: Sequence[memoryview]) -> Answer:
         """Receive a message about a tip, and wait for that tip first if it is the next one."""
         held = [bytes(buffer) for buffer in buffers]
         if message.tip.epoch == self.tip.epoch + 1:
@@ -516,11 +500,11 @@ class Swarm:
     def _do(self, action: Action) -> None:
         match action:
             case Send():
-                if isinstance(action.message, Broken):
+                if isinstance(action.message, msg.Broken):
                     broken = action.message
                     log.info("%r cannot go on with %r: %s", self.node.peer_id, PeerID(broken.peer), broken.reason)
                 self._channel.notify(action.to, action.message, action.buffers, action.name)
-            case Ask(message=Join() as join):
+            case Ask(message=msg.Join() as join):
                 self.node.spawn(self._join(action.to, join, action.buffers))
             case Ask():
                 self.node.spawn(self._ask(action))
@@ -531,7 +515,7 @@ class Swarm:
                 self._fetching.begin(exchange, wanted, lambda failed: self._fetched(action, failed))
             case Cancel():
                 self._fetching.stop(action.round)
-                for carries in (Carries.PART, Carries.RESULT):
+                for carries in (msg.Carries.PART, msg.Carries.RESULT):
                     self._channel.cancel(action.round + carries.value)
             case Meet():
                 self.node.spawn(self._meet(action))
@@ -551,7 +535,7 @@ class Swarm:
     async def _ask(self, action: Ask) -> None:
         """A question of the coordinator."""
         key, request = action.to, action.message
-        assert not isinstance(request, Join)
+        assert not isinstance(request, msg.Join)
         try:
             reply = await self._channel.ask(key, request, self._chunk_timeout, action.buffers)
         except (P2PError, TimeoutError) as error:
@@ -560,7 +544,7 @@ class Swarm:
             self.peer.answered(key, request, reply.body, self._now())
         self._act()
 
-    async def _join(self, key: bytes, join: Join, buffers: Sequence[Any]) -> None:
+    async def _join(self, key: bytes, join: msg.Join, buffers: Sequence[Any]) -> None:
         """Give the coordinator with that key this peer's JOIN."""
         participant, coordinator = self.peer.participant, PeerID(key)
         try:
@@ -578,23 +562,23 @@ class Swarm:
             log.debug("%r could not join %r: %s", self.me.peer, coordinator, error)
             self._lost(key)
         else:
-            if isinstance(answer, Joined):
+            if isinstance(answer, msg.Joined):
                 return
-            if isinstance(answer, Hello) and answer.tip == join.tip:
+            if isinstance(answer, msg.Hello) and answer.tip == join.tip:
                 # It knows other members than this peer: tell each other, before it begins a round without one of them.
                 await self.contacts.meet_peer(coordinator)
                 participant.introduced(key)
             else:
-                if isinstance(answer, Elsewhere):
+                if isinstance(answer, msg.Elsewhere):
                     await self.contacts.meet(answer.coordinator)
-                elif isinstance(answer, Hello):
+                elif isinstance(answer, msg.Hello):
                     self.peer.told(key, answer.tip, self._now())
                     self._act()
                 await asyncio.sleep(DECLINED_SECONDS)
             participant.rejoin(key)
         self._act()
 
-    async def _enter(self, begin: Begin) -> None:
+    async def _enter(self, begin: msg.Begin) -> None:
         """Connect to the reducers of a round, and wait until the input can be read."""
         given, node = self.peer.participant.input, self.node
         missing = [m for m in begin.members if m.addresses and not node.is_connected(m.peer)]

@@ -26,23 +26,10 @@ from enum import Enum
 import msgspec
 
 from shoal.p2p.transport import MAX_BUFFER_BYTES
+from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Send
 from shoal.swarm.protocol.answers import flaw, repaired
 from shoal.swarm.protocol.book import RuleBroken, root_of
-from shoal.swarm.protocol.messages import (
-    Abort,
-    Begin,
-    Broken,
-    Call,
-    Commit,
-    Count,
-    Done,
-    Have,
-    Join,
-    Progress,
-    Repair,
-    Survey,
-)
 from shoal.swarm.protocol.pace import Pace
 from shoal.swarm.protocol.plan import can_divide, chunk_elements, chunk_table, divide
 from shoal.swarm.protocol.rules import Rules
@@ -104,18 +91,18 @@ class Coordinator:
     veterans: frozenset[bytes] = frozenset()
     phase: Phase = Phase.COUNTING
     expected: dict[bytes, Member] = field(default_factory=dict)  # connected members: BEGIN waits for them
-    joins: dict[bytes, Join] = field(default_factory=dict)
+    joins: dict[bytes, msg.Join] = field(default_factory=dict)
     gathered: dict[bytes, bytes] = field(default_factory=dict)
     late: dict[bytes, None] = field(default_factory=dict)  # members that joined after BEGIN; they wait for the COMMIT
-    counts: dict[bytes, Progress] = field(default_factory=dict)
-    begin: Begin | None = None
+    counts: dict[bytes, msg.Progress] = field(default_factory=dict)
+    begin: msg.Begin | None = None
     ballot: Ballot | None = None
     out: dict[bytes, str] = field(default_factory=dict)  # members put out of the round, and why
     done: dict[bytes, bytes] = field(default_factory=dict)
-    have: dict[bytes, Have] = field(default_factory=dict)
+    have: dict[bytes, msg.Have] = field(default_factory=dict)
     disputed: dict[bytes, bytes] = field(default_factory=dict)  # the digests of DONE, by member, when they differed
     settled: bytes = b""  # the digest of the result, once every member has every chunk in some version
-    commit: Commit | None = None
+    commit: msg.Commit | None = None
     deadline: float | None = None  # of the phase
     wait_until: dict[bytes, float] = field(default_factory=dict)  # how long members that joined want to wait
     took_over: bool = False
@@ -132,7 +119,7 @@ class Coordinator:
         self.pace = Pace(math.inf if self.rules.target_samples is None else self.rules.target_samples)
 
     @classmethod
-    def successor(cls, me: bytes, begin: Begin, attempt: int, lost: Iterable[bytes], rules: Rules) -> Coordinator:
+    def successor(cls, me: bytes, begin: msg.Begin, attempt: int, lost: Iterable[bytes], rules: Rules) -> Coordinator:
         """The coordinator that takes over the round of a lost one. Call `start_survey` first."""
         coordinator = cls(me, begin.tip, rules, phase=Phase.SURVEYING, begin=begin, took_over=True)
         coordinator.ballot = Ballot(attempt, me)
@@ -162,7 +149,7 @@ class Coordinator:
                 self.pace.lost(key)
         return self.tick(now)
 
-    def progress(self, key: bytes, report: Progress, now: float) -> tuple[Count, list[Send]]:
+    def progress(self, key: bytes, report: msg.Progress, now: float) -> tuple[msg.Count, list[Send]]:
         """A member reports its samples. Returns the answer, and what else to send. Only reported samples call the
         round, never estimates."""
         before = self.counts.get(key)
@@ -179,9 +166,9 @@ class Coordinator:
         if report.counted and (report.asks or self.counts[key] != before):  # else it repeats an earlier report
             wait = self.pace.reported(key, report.samples, report.step, report.seconds, report.asks and not called, now)
         others = self.pace.under_way(but=key)
-        return Count(self.tip, samples, rate, len(self.counts), called, others, wait), actions
+        return msg.Count(self.tip, samples, rate, len(self.counts), called, others, wait), actions
 
-    def join(self, key: bytes, join: Join, gathered: bytes, now: float) -> list[Send]:
+    def join(self, key: bytes, join: msg.Join, gathered: bytes, now: float) -> list[Send]:
         """A member's input is ready. It may join again (after a lost answer); the last JOIN counts. Raises RuleBroken
         if the members gather more than fits BEGIN."""
         if not self.is_before_begin:
@@ -230,7 +217,7 @@ class Coordinator:
 
     def _gather(self, deadline: float) -> list[Send]:
         self.phase, self.deadline = Phase.GATHERING, deadline
-        return [Send(tuple(self.expected), Call(self.tip))]
+        return [Send(tuple(self.expected), msg.Call(self.tip))]
 
     def tick(self, now: float) -> list[Send]:
         """Do what is due at `now`; to be called at `wake_at` and after every event."""
@@ -241,7 +228,7 @@ class Coordinator:
             if missing and not self._is_full() and not self.reminded:
                 # They may be in a round of another coordinator, or past one: without them there could be two results.
                 self.reminded, self.deadline = True, now + REMINDER_SECONDS
-                return [Send(missing, Call(self.tip))]
+                return [Send(missing, msg.Call(self.tip))]
             return self._begin(now)
         if self.phase in (Phase.RUNNING, Phase.SURVEYING) and self.deadline is not None and now >= self.deadline:
             return self.abort(f"the round has not got on for {self._round_timeout:g} s")
@@ -318,7 +305,7 @@ class Coordinator:
         elements = chunk_elements(sum(sizes), reducers, self.rules.chunk_elements)
         starts = divide(len(chunk_table(sizes, elements)), members, self.rules.smallest_span / elements)
         self.ballot = Ballot(1 + max(join.attempt for join in joins), self.me)
-        self.begin = Begin(
+        self.begin = msg.Begin(
             tip=self.tip,
             ballot=self.ballot,
             members=members,
@@ -364,7 +351,7 @@ class Coordinator:
         self.signs_of[key] = signs
         return self.gets_on(now)
 
-    def broken(self, key: bytes, broken: Broken, reachable: bool, now: float) -> list[Send]:
+    def broken(self, key: bytes, broken: msg.Broken, reachable: bool, now: float) -> list[Send]:
         """A member cannot go on with another. The other is put out at once if it broke a rule, if it is not `reachable`
         from here either, or if it speaks of itself; else the two are judged. Raises RuleBroken for a complaint of a
         peer that is not in the round."""
@@ -430,7 +417,7 @@ class Coordinator:
             return []
         assert self.begin is not None
         self.out[key] = reason
-        told = [Send((key,), Abort(self.begin.round, reason[:256]))]
+        told = [Send((key,), msg.Abort(self.begin.round, reason[:256]))]
         return told + (self._regroup() if self._is_too_small() else self.start_survey(now))
 
     def _is_too_small(self) -> bool:
@@ -455,7 +442,7 @@ class Coordinator:
         self.have, self.done = {}, {}
         begin = self.begin if self.took_over else None
         buffers = [self.gathered_of_all()] if self.took_over else []
-        survey = Survey(self.tip, self.begin.round, self.ballot, tuple(self.out), begin)
+        survey = msg.Survey(self.tip, self.begin.round, self.ballot, tuple(self.out), begin)
         return [Send(tuple(self.live()), survey, buffers)]
 
     def outbid(self, ballot: Ballot, reachable: bool, now: float) -> list[Send]:
@@ -468,7 +455,7 @@ class Coordinator:
         self.ballot = Ballot(ballot.number, self.me)
         return self.start_survey(now)
 
-    def surveyed(self, key: bytes, ballot: Ballot, have: Have, now: float) -> list[Send]:
+    def surveyed(self, key: bytes, ballot: Ballot, have: msg.Have, now: float) -> list[Send]:
         """A member's answer to the survey of `ballot`."""
         if self.phase is not Phase.SURVEYING or ballot != self.ballot or key not in self.live():
             return []
@@ -491,9 +478,9 @@ class Coordinator:
         self.phase = Phase.RUNNING
         self.disputed = {}
         sources, self.settled = repaired(self.begin, live, self.have)
-        return [Send(tuple(live), Repair(self.begin.round, self.ballot, sources))]
+        return [Send(tuple(live), msg.Repair(self.begin.round, self.ballot, sources))]
 
-    def finished(self, key: bytes, done: Done, view: Collection[Member], now: float) -> list[Send]:
+    def finished(self, key: bytes, done: msg.Done, view: Collection[Member], now: float) -> list[Send]:
         """A member has all chunks. `view` are the members that the next round expects."""
         if self.phase is not Phase.RUNNING or done.ballot != self.ballot or key not in self.live():
             return []
@@ -512,9 +499,9 @@ class Coordinator:
         samples = sum(self.begin.weights)
         keys = tuple(member.key for member in self.begin.members)
         kept = tuple(member for member in view if member.key not in self.out)
-        return self._commit(Commit(self.tip, self.begin.round, root, samples, keys, kept))
+        return self._commit(msg.Commit(self.tip, self.begin.round, root, samples, keys, kept))
 
-    def _commit(self, commit: Commit) -> list[Send]:
+    def _commit(self, commit: msg.Commit) -> list[Send]:
         self.phase = Phase.COMMITTED
         self.commit = commit
         in_round = self.begin.members if self.begin is not None else ()
@@ -525,4 +512,4 @@ class Coordinator:
         """End the round without a result."""
         self.phase = Phase.ABORTED
         to = tuple(dict.fromkeys([*self.live(), *self.late]))
-        return [Send(to, Abort(self.begin.round, reason[:256]))] if self.begin is not None else []
+        return [Send(to, msg.Abort(self.begin.round, reason[:256]))] if self.begin is not None else []

@@ -13,36 +13,11 @@ from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Leases
 from shoal.p2p.node import Reply
+from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Send
 from shoal.swarm.protocol.book import EarlyChunks, RuleBroken, check_begin
 from shoal.swarm.protocol.contribution import BytesExchange, Contribution
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
-from shoal.swarm.protocol.messages import (
-    MAX_GATHER_BYTES,
-    Abort,
-    Begin,
-    Broken,
-    Carries,
-    Commit,
-    Committed,
-    Digests,
-    Done,
-    Elsewhere,
-    Fetch,
-    Follows,
-    Have,
-    Join,
-    Part,
-    Ping,
-    Pong,
-    Repair,
-    Result,
-    Survey,
-    Terms,
-    Unjoin,
-    Waiting,
-    name_of,
-)
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tip import Ballot, Tip
 from shoal.swarm.protocol.view import Member, View
@@ -78,7 +53,7 @@ class Finished:
     """
 
     exchange: BytesExchange
-    commit: Commit
+    commit: msg.Commit
     gathered: dict[bytes, bytes]
     missed: bool
     began: float
@@ -118,16 +93,16 @@ class Participant:
         join_to_begin: seconds from the last JOIN to BEGIN of the round, if this peer coordinates it.
     """
 
-    def __init__(self, view: View, tip: Tip, terms: Terms, out: list[Action], silence: Silence) -> None:
+    def __init__(self, view: View, tip: Tip, terms: msg.Terms, out: list[Action], silence: Silence) -> None:
         self.view, self.tip, self.terms, self.silence = view, tip, terms, silence
         self._out = out
         self.state = State.IDLE
         self.ballot: Ballot | None = None
-        self.begin: Begin | None = None
-        self.repair: Repair | None = None
+        self.begin: msg.Begin | None = None
+        self.repair: msg.Repair | None = None
         self.done: Ballot | None = None
-        self.commit: Commit | None = None
-        self.missed: Commit | None = None
+        self.commit: msg.Commit | None = None
+        self.missed: msg.Commit | None = None
         self.called = self.made = False
         self.input: Contribution | None = None
         self.exchange: BytesExchange | None = None
@@ -173,11 +148,11 @@ class Participant:
         return self.state is State.JOINED
 
     @property
-    def commits(self) -> list[Commit]:
+    def commits(self) -> list[msg.Commit]:
         """The commits that this peer can tell others of."""
         return [commit for commit in (self.commit, self.missed) if commit is not None]
 
-    def commit_of(self, round_id: bytes) -> Commit | None:
+    def commit_of(self, round_id: bytes) -> msg.Commit | None:
         """The commit of that round, if this peer knows it."""
         return next((commit for commit in self.commits if commit.round == round_id), None)
 
@@ -210,9 +185,9 @@ class Participant:
         """An input waits for the next round. Raises AveragingError if another one waits."""
         if self.input is not None:
             raise AveragingError("this peer is in a round already")
-        if len(contribution.gathered) > MAX_GATHER_BYTES:
+        if len(contribution.gathered) > msg.MAX_GATHER_BYTES:
             raise ValueError(
-                f"gather is {len(contribution.gathered)} bytes long; at most {MAX_GATHER_BYTES} are allowed"
+                f"gather is {len(contribution.gathered)} bytes long; at most {msg.MAX_GATHER_BYTES} are allowed"
             )
         self.input, self.finished, self.error = contribution, None, None
         self.gathered, self._introduced = {}, None
@@ -225,14 +200,14 @@ class Participant:
             self.complain(self.me, "it gave up", fault=False)
             self.leave()
         elif self.state is State.JOINED:
-            self._send([self.joined], Unjoin())
+            self._send([self.joined], msg.Unjoin())
         if self.finished is not None:
             self._forget(self.finished.exchange)
         self.input = None
         self._rest()
         self._early.clear()
 
-    def next_step(self, now: float) -> Commit | None:
+    def next_step(self, now: float) -> msg.Commit | None:
         """Continue between rounds: send a JOIN if one is due. Returns the commit whose result is to be fetched first.
 
         Raises Behind if the input was computed from a state that the swarm has left."""
@@ -258,7 +233,7 @@ class Participant:
     def _join(self, coordinator: Member) -> None:
         given, view = self.input, self.view.fingerprint()
         assert given is not None
-        join = Join(
+        join = msg.Join(
             tip=self.tip,
             sender=self.view.me,
             terms=self.terms,
@@ -304,7 +279,7 @@ class Participant:
 
     # -- promises
 
-    def follow_begin(self, sender: bytes, begin: Begin, *, relayed: bool) -> None:
+    def follow_begin(self, sender: bytes, begin: msg.Begin, *, relayed: bool) -> None:
         """Enter a round; `relayed` by another member after its coordinator was lost. Raises RuleBroken if this BEGIN
         must not be followed."""
         if self.missed is not None:
@@ -325,13 +300,13 @@ class Participant:
         self.ballot, self.begin, self.state = begin.ballot, begin, State.IN_ROUND
         self.repair = self.done = self.join_to_begin = None
 
-    def follow_survey(self, sender: bytes, survey: Survey) -> None:
+    def follow_survey(self, sender: bytes, survey: msg.Survey) -> None:
         """Follow a coordinator's new ballot in the round. Raises RuleBroken if it must not be followed."""
         self._follow(sender, survey.round, survey.ballot)
         if self.me in survey.out:
             raise RuleBroken("a survey that counts this peer as out")
 
-    def follow_repair(self, sender: bytes, repair: Repair) -> None:
+    def follow_repair(self, sender: bytes, repair: msg.Repair) -> None:
         """Follow a repair. Raises RuleBroken if it must not be followed."""
         if self.begin is not None and any(source.chunk >= self.begin.starts[-1] for source in repair.sources):
             raise RuleBroken("a repair of chunks that do not exist")
@@ -359,7 +334,7 @@ class Participant:
 
     # -- in a round
 
-    def on_begin(self, sender: bytes, begin: Begin, buffers: Sequence[memoryview], now: float) -> None:
+    def on_begin(self, sender: bytes, begin: msg.Begin, buffers: Sequence[memoryview], now: float) -> None:
         """The coordinator begins a round with this peer in it. Raises Refused if this peer must not follow."""
         try:
             if sender not in self.view.members:
@@ -369,11 +344,13 @@ class Participant:
             # The coordinator waits for this peer now: it must hear that it waits in vain, and for whom it would have
             # to.
             other = self.other_coordinator(sender) if sender in self.view.members else None
-            broken = Broken(begin.round, self.me, False, str(error)[:256])
-            self._send([sender], broken if other is None else Elsewhere(other))
+            broken = msg.Broken(begin.round, self.me, False, str(error)[:256])
+            self._send([sender], broken if other is None else msg.Elsewhere(other))
             raise Refused(str(error)) from error
 
-    def enter(self, sender: bytes, begin: Begin, buffers: Sequence[memoryview], now: float, *, relayed: bool) -> None:
+    def enter(
+        self, sender: bytes, begin: msg.Begin, buffers: Sequence[memoryview], now: float, *, relayed: bool
+    ) -> None:
         """Enter a round; `relayed` by another than its coordinator. Raises RuleBroken if this peer must not follow."""
         self.follow_begin(sender, begin, relayed=relayed)
         assert self.input is not None
@@ -390,7 +367,7 @@ class Participant:
         self.progressed_at = now
         self._out.append(Enter(begin))
 
-    def started(self, begin: Begin, leases: Leases) -> None:
+    def started(self, begin: msg.Begin, leases: Leases) -> None:
         """The reducers of the round are connected, and the input can be read: send the first parts."""
         if self.begin is begin and self.exchange is not None and self.input is not None:
             self.exchange.start(self.input.weight, leases)
@@ -405,7 +382,7 @@ class Participant:
                 log.warning("%r refused a chunk of %r: %s", self.view.me.peer, PeerID(sender), error)
         self._check_done()
 
-    def on_chunk(self, sender: bytes, message: Part | Result, buffers: Sequence[memoryview]) -> None:
+    def on_chunk(self, sender: bytes, message: msg.Part | msg.Result, buffers: Sequence[memoryview]) -> None:
         """A chunk has arrived. Raises Refused, and complains of the sender, if it does not belong here."""
         exchange = self.exchange
         if exchange is None or exchange.book.begin.round != message.round:
@@ -422,7 +399,7 @@ class Participant:
             self._keep_early(sender, message, buffers)
             return
         try:
-            if isinstance(message, Part):
+            if isinstance(message, msg.Part):
                 exchange.part(sender, message, buffers)
             else:
                 exchange.result(sender, message, buffers)
@@ -431,7 +408,7 @@ class Participant:
             raise Refused(str(error)) from error
         self._check_done()
 
-    def _keep_early(self, sender: bytes, message: Part | Result, buffers: Sequence[memoryview]) -> None:
+    def _keep_early(self, sender: bytes, message: msg.Part | msg.Result, buffers: Sequence[memoryview]) -> None:
         if sender not in self.view.members and not self.is_with(sender):
             raise Refused("a chunk from a peer that is no member")
         self._early.keep(sender, message, buffers)
@@ -441,21 +418,23 @@ class Participant:
             assert self.ballot is not None
             self.state, self.done = State.COMPLETE, self.ballot
             book = self.exchange.book
-            self._send([self.ballot.coordinator], Done(book.begin.round, self.ballot, book.root()))
+            self._send([self.ballot.coordinator], msg.Done(book.begin.round, self.ballot, book.root()))
 
-    def on_survey(self, sender: bytes, survey: Survey, buffers: Sequence[memoryview], now: float) -> Have | Elsewhere:
+    def on_survey(
+        self, sender: bytes, survey: msg.Survey, buffers: Sequence[memoryview], now: float
+    ) -> msg.Have | msg.Elsewhere:
         """A coordinator puts members out and asks what the others hold. Raises Refused if it must not be followed."""
         if (commit := self.commit_of(survey.round)) is not None:
-            return Have(survey.ballot, (), None, (), None, commit)
+            return msg.Have(survey.ballot, (), None, (), None, commit)
         try:
             if self.begin is None and survey.begin is not None and survey.begin.round == survey.round:
                 self.enter(sender, survey.begin, buffers, now, relayed=True)
             other = self.other_coordinator(sender)
             if self.begin is not None and self.begin.round != survey.round and other is not None:
-                return Elsewhere(other)  # its round can't commit without this peer, which is in another of this tip
+                return msg.Elsewhere(other)  # its round can't commit without this peer, which is in another of this tip
             in_it = self.begin is not None and self.begin.round == survey.round
             if in_it and self.ballot is not None and self.ballot > survey.ballot:
-                return Have(self.ballot, (), None, (), None, None)
+                return msg.Have(self.ballot, (), None, (), None, None)
             self.follow_survey(sender, survey)
         except RuleBroken as error:
             raise Refused(str(error)) from error
@@ -464,9 +443,9 @@ class Participant:
         self.exchange.put_out(survey.out)
         book = self.exchange.book
         digests = tuple(book.digests) if book.receives[self.me] else ()
-        return Have(survey.ballot, digests, self.done, tuple(book.out), self.repair, None)
+        return msg.Have(survey.ballot, digests, self.done, tuple(book.out), self.repair, None)
 
-    def on_repair(self, sender: bytes, repair: Repair) -> Follows:
+    def on_repair(self, sender: bytes, repair: msg.Repair) -> msg.Follows:
         """A coordinator says where chunks come from now. Raises Refused if it must not be followed."""
         try:
             self.follow_repair(sender, repair)
@@ -478,7 +457,7 @@ class Participant:
         if sources:
             self._out.append(FetchChunks(self.exchange, sources))
         self._follow_plan(repair.round)
-        return Follows(repair.ballot)
+        return msg.Follows(repair.ballot)
 
     def fetched(self, exchange: BytesExchange, failed: dict[bytes, str]) -> None:
         """Chunks of a repair are here, but for those of holders that `failed`, each for a reason."""
@@ -487,24 +466,24 @@ class Participant:
                 self.complain(holder, reason, fault=False)
             self._check_done()
 
-    def on_fetch(self, message: Fetch | Digests) -> Reply | Committed:
+    def on_fetch(self, message: msg.Fetch | msg.Digests) -> Reply | msg.Committed:
         """Another peer asks for what this one holds of a round. Raises Refused for what is not here."""
         exchange = self.exchange or self._last
         if exchange is None or exchange.book.begin.round != message.round:
             raise Refused("this peer does not have that round's result any more")
         book = exchange.book
-        if isinstance(message, Digests):
+        if isinstance(message, msg.Digests):
             if not all(book.digests):  # else they can be had, even if this peer has not heard of the COMMIT yet
                 raise Refused("that round's result is not complete here")
-            return Committed(book.begin, tuple(book.digests))
+            return msg.Committed(book.begin, tuple(book.digests))
         if message.chunk >= len(book.chunks) or not book.digests[message.chunk]:
             raise Refused(f"chunk {message.chunk} is not here")
-        name = name_of(message.round, Carries.FETCHED, message.chunk)
+        name = msg.name_of(message.round, msg.Carries.FETCHED, message.chunk)
         # A copy: the next round may write there before it has left, and who asked would wait for it in vain.
         data = bytes(exchange.chunk_bytes(message.chunk))
-        return Reply(Result(message.round, message.chunk, book.plan), [data], name)
+        return Reply(msg.Result(message.round, message.chunk, book.plan), [data], name)
 
-    def on_abort(self, sender: bytes, abort: Abort) -> None:
+    def on_abort(self, sender: bytes, abort: msg.Abort) -> None:
         """The coordinator ends the round, or this peer's part in it. Raises Refused if it is not the coordinator."""
         if self.begin is not None and self.begin.round == abort.round:
             if self.ballot is None or self.ballot.coordinator != sender:
@@ -515,11 +494,11 @@ class Participant:
     def complain(self, key: bytes, reason: str, fault: bool = True) -> None:
         """Tell the coordinator that this peer cannot go on with that member; `fault` if it has broken a rule."""
         if self.begin is not None and self.ballot is not None:
-            self._send([self.ballot.coordinator], Broken(self.begin.round, key, fault, reason[:256]))
+            self._send([self.ballot.coordinator], msg.Broken(self.begin.round, key, fault, reason[:256]))
 
     # -- does it make progress
 
-    def on_waiting(self, sender: bytes, message: Waiting, now: float) -> None:
+    def on_waiting(self, sender: bytes, message: msg.Waiting, now: float) -> None:
         """A member's user has not allowed the round yet. Raises Refused if it has no right to say so."""
         if self.input is None or self.begin is None or self.begin.round != message.round:
             return  # the round has ended meanwhile, or its BEGIN is still on its way
@@ -538,7 +517,7 @@ class Participant:
         if self.begin is None or self.input is None or not self.input.excused():
             return False
         others = {self.begin.ballot.coordinator, *(member.key for member in self.begin.members)} - {self.me}
-        self._send(sorted(others), Waiting(self.begin.round))
+        self._send(sorted(others), msg.Waiting(self.begin.round))
         return True
 
     def look(self, moved: Callable[[bytes], int], now: float) -> None:
@@ -556,7 +535,7 @@ class Participant:
         if self.silence.signs != before:
             self.progressed_at = now
 
-    def on_pong(self, key: bytes, ping: Ping, pong: Pong, now: float) -> None:
+    def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
         """A member that was asked how a round goes has answered."""
         self.silence.answered(key, pong.signs, now)
         in_it = self.begin is not None and self.begin.round == ping.round
@@ -599,35 +578,35 @@ class Participant:
         if self.input is not None and self.finished is None:
             self.error = error
 
-    def holds(self, commit: Commit) -> bool:
+    def holds(self, commit: msg.Commit) -> bool:
         """Whether the result of that commit is here, from the round that this peer is in."""
         exchange = self.exchange
         if exchange is None or exchange.book.begin.round != commit.round:
             return False
         return exchange.book.complete and exchange.book.root() in (commit.root, b"")
 
-    def advance(self, commit: Commit) -> None:
+    def advance(self, commit: msg.Commit) -> None:
         """Go on to the state after a commit, with its result if that is here."""
         if self.holds(commit) and self.exchange is not None:
             self._finish(self.exchange, commit, missed=False)
         self.move(commit.next_tip)
         self.commit, self.made = commit, True
 
-    def _finish(self, exchange: BytesExchange, commit: Commit, *, missed: bool) -> None:
+    def _finish(self, exchange: BytesExchange, commit: msg.Commit, *, missed: bool) -> None:
         self._last = exchange
         if exchange is self.exchange:
             self.exchange = None
         if self.input is not None:
             self.finished = Finished(exchange, commit, {} if missed else self.gathered, missed, self._began)
 
-    def miss(self, commit: Commit) -> None:
+    def miss(self, commit: msg.Commit) -> None:
         """This tip's round was committed, and its result is not here. This peer stays at the tip until it has the
         result, and follows no other round of it meanwhile."""
         self.missed = commit
         self.called = True
         self.leave()
 
-    def recall(self, commit: Commit, now: float) -> bool:
+    def recall(self, commit: msg.Commit, now: float) -> bool:
         """Whether the result of that commit is still here from its round: then the input has it. Otherwise it is to be
         fetched into memory that nothing else is written to from now on."""
         self._forget(self.exchange)
@@ -641,7 +620,7 @@ class Participant:
         self._finish(exchange, commit, missed=False)
         return True
 
-    def has_fetched(self, exchange: BytesExchange, commit: Commit) -> None:
+    def has_fetched(self, exchange: BytesExchange, commit: msg.Commit) -> None:
         """The result of that commit was fetched from another member."""
         self._finish(exchange, commit, missed=True)
 

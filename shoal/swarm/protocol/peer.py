@@ -10,40 +10,12 @@ import msgspec
 
 from shoal.p2p.errors import Refused
 from shoal.p2p.node import Answer
+from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Meet, Send
 from shoal.swarm.protocol.book import RuleBroken
 from shoal.swarm.protocol.contribution import BytesExchange, decode_gathered
 from shoal.swarm.protocol.coordinator import Coordinator, Phase
 from shoal.swarm.protocol.errors import AveragingError
-from shoal.swarm.protocol.messages import (
-    MAX_GATHER_BYTES,
-    Abort,
-    Begin,
-    Broken,
-    Call,
-    Commit,
-    Count,
-    Digests,
-    Done,
-    Elsewhere,
-    Fetch,
-    Follows,
-    Have,
-    Hello,
-    Join,
-    Joined,
-    Orphaned,
-    Part,
-    Ping,
-    Pong,
-    Progress,
-    Repair,
-    Result,
-    Survey,
-    Terms,
-    Unjoin,
-    Waiting,
-)
 from shoal.swarm.protocol.participant import Participant
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
@@ -82,7 +54,7 @@ class Peer:
         self,
         run_id: str,
         me: Member,
-        terms: Terms,
+        terms: msg.Terms,
         rules: Rules,
         reaches: Callable[[bytes], bool],
         silence: Silence,
@@ -96,7 +68,7 @@ class Peer:
         self.participant = Participant(self.view, Tip.genesis(run_id), terms, self.out, silence)
         self.lead: Coordinator | None = None
         self._me = me.key
-        self._joining: dict[bytes, Join] = {}  # JOINs that wait for their tip
+        self._joining: dict[bytes, msg.Join] = {}  # JOINs that wait for their tip
         self._settled_at = self._all_until = 0.0
         self._met = 1
 
@@ -105,9 +77,9 @@ class Peer:
         """The state that this peer is at."""
         return self.participant.tip
 
-    def hello(self) -> Hello:
+    def hello(self) -> msg.Hello:
         """What this peer says of itself, and of the members that it knows."""
-        return Hello(self.view.me, self.terms, self.tip, self.view.snapshot())
+        return msg.Hello(self.view.me, self.terms, self.tip, self.view.snapshot())
 
     def _send(self, to: Iterable[bytes], message: msgspec.Struct, buffers: Sequence[bytes] = ()) -> None:
         self.out.append(Send(tuple(to), message, buffers))
@@ -115,7 +87,7 @@ class Peer:
     def _act(self, actions: Iterable[Send]) -> None:
         """Do what the coordinator wants done."""
         for action in actions:
-            if isinstance(action.message, Survey | Repair):
+            if isinstance(action.message, msg.Survey | msg.Repair):
                 self.out.extend(Ask(key, action.message, action.buffers) for key in action.to)
             else:
                 self.out.append(action)
@@ -126,35 +98,35 @@ class Peer:
         """A message has arrived; returns the answer to a request. Raises Refused if it must not be followed."""
         participant = self.participant
         match message:
-            case Progress():
+            case msg.Progress():
                 return self._on_progress(sender, message, now)
-            case Join():
+            case msg.Join():
                 return self._on_join(sender, message, bytes(buffers[0]) if buffers else b"", now)
-            case Survey() if message.tip != self.tip and participant.commit_of(message.round) is None:
+            case msg.Survey() if message.tip != self.tip and participant.commit_of(message.round) is None:
                 return self.hello()
-            case Survey():
+            case msg.Survey():
                 return participant.on_survey(sender, message, buffers, now)
-            case Repair():
+            case msg.Repair():
                 return participant.on_repair(sender, message)
-            case Fetch() | Digests():
+            case msg.Fetch() | msg.Digests():
                 return participant.on_fetch(message)
-            case Ping():
+            case msg.Ping():
                 return self._pong(sender, message)
-            case Part() | Result():
+            case msg.Part() | msg.Result():
                 participant.on_chunk(sender, message, buffers)
-            case Begin():
+            case msg.Begin():
                 participant.on_begin(sender, message, buffers, now)
                 if self.lead is not None and sender == self._me:
                     participant.join_to_begin = self.lead.join_to_begin
-            case Orphaned():
+            case msg.Orphaned():
                 self._on_orphaned(sender, message, buffers, now)
-            case Done() | Broken() | Unjoin() | Waiting() | Elsewhere():
+            case msg.Done() | msg.Broken() | msg.Unjoin() | msg.Waiting() | msg.Elsewhere():
                 self._on_notice(sender, message, now)
-            case Call():
+            case msg.Call():
                 self._on_call(sender, message)
-            case Commit():
+            case msg.Commit():
                 self._on_commit(sender, message, now)
-            case Abort():
+            case msg.Abort():
                 participant.on_abort(sender, message)
             case _:
                 raise Refused(f"{type(message).__name__} is an answer, and nothing was asked")
@@ -165,38 +137,38 @@ class Peer:
         if self.participant.is_with(sender):
             self.participant.complain(sender, reason)
 
-    def answered(self, key: bytes, request: Survey | Repair, answer: object, now: float) -> None:
+    def answered(self, key: bytes, request: msg.Survey | msg.Repair, answer: object, now: float) -> None:
         """A request of the coordinator was answered."""
         lead = self._asking(request)
         if lead is None:
             return
         match answer:
-            case Follows() if isinstance(request, Repair):
+            case msg.Follows() if isinstance(request, msg.Repair):
                 return
-            case _ if isinstance(request, Repair):
+            case _ if isinstance(request, msg.Repair):
                 self.not_answered(key, request, "it answers something else", now)
-            case Have(ballot=ballot) if ballot > request.ballot:
+            case msg.Have(ballot=ballot) if ballot > request.ballot:
                 self._act(lead.outbid(ballot, self.view.reaches(ballot.coordinator), now))
-            case Have():
+            case msg.Have():
                 self._act(lead.surveyed(key, request.ballot, answer, now))
-            case Elsewhere():
+            case msg.Elsewhere():
                 self._act(lead.abort("a member is in the round of another coordinator"))
-            case Hello(tip=tip) if tip.outranks(lead.tip):
+            case msg.Hello(tip=tip) if tip.outranks(lead.tip):
                 # The round was committed without this peer, and its members have gone on since.
                 self._act(lead.abort("others are past this round"))
                 self.told(key, tip, now)
             case _:
                 self._act(lead.put_out(key, "it is not at this state", now))
 
-    def not_answered(self, key: bytes, request: Survey | Repair, reason: str, now: float) -> None:
+    def not_answered(self, key: bytes, request: msg.Survey | msg.Repair, reason: str, now: float) -> None:
         """A request of the coordinator was refused, or not answered in time."""
         lead = self._asking(request)
-        if lead is not None and isinstance(request, Survey):
+        if lead is not None and isinstance(request, msg.Survey):
             self._act(lead.not_surveyed(key, request.ballot, f"no answer to a survey: {reason}", now))
         elif lead is not None:
             self._act(lead.not_repaired(key, request.ballot, reason, now))
 
-    def _asking(self, request: Survey | Repair) -> Coordinator | None:
+    def _asking(self, request: msg.Survey | msg.Repair) -> Coordinator | None:
         """The coordinator that has asked this; None if it does not wait for the answer any more."""
         lead = self.lead
         return lead if lead is not None and lead.is_of(request.round) and not lead.over else None
@@ -244,7 +216,7 @@ class Peer:
         """No member could send a state that outranks this peer's; see `View.ignore`."""
         return self.view.ignore(self.tip, now)
 
-    def _on_commit(self, sender: bytes, commit: Commit, now: float) -> None:
+    def _on_commit(self, sender: bytes, commit: msg.Commit, now: float) -> None:
         participant = self.participant
         if commit.tip != self.tip or participant.missed is not None:
             return  # passed on by another member before, or of a state that this peer does not have
@@ -267,12 +239,12 @@ class Peer:
             self.lead = None
         self.news += 1
 
-    def _advance(self, commit: Commit, now: float) -> None:
+    def _advance(self, commit: msg.Commit, now: float) -> None:
         self.participant.advance(commit)
         self.view.advanced(commit.members, commit.tip, commit.next_tip)
         self._new_tip(now)
 
-    def recall(self, commit: Commit, now: float) -> bool:
+    def recall(self, commit: msg.Commit, now: float) -> bool:
         """Whether the result of a round that this peer has missed, or did not use, is still here; see
         `Participant.recall`."""
         found = self.participant.recall(commit, now)
@@ -280,12 +252,12 @@ class Peer:
             self._has_result(commit, now)
         return found
 
-    def has_fetched(self, exchange: BytesExchange, commit: Commit, now: float) -> None:
+    def has_fetched(self, exchange: BytesExchange, commit: msg.Commit, now: float) -> None:
         """The result of a round that this peer has missed, or did not use, was fetched."""
         self.participant.has_fetched(exchange, commit)
         self._has_result(commit, now)
 
-    def _has_result(self, commit: Commit, now: float) -> None:
+    def _has_result(self, commit: msg.Commit, now: float) -> None:
         if commit is self.participant.missed:
             self._advance(commit, now)
             # Those that were in the round believe that this peer is behind.
@@ -298,7 +270,7 @@ class Peer:
 
     # -- calls and samples
 
-    def _on_call(self, sender: bytes, call: Call) -> None:
+    def _on_call(self, sender: bytes, call: msg.Call) -> None:
         """A peer that takes itself for the coordinator calls the round of a tip."""
         participant = self.participant
         if call.tip != self.tip:
@@ -308,7 +280,7 @@ class Peer:
         elif participant.begin is not None and participant.ballot is not None:
             coordinator = self.view.members.get(participant.ballot.coordinator)
             if coordinator is not None and coordinator.key != sender:
-                self._send([sender], Elsewhere(coordinator))
+                self._send([sender], msg.Elsewhere(coordinator))
         else:
             self.is_called()
             if self.participant.coordinator().key != sender and sender in self.view.members:
@@ -320,7 +292,7 @@ class Peer:
         self.participant.called = True
         self.news += 1
 
-    def _on_progress(self, sender: bytes, report: Progress, now: float) -> Answer:
+    def _on_progress(self, sender: bytes, report: msg.Progress, now: float) -> Answer:
         """A member reports its samples. The answer is what all members have, or where to report instead."""
         if sender not in self.view.members:
             return self.hello()
@@ -329,32 +301,32 @@ class Peer:
         elsewhere = self._answer_for(sender, report.tip, now)
         return self._count(sender, report, now) if elsewhere is None else elsewhere
 
-    def _on_loading(self, sender: bytes, report: Progress, now: float) -> Answer:
+    def _on_loading(self, sender: bytes, report: msg.Progress, now: float) -> Answer:
         """A member downloads the state of that tip. It is counted only if the round that follows can still wait."""
         if report.tip != self.tip or self.participant.missed is not None:
             return self.hello()
         coordinator = self.participant.coordinator()
         if coordinator.key != self._me:
-            return Elsewhere(coordinator)
+            return msg.Elsewhere(coordinator)
         return self._count(sender, report, now) if self._leading(now).is_before_begin else self.hello()
 
-    def _count(self, sender: bytes, report: Progress, now: float) -> Count:
+    def _count(self, sender: bytes, report: msg.Progress, now: float) -> msg.Count:
         answer, actions = self._leading(now).progress(sender, report, now)
         self._act(actions)
         return answer
 
-    def expect_join(self, sender: bytes, join: Join) -> None:
+    def expect_join(self, sender: bytes, join: msg.Join) -> None:
         """A JOIN has arrived, and waits for its tip."""
         self._joining[sender] = join
 
-    def _on_join(self, sender: bytes, join: Join, gathered: bytes, now: float) -> Answer:
+    def _on_join(self, sender: bytes, join: msg.Join, gathered: bytes, now: float) -> Answer:
         """A member's input is ready. The JOIN is void if the member has said otherwise since it was expected. Raises
         Refused for a JOIN that breaks a rule."""
         is_void = self._joining.get(sender) is not join
         if not is_void:
             del self._joining[sender]
-        if len(gathered) > MAX_GATHER_BYTES:
-            raise Refused(f"gather is {len(gathered)} bytes long; at most {MAX_GATHER_BYTES} are allowed")
+        if len(gathered) > msg.MAX_GATHER_BYTES:
+            raise Refused(f"gather is {len(gathered)} bytes long; at most {msg.MAX_GATHER_BYTES} are allowed")
         elsewhere = self._answer_for(sender, join.tip, now)
         if elsewhere is not None:
             return elsewhere
@@ -368,7 +340,7 @@ class Peer:
                 self._act(lead.join(sender, join, gathered, now))
             except (ValueError, RuleBroken) as error:
                 raise Refused(str(error)) from error
-        return Joined(self.tip)
+        return msg.Joined(self.tip)
 
     def _answer_for(self, sender: bytes, tip: Tip, now: float) -> Answer:
         """What to answer to a member that reports to, or joins, the coordinator of that tip; None if that is this
@@ -382,7 +354,7 @@ class Peer:
         if self.lead is not None and not self.lead.over:
             return None
         coordinator = self.participant.coordinator()
-        return None if coordinator.key == self._me else Elsewhere(coordinator)
+        return None if coordinator.key == self._me else msg.Elsewhere(coordinator)
 
     # -- coordinating
 
@@ -411,37 +383,39 @@ class Peer:
     def _resign(self, other: Member) -> None:
         """Coordinate this tip no more: those that have reported or joined here are sent to `other`."""
         assert self.lead is not None
-        self._send(self._counted(self.lead), Elsewhere(other))
+        self._send(self._counted(self.lead), msg.Elsewhere(other))
         self.lead = None
 
-    def _on_notice(self, sender: bytes, notice: Done | Broken | Unjoin | Waiting | Elsewhere, now: float) -> None:
+    def _on_notice(
+        self, sender: bytes, notice: msg.Done | msg.Broken | msg.Unjoin | msg.Waiting | msg.Elsewhere, now: float
+    ) -> None:
         """A member says how it gets on in the round that this peer coordinates, or that another peer coordinates."""
         lead, participant = self.lead, self.participant
-        if isinstance(notice, Unjoin):
+        if isinstance(notice, msg.Unjoin):
             self._joining.pop(sender, None)
-        if isinstance(notice, Waiting):
+        if isinstance(notice, msg.Waiting):
             participant.on_waiting(sender, notice, now)
-        if isinstance(notice, Done | Broken | Waiting):
+        if isinstance(notice, msg.Done | msg.Broken | msg.Waiting):
             commit = participant.commit_of(notice.round)
             if commit is not None and sender != self._me:
                 self._send([sender], commit)
-        if isinstance(notice, Elsewhere):
+        if isinstance(notice, msg.Elsewhere):
             self.out.append(Meet(notice.coordinator, instead_of=sender))
         if lead is None:
             return
         match notice:
-            case Done() if lead.begin is not None:
+            case msg.Done() if lead.begin is not None:
                 self._act(lead.finished(sender, notice, self.view.connected(), now))
-            case Broken() if lead.is_of(notice.round):
+            case msg.Broken() if lead.is_of(notice.round):
                 try:
                     self._act(lead.broken(sender, notice, self.view.reaches(notice.peer), now))
                 except RuleBroken as error:
                     raise Refused(str(error)) from error
-            case Unjoin():
+            case msg.Unjoin():
                 self._act(lead.unjoin(sender, now))
-            case Waiting() if lead.is_of(notice.round) and sender in lead.live():
+            case msg.Waiting() if lead.is_of(notice.round) and sender in lead.live():
                 self._act(lead.wait(now))
-            case Elsewhere():
+            case msg.Elsewhere():
                 self._act(lead.elsewhere(sender, now))
 
     def wake_at(self) -> float | None:
@@ -512,11 +486,11 @@ class Peer:
         elif successor is not None:
             # It may not even have the BEGIN.
             gathered = msgspec.msgpack.encode(participant.gathered)
-            self._send([successor], Orphaned(begin, ballot), [gathered])
+            self._send([successor], msg.Orphaned(begin, ballot), [gathered])
         else:
             participant.fail(AveragingError("its coordinator is lost, and nobody in reach can take the round over"))
 
-    def _on_orphaned(self, sender: bytes, orphaned: Orphaned, buffers: Sequence[memoryview], now: float) -> None:
+    def _on_orphaned(self, sender: bytes, orphaned: msg.Orphaned, buffers: Sequence[memoryview], now: float) -> None:
         """A member of a round has lost its coordinator and takes this peer for the successor."""
         begin, participant = orphaned.begin, self.participant
         if all(member.key != sender for member in begin.members):
@@ -556,24 +530,24 @@ class Peer:
             return [participant.ballot.coordinator, *participant.silence.quiet(now)]
         return [participant.joined] if participant.is_joined else []
 
-    def ping(self) -> Ping:
+    def ping(self) -> msg.Ping:
         """What to ask a peer that this one waits for."""
         begin = self.participant.begin
-        return Ping(begin.round if begin is not None else b"")
+        return msg.Ping(begin.round if begin is not None else b"")
 
-    def _pong(self, sender: bytes, ping: Ping) -> Pong:
+    def _pong(self, sender: bytes, ping: msg.Ping) -> msg.Pong:
         """How the round goes in which a member is. A committed one is told once more."""
         begin, lead = self.participant.begin, self.lead
         commit = self.participant.commit_of(ping.round)
         if commit is not None:
             self._send([sender], commit)
-            return Pong()
+            return msg.Pong()
         leads = lead is not None and not lead.over and lead.is_of(ping.round)
         knows = not ping.round or leads or (begin is not None and begin.round == ping.round)
         signs = self.participant.silence.signs
-        return Pong(knows, signs, lead.signs if lead is not None and leads else 0)
+        return msg.Pong(knows, signs, lead.signs if lead is not None and leads else 0)
 
-    def on_pong(self, key: bytes, ping: Ping, pong: Pong, now: float) -> None:
+    def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
         """A peer has answered a `ping`."""
         self.participant.on_pong(key, ping, pong, now)
         if self.lead is not None:
