@@ -149,7 +149,7 @@ class Swarm:
     @property
     def behind(self) -> Tip | None:
         """The best state that a connected member holds, if it outranks this peer's."""
-        return self.peer.behind(self._now())
+        return self.peer.participant.behind(self._now())
 
     @property
     def made(self) -> bool:
@@ -210,7 +210,7 @@ class Swarm:
 
     def forget_behind(self) -> None:
         """No member could send a state that outranks this peer's: do not ask for it for a while."""
-        for time in self.peer.ignore_behind(self._now()):
+        for time in self.peer.view.ignore(self.tip, self._now()):
             asyncio.get_running_loop().call_at(time + LATER_SECONDS, self._tell_news)
 
     def _now(self) -> float:
@@ -381,7 +381,9 @@ class Swarm:
         peer, given = self.peer, self.peer.participant.input
         assert given is not None
         is_missed = commit is peer.participant.missed
-        if not peer.recall(commit, self._now()):
+        exchange = peer.participant.recall(commit, self._now())
+        fetched = exchange is None
+        if exchange is None:
             try:
                 exchange = await self._fetching.fetch_committed(
                     commit, lambda begin: given.open(begin, self._channel.notify, lambda key, reason: None)
@@ -398,7 +400,7 @@ class Swarm:
                     raise Behind(f"{error}. Others hold a later state") from error
                 log.warning("%s: the epoch is made again", error)
                 return
-            peer.has_fetched(exchange, commit, self._now())
+        peer.has_result(exchange, commit, self._now(), missed=fetched)
         self._act()
 
     # -- messages

@@ -73,7 +73,7 @@ def test_an_auxiliary_sends_no_parts_and_is_complete_when_all_its_chunks_are_red
     group = (member(1), member(2, Role.AUXILIARY), member(3))
     book = book_of(2, begin_of(group, chunks=6))
     assert book.next_parts() == []
-    assert book.owed_results() == {}
+    assert book.awaited == {}
     fill(book, 2, 1, 3)
     assert book.is_ready(2)
     book.reduced(2)
@@ -168,7 +168,7 @@ def test_when_all_is_there_the_root_is_the_hash_of_all_digests(book: Book) -> No
     assert book.complete
     assert book.root() == root_of(digest(letter) for letter in letters)
     assert book.root() != root_of(digest(letter) for letter in "abcdefhg")
-    assert book.owed_results() == {}
+    assert book.awaited == {}
 
 
 # -- somebody leaves
@@ -197,7 +197,7 @@ def test_a_dead_reducers_chunks_are_fetched_or_reduced_again(book: Book) -> None
     assert fetches == [], "it has that chunk already"
     assert ready == []
     assert book.next_parts() == [(key(1), 7)], "the part goes to the new reducer"
-    assert book.owed_results() == dict.fromkeys(keys(1, 3))
+    assert set(book.awaited.values()) == set(keys(1, 3))
     assert book.result_arrived(key(1), 7, LATER)
 
 
@@ -240,14 +240,6 @@ def test_what_was_on_its_way_when_a_chunk_changed_hands_is_no_fault(book: Book) 
     ):
         with pytest.raises(RuleBroken):
             wrong()
-
-
-def test_a_repair_of_a_chunk_that_there_is_not_changes_nothing(book: Book) -> None:
-    sources = (Source(7, key(1), b""), Source(8, key(1), b""))
-    with pytest.raises(RuleBroken, match="a repair of chunk 8; the round has 8"):
-        book.repair(Repair(book.begin.round, LATER, sources))
-    assert book.plan == PLAN
-    assert book.owners[7] == key(4)
 
 
 def test_a_repair_that_comes_twice_changes_nothing_more(book: Book) -> None:

@@ -137,17 +137,23 @@ def encode_gathered(value: Any) -> bytes:
         data = msgspec.msgpack.encode(value)
     except (TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"gather must be plain data that msgpack can write: {error}") from error
-    if len(data) > MAX_GATHER_BYTES:
-        raise ValueError(f"gather takes {len(data)} bytes; at most {MAX_GATHER_BYTES} are allowed")
+    _check_size(data)
     return data
 
 
 def decode_gathered(data: bytes) -> Any:
-    """What `data`, which comes from another peer, says; None for b"". Raises ValueError if it is not plain data."""
+    """What `data`, which comes from another peer, says; None for b"". Raises ValueError if it is not plain data, or
+    takes more than 64 KiB."""
+    _check_size(data)
     try:
         return msgspec.msgpack.decode(data) if data else None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"what it gathers is not plain data in msgpack: {error}") from error
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MAX_GATHER_BYTES:
+        raise ValueError(f"gather takes {len(data)} bytes; at most {MAX_GATHER_BYTES} are allowed")
 
 
 def told(outcome: Outcome) -> dict[PeerID, Any]:

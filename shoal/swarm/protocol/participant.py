@@ -94,8 +94,8 @@ class Participant:
     """
 
     def __init__(self, view: View, tip: Tip, terms: msg.Terms, out: list[Action], silence: Silence) -> None:
-        self.view, self.tip, self.terms, self.silence = view, tip, terms, silence
-        self._out = out
+        self.view, self.tip, self.terms, self.silence, self._out = view, tip, terms, silence, out
+        self.me = view.me.key
         self.state = State.IDLE
         self.ballot: Ballot | None = None
         self.begin: msg.Begin | None = None
@@ -120,11 +120,6 @@ class Participant:
         self._last: BytesExchange | None = None  # of the last commit, for members that missed it
         self._left = b""  # the round that this peer was in last, and left
 
-    @property
-    def me(self) -> bytes:
-        """This peer's key."""
-        return self.view.me.key
-
     def _send(
         self, keys: Sequence[bytes], message: msgspec.Struct, buffers: Sequence[memoryview] = (), name: bytes = b""
     ) -> None:
@@ -143,11 +138,6 @@ class Participant:
         return next((member for member in self.begin.members if member.key == self.ballot.coordinator), None)
 
     @property
-    def is_joined(self) -> bool:
-        """Whether a JOIN of this peer stands."""
-        return self.state is State.JOINED
-
-    @property
     def commits(self) -> list[msg.Commit]:
         """The commits that this peer can tell others of."""
         return [commit for commit in (self.commit, self.missed) if commit is not None]
@@ -155,10 +145,6 @@ class Participant:
     def commit_of(self, round_id: bytes) -> msg.Commit | None:
         """The commit of that round, if this peer knows it."""
         return next((commit for commit in self.commits if commit.round == round_id), None)
-
-    def is_followed_by(self, key: bytes, tip: Tip) -> bool:
-        """Whether a member at that tip was in the round which ended it: then the commit is on its way to it."""
-        return self.commit is not None and self.commit.tip == tip and key in self.commit.members
 
     @property
     def attempt(self) -> int:
@@ -185,10 +171,6 @@ class Participant:
         """An input waits for the next round. Raises AveragingError if another one waits."""
         if self.input is not None:
             raise AveragingError("this peer is in a round already")
-        if len(contribution.gathered) > msg.MAX_GATHER_BYTES:
-            raise ValueError(
-                f"gather is {len(contribution.gathered)} bytes long; at most {msg.MAX_GATHER_BYTES} are allowed"
-            )
         self.input, self.finished, self.error = contribution, None, None
         self.gathered, self._introduced = {}, None
         if self.state is State.IDLE:
@@ -205,7 +187,7 @@ class Participant:
             self._forget(self.finished.exchange)
         self.input = None
         self._rest()
-        self._early.clear()
+        self._early = EarlyChunks()
 
     def next_step(self, now: float) -> msg.Commit | None:
         """Continue between rounds: send a JOIN if one is due. Returns the commit whose result is to be fetched first.
@@ -233,17 +215,10 @@ class Participant:
     def _join(self, coordinator: Member) -> None:
         given, view = self.input, self.view.fingerprint()
         assert given is not None
+        me, terms, machine = self.view.me, self.terms, given.machine
+        news = b"" if self._introduced == (coordinator.key, view) else view
         join = msg.Join(
-            tip=self.tip,
-            sender=self.view.me,
-            terms=self.terms,
-            weight=given.weight,
-            machine=given.machine,
-            state=given.state,
-            attempt=self.attempt,
-            patience=given.patience,
-            view=b"" if self._introduced == (coordinator.key, view) else view,
-            options=given.options,
+            self.tip, me, terms, given.weight, machine, given.state, self.attempt, given.patience, news, given.options
         )
         self.state, self.joined = State.JOINED, coordinator.key
         self._out.append(Ask(coordinator.key, join, [given.gathered] if given.gathered else []))
@@ -279,42 +254,28 @@ class Participant:
 
     # -- promises
 
-    def follow_begin(self, sender: bytes, begin: msg.Begin, *, relayed: bool) -> None:
-        """Enter a round; `relayed` by another member after its coordinator was lost. Raises RuleBroken if this BEGIN
-        must not be followed."""
+    def _may_follow(self, sender: bytes, begin: msg.Begin, *, relayed: bool) -> None:
+        """Raises RuleBroken if this BEGIN must not be followed."""
         if self.missed is not None:
             raise RuleBroken("this tip's round was committed")
         if begin.tip != self.tip:
             raise RuleBroken(f"BEGIN of epoch {begin.tip.epoch}, and this peer is at another state")
-        if begin.ballot.coordinator != sender and not (relayed and any(m.key == sender for m in begin.members)):
+        keys = [member.key for member in begin.members]
+        if begin.ballot.coordinator != sender and not (relayed and sender in keys):
             raise RuleBroken("BEGIN under the ballot of another peer")
-        if self.input is None or all(member.key != self.me for member in begin.members):
+        if self.input is None or self.me not in keys:
             raise RuleBroken("BEGIN without a JOIN of this peer")
         if self.begin is not None:
             raise RuleBroken("this peer is in a round already")
         if self.ballot is not None and begin.ballot <= self.ballot:
             raise RuleBroken(f"attempt {begin.ballot.number}, and this peer has followed {self.ballot.number}")
-        check_begin(begin)
         if self.input.tip not in (None, begin.tip):
             raise RuleBroken("BEGIN of a state that this peer's input was not made from")
-        self.ballot, self.begin, self.state = begin.ballot, begin, State.IN_ROUND
-        self.repair = self.done = self.join_to_begin = None
+        check_begin(begin)
 
-    def follow_survey(self, sender: bytes, survey: msg.Survey) -> None:
-        """Follow a coordinator's new ballot in the round. Raises RuleBroken if it must not be followed."""
-        self._follow(sender, survey.round, survey.ballot)
-        if self.me in survey.out:
-            raise RuleBroken("a survey that counts this peer as out")
-
-    def follow_repair(self, sender: bytes, repair: msg.Repair) -> None:
-        """Follow a repair. Raises RuleBroken if it must not be followed."""
-        if self.begin is not None and any(source.chunk >= self.begin.starts[-1] for source in repair.sources):
-            raise RuleBroken("a repair of chunks that do not exist")
-        self._follow(sender, repair.round, repair.ballot)
-        self.repair, self.state = repair, State.IN_ROUND
-
-    def _follow(self, sender: bytes, round_id: bytes, ballot: Ballot) -> None:
-        if self.begin is None or self.begin.round != round_id:
+    def _follow(self, sender: bytes, round_id: bytes, ballot: Ballot) -> BytesExchange:
+        """Follow a coordinator's ballot in the round. Raises RuleBroken if it must not be followed."""
+        if self.begin is None or self.exchange is None or self.begin.round != round_id:
             raise RuleBroken("this peer is not in that round")
         # A coordinator that is no member of its own round can begin it, but only a member can take it over.
         may_lead = [self.begin.ballot.coordinator, *(member.key for member in self.begin.members)]
@@ -323,6 +284,7 @@ class Participant:
         if self.ballot is not None and ballot < self.ballot:
             raise RuleBroken(f"attempt {ballot.number}, and this peer has followed {self.ballot.number}")
         self.heard_of(ballot)
+        return self.exchange
 
     def heard_of(self, ballot: Ballot) -> None:
         """A member of this peer's round has followed that ballot: lower ones are void, and what this peer holds is
@@ -335,36 +297,36 @@ class Participant:
     # -- in a round
 
     def on_begin(self, sender: bytes, begin: msg.Begin, buffers: Sequence[memoryview], now: float) -> None:
-        """The coordinator begins a round with this peer in it. Raises Refused if this peer must not follow."""
+        """The coordinator begins a round with this peer in it. Raises RuleBroken if this peer must not follow."""
         try:
             if sender not in self.view.members:
                 raise RuleBroken("BEGIN from a peer that is no member")
-            self.enter(sender, begin, buffers, now, relayed=False)
+            self.enter(sender, begin, buffers, now)
         except RuleBroken as error:
             # The coordinator waits for this peer now: it must hear that it waits in vain, and for whom it would have
             # to.
             other = self.other_coordinator(sender) if sender in self.view.members else None
             broken = msg.Broken(begin.round, self.me, False, str(error)[:256])
             self._send([sender], broken if other is None else msg.Elsewhere(other))
-            raise Refused(str(error)) from error
+            raise
 
     def enter(
-        self, sender: bytes, begin: msg.Begin, buffers: Sequence[memoryview], now: float, *, relayed: bool
+        self, sender: bytes, begin: msg.Begin, buffers: Sequence[memoryview], now: float, *, relayed: bool = False
     ) -> None:
-        """Enter a round; `relayed` by another than its coordinator. Raises RuleBroken if this peer must not follow."""
-        self.follow_begin(sender, begin, relayed=relayed)
+        """Enter a round; `relayed` by another member after its coordinator was lost. Raises RuleBroken if this BEGIN
+        must not be followed."""
+        self._may_follow(sender, begin, relayed=relayed)
         assert self.input is not None
+        self.ballot, self.begin, self.state = begin.ballot, begin, State.IN_ROUND
+        self.repair = self.done = self.join_to_begin = None
         try:
             self.gathered = _gathered.decode(buffers[0]) if buffers else {}
-            self._forget(self.exchange)
             self.exchange = self.input.open(begin, self._send, self.complain)
         except (RuleBroken, msgspec.MsgspecError) as error:
             self.leave()
             raise RuleBroken(str(error)) from error
         self._forget(self._last)  # its memory is written again
-        self._last, self._began, self._signs_of_all = None, now, 0
-        self.silence.begin(now)
-        self.progressed_at = now
+        self._last, self._began, self._signs_of_all, self.progressed_at = None, now, 0, now
         self._out.append(Enter(begin))
 
     def started(self, begin: msg.Begin, leases: Leases) -> None:
@@ -383,7 +345,7 @@ class Participant:
         self._check_done()
 
     def on_chunk(self, sender: bytes, message: msg.Part | msg.Result, buffers: Sequence[memoryview]) -> None:
-        """A chunk has arrived. Raises Refused, and complains of the sender, if it does not belong here."""
+        """A chunk has arrived. Raises RuleBroken, and complains of the sender, if it does not belong here."""
         exchange = self.exchange
         if exchange is None or exchange.book.begin.round != message.round:
             # Chunks pass beside other messages: the message that says of which round they are may arrive later, or
@@ -405,7 +367,7 @@ class Participant:
                 exchange.result(sender, message, buffers)
         except RuleBroken as error:
             self.complain(sender, str(error))
-            raise Refused(str(error)) from error
+            raise
         self._check_done()
 
     def _keep_early(self, sender: bytes, message: msg.Part | msg.Result, buffers: Sequence[memoryview]) -> None:
@@ -423,39 +385,34 @@ class Participant:
     def on_survey(
         self, sender: bytes, survey: msg.Survey, buffers: Sequence[memoryview], now: float
     ) -> msg.Have | msg.Elsewhere:
-        """A coordinator puts members out and asks what the others hold. Raises Refused if it must not be followed."""
+        """A coordinator puts members out, and asks what the others hold. Raises RuleBroken if this peer must not
+        follow."""
         if (commit := self.commit_of(survey.round)) is not None:
             return msg.Have(survey.ballot, (), None, (), None, commit)
-        try:
-            if self.begin is None and survey.begin is not None and survey.begin.round == survey.round:
-                self.enter(sender, survey.begin, buffers, now, relayed=True)
+        if self.begin is None and survey.begin is not None and survey.begin.round == survey.round:
+            self.enter(sender, survey.begin, buffers, now, relayed=True)
+        if self.begin is not None and self.begin.round != survey.round:
             other = self.other_coordinator(sender)
-            if self.begin is not None and self.begin.round != survey.round and other is not None:
+            if other is not None:
                 return msg.Elsewhere(other)  # its round can't commit without this peer, which is in another of this tip
-            in_it = self.begin is not None and self.begin.round == survey.round
-            if in_it and self.ballot is not None and self.ballot > survey.ballot:
-                return msg.Have(self.ballot, (), None, (), None, None)
-            self.follow_survey(sender, survey)
-        except RuleBroken as error:
-            raise Refused(str(error)) from error
-        if self.exchange is None:
-            raise Refused("this peer has left the round")
-        self.exchange.put_out(survey.out)
-        book = self.exchange.book
+        elif self.begin is not None and self.ballot is not None and self.ballot > survey.ballot:
+            return msg.Have(self.ballot, (), None, (), None, None)
+        exchange = self._follow(sender, survey.round, survey.ballot)
+        if self.me in survey.out:
+            raise RuleBroken("a survey that counts this peer as out")
+        exchange.put_out(survey.out)
+        book = exchange.book
         digests = tuple(book.digests) if book.receives[self.me] else ()
         return msg.Have(survey.ballot, digests, self.done, tuple(book.out), self.repair, None)
 
     def on_repair(self, sender: bytes, repair: msg.Repair) -> msg.Follows:
-        """A coordinator says where chunks come from now. Raises Refused if it must not be followed."""
-        try:
-            self.follow_repair(sender, repair)
-            if self.exchange is None:
-                raise RuleBroken("this peer has left the round")
-            sources = self.exchange.repair(repair)
-        except RuleBroken as error:
-            raise Refused(str(error)) from error
-        if sources:
-            self._out.append(FetchChunks(self.exchange, sources))
+        """A coordinator says where chunks come from now. Raises RuleBroken if it must not be followed."""
+        if self.begin is not None and any(source.chunk >= self.begin.starts[-1] for source in repair.sources):
+            raise RuleBroken("a repair of chunks that do not exist")
+        exchange = self._follow(sender, repair.round, repair.ballot)
+        self.repair, self.state = repair, State.IN_ROUND
+        if sources := exchange.repair(repair):
+            self._out.append(FetchChunks(exchange, sources))
         self._follow_plan(repair.round)
         return msg.Follows(repair.ballot)
 
@@ -588,11 +545,12 @@ class Participant:
     def advance(self, commit: msg.Commit) -> None:
         """Go on to the state after a commit, with its result if that is here."""
         if self.holds(commit) and self.exchange is not None:
-            self._finish(self.exchange, commit, missed=False)
+            self.has_result(self.exchange, commit)
         self.move(commit.next_tip)
         self.commit, self.made = commit, True
 
-    def _finish(self, exchange: BytesExchange, commit: msg.Commit, *, missed: bool) -> None:
+    def has_result(self, exchange: BytesExchange, commit: msg.Commit, *, missed: bool = False) -> None:
+        """The result of that commit is here: from its round, or fetched because this peer has `missed` the round."""
         self._last = exchange
         if exchange is self.exchange:
             self.exchange = None
@@ -606,23 +564,15 @@ class Participant:
         self.called = True
         self.leave()
 
-    def recall(self, commit: msg.Commit, now: float) -> bool:
-        """Whether the result of that commit is still here from its round: then the input has it. Otherwise it is to be
-        fetched into memory that nothing else is written to from now on."""
-        self._forget(self.exchange)
+    def recall(self, commit: msg.Commit, now: float) -> BytesExchange | None:
+        """The bytes of that commit's round, if its result is still here. Otherwise it is to be fetched into memory that
+        nothing else is written to from now on."""
         self._forget(self._last)
         exchange, self._last, self._began = self._last, None, now
         # The two sides of a partition may commit two results of one round.
         if exchange is None or exchange.book.begin.round != commit.round:
-            return False
-        if exchange.book.root() not in (commit.root, b""):
-            return False
-        self._finish(exchange, commit, missed=False)
-        return True
-
-    def has_fetched(self, exchange: BytesExchange, commit: msg.Commit) -> None:
-        """The result of that commit was fetched from another member."""
-        self._finish(exchange, commit, missed=True)
+            return None
+        return exchange if exchange.book.root() in (commit.root, b"") else None
 
     def give_up_missed(self) -> None:
         """No member can send the result of the missed round: the round is made again."""

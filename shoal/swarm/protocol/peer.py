@@ -12,11 +12,10 @@ from shoal.p2p.errors import Refused
 from shoal.p2p.node import Answer
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Meet, Send
-from shoal.swarm.protocol.book import RuleBroken
 from shoal.swarm.protocol.contribution import BytesExchange, decode_gathered
 from shoal.swarm.protocol.coordinator import Coordinator, Phase
 from shoal.swarm.protocol.errors import AveragingError
-from shoal.swarm.protocol.participant import Participant
+from shoal.swarm.protocol.participant import Participant, State
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tip import Tip
@@ -120,8 +119,14 @@ class Peer:
                     participant.join_to_begin = self.lead.join_to_begin
             case msg.Orphaned():
                 self._on_orphaned(sender, message, buffers, now)
-            case msg.Done() | msg.Broken() | msg.Unjoin() | msg.Waiting() | msg.Elsewhere():
+            case msg.Done() | msg.Broken() | msg.Waiting():
                 self._on_notice(sender, message, now)
+            case msg.Unjoin():
+                self._joining.pop(sender, None)
+                self._act(self.lead.unjoin(sender, now) if self.lead is not None else ())
+            case msg.Elsewhere():
+                self.out.append(Meet(message.coordinator, instead_of=sender))
+                self._act(self.lead.elsewhere(sender, now) if self.lead is not None else ())
             case msg.Call():
                 self._on_call(sender, message)
             case msg.Commit():
@@ -175,15 +180,12 @@ class Peer:
 
     # -- states
 
-    def behind(self, now: float) -> Tip | None:
-        """The best state that a connected member holds, if it outranks this peer's."""
-        return self.participant.behind(now)
-
     def told(self, key: bytes, tip: Tip, now: float) -> None:
         """A member has said at which state it is."""
-        participant = self.participant
-        behind = self.tip.outranks(tip) and not participant.is_followed_by(key, tip)
-        if self.view.told(key, behind):
+        participant, commit = self.participant, self.participant.commit
+        # If it was in the round that ended its tip, the commit is on its way to it.
+        follows = commit is not None and commit.tip == tip and key in commit.members
+        if self.view.told(key, behind=self.tip.outranks(tip) and not follows):
             self.members_changed(now)
         self.view.claims(key, tip)
         if not tip.outranks(self.tip):
@@ -211,10 +213,6 @@ class Peer:
         if self.lead is not None and self.lead.tip != self.tip:
             self.lead = None
         self.news += 1
-
-    def ignore_behind(self, now: float) -> list[float]:
-        """No member could send a state that outranks this peer's; see `View.ignore`."""
-        return self.view.ignore(self.tip, now)
 
     def _on_commit(self, sender: bytes, commit: msg.Commit, now: float) -> None:
         participant = self.participant
@@ -244,20 +242,9 @@ class Peer:
         self.view.advanced(commit.members, commit.tip, commit.next_tip)
         self._new_tip(now)
 
-    def recall(self, commit: msg.Commit, now: float) -> bool:
-        """Whether the result of a round that this peer has missed, or did not use, is still here; see
-        `Participant.recall`."""
-        found = self.participant.recall(commit, now)
-        if found:
-            self._has_result(commit, now)
-        return found
-
-    def has_fetched(self, exchange: BytesExchange, commit: msg.Commit, now: float) -> None:
-        """The result of a round that this peer has missed, or did not use, was fetched."""
-        self.participant.has_fetched(exchange, commit)
-        self._has_result(commit, now)
-
-    def _has_result(self, commit: msg.Commit, now: float) -> None:
+    def has_result(self, exchange: BytesExchange, commit: msg.Commit, now: float, *, missed: bool) -> None:
+        """The result of a round that this peer has missed, or did not use, is here; see `Participant.has_result`."""
+        self.participant.has_result(exchange, commit, missed=missed)
         if commit is self.participant.missed:
             self._advance(commit, now)
             # Those that were in the round believe that this peer is behind.
@@ -293,25 +280,19 @@ class Peer:
         self.news += 1
 
     def _on_progress(self, sender: bytes, report: msg.Progress, now: float) -> Answer:
-        """A member reports its samples. The answer is what all members have, or where to report instead."""
+        """A member reports its samples, or that it is loading the state. The answer is what all members have, or where
+        to report instead."""
         if sender not in self.view.members:
             return self.hello()
-        if report.loading:
-            return self._on_loading(sender, report, now)
-        elsewhere = self._answer_for(sender, report.tip, now)
-        return self._count(sender, report, now) if elsewhere is None else elsewhere
-
-    def _on_loading(self, sender: bytes, report: msg.Progress, now: float) -> Answer:
-        """A member downloads the state of that tip. It is counted only if the round that follows can still wait."""
-        if report.tip != self.tip or self.participant.missed is not None:
-            return self.hello()
-        coordinator = self.participant.coordinator()
-        if coordinator.key != self._me:
-            return msg.Elsewhere(coordinator)
-        return self._count(sender, report, now) if self._leading(now).is_before_begin else self.hello()
-
-    def _count(self, sender: bytes, report: msg.Progress, now: float) -> msg.Count:
-        answer, actions = self._leading(now).progress(sender, report, now)
+        if not report.loading:
+            self._hear_tip(sender, report.tip, now)
+        elsewhere = self._elsewhere(report.tip)
+        if elsewhere is not None:
+            return elsewhere
+        lead = self._leading(now)
+        if report.loading and not lead.is_before_begin:
+            return self.hello()  # the round that follows its state can't wait for it any more
+        answer, actions = lead.progress(sender, report, now)
         self._act(actions)
         return answer
 
@@ -325,30 +306,32 @@ class Peer:
         is_void = self._joining.get(sender) is not join
         if not is_void:
             del self._joining[sender]
-        if len(gathered) > msg.MAX_GATHER_BYTES:
-            raise Refused(f"gather is {len(gathered)} bytes long; at most {msg.MAX_GATHER_BYTES} are allowed")
-        elsewhere = self._answer_for(sender, join.tip, now)
+        self._hear_tip(sender, join.tip, now)
+        elsewhere = self._elsewhere(join.tip)
         if elsewhere is not None:
             return elsewhere
         if join.view and join.view != self.view.fingerprint():
             return self.hello()
         if not is_void:
             try:
-                decode_gathered(gathered)
-                lead = self._leading(now)
-                lead.expected.setdefault(sender, join.sender)
-                self._act(lead.join(sender, join, gathered, now))
-            except (ValueError, RuleBroken) as error:
+                if gathered:
+                    decode_gathered(gathered)
+            except ValueError as error:
                 raise Refused(str(error)) from error
+            lead = self._leading(now)
+            lead.expected.setdefault(sender, join.sender)
+            self._act(lead.join(sender, join, gathered, now))
         return msg.Joined(self.tip)
 
-    def _answer_for(self, sender: bytes, tip: Tip, now: float) -> Answer:
-        """What to answer to a member that reports to, or joins, the coordinator of that tip; None if that is this
-        peer."""
+    def _hear_tip(self, sender: bytes, tip: Tip, now: float) -> None:
+        """A member reports to, or joins, the coordinator of that tip."""
         self.told(sender, tip, now)
         for commit in self.participant.commits:
             if commit.tip == tip and sender != self._me:
                 self._send([sender], commit)  # it has missed that
+
+    def _elsewhere(self, tip: Tip) -> Answer:
+        """What to answer to a message to the coordinator of that tip; None if that is this peer."""
         if tip != self.tip or self.participant.missed is not None:
             return self.hello()
         if self.lead is not None and not self.lead.over:
@@ -386,37 +369,22 @@ class Peer:
         self._send(self._counted(self.lead), msg.Elsewhere(other))
         self.lead = None
 
-    def _on_notice(
-        self, sender: bytes, notice: msg.Done | msg.Broken | msg.Unjoin | msg.Waiting | msg.Elsewhere, now: float
-    ) -> None:
-        """A member says how it gets on in the round that this peer coordinates, or that another peer coordinates."""
-        lead, participant = self.lead, self.participant
-        if isinstance(notice, msg.Unjoin):
-            self._joining.pop(sender, None)
+    def _on_notice(self, sender: bytes, notice: msg.Done | msg.Broken | msg.Waiting, now: float) -> None:
+        """A member says how it gets on in a round. Raises Refused if it has no right to say so."""
+        lead, commit = self.lead, self.participant.commit_of(notice.round)
+        if commit is not None and sender != self._me:
+            self._send([sender], commit)
         if isinstance(notice, msg.Waiting):
-            participant.on_waiting(sender, notice, now)
-        if isinstance(notice, msg.Done | msg.Broken | msg.Waiting):
-            commit = participant.commit_of(notice.round)
-            if commit is not None and sender != self._me:
-                self._send([sender], commit)
-        if isinstance(notice, msg.Elsewhere):
-            self.out.append(Meet(notice.coordinator, instead_of=sender))
-        if lead is None:
+            self.participant.on_waiting(sender, notice, now)
+        if lead is None or not lead.is_of(notice.round):
             return
         match notice:
-            case msg.Done() if lead.begin is not None:
+            case msg.Done():
                 self._act(lead.finished(sender, notice, self.view.connected(), now))
-            case msg.Broken() if lead.is_of(notice.round):
-                try:
-                    self._act(lead.broken(sender, notice, self.view.reaches(notice.peer), now))
-                except RuleBroken as error:
-                    raise Refused(str(error)) from error
-            case msg.Unjoin():
-                self._act(lead.unjoin(sender, now))
-            case msg.Waiting() if lead.is_of(notice.round) and sender in lead.live():
+            case msg.Broken():
+                self._act(lead.broken(sender, notice, self.view.reaches(notice.peer), now))
+            case msg.Waiting() if sender in lead.live():
                 self._act(lead.wait(now))
-            case msg.Elsewhere():
-                self._act(lead.elsewhere(sender, now))
 
     def wake_at(self) -> float | None:
         """When `tick` has something to do if nothing happens before; None if never."""
@@ -503,10 +471,7 @@ class Peer:
             self._send([sender], self.hello())
             return
         if participant.begin is None:
-            try:
-                participant.enter(sender, begin, buffers, now, relayed=True)
-            except RuleBroken as error:
-                raise Refused(str(error)) from error
+            participant.enter(sender, begin, buffers, now, relayed=True)
         if participant.begin is not None and participant.begin.round == begin.round:
             participant.heard_of(orphaned.ballot)
             self.succeed(now)  # unless the coordinator is still there for this peer
@@ -528,7 +493,7 @@ class Peer:
             return lead.watched
         if participant.begin is not None and participant.ballot is not None:
             return [participant.ballot.coordinator, *participant.silence.quiet(now)]
-        return [participant.joined] if participant.is_joined else []
+        return [participant.joined] if participant.state is State.JOINED else []
 
     def ping(self) -> msg.Ping:
         """What to ask a peer that this one waits for."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from shoal.p2p.movement import Movement
 from shoal.swarm.protocol.contribution import BytesExchange
+from shoal.swarm.protocol.messages import Begin
 
 EXCUSE_SECONDS = 3.0  # nobody is complained of for so long after a member said that its user lets it wait
 QUIET_SECONDS = 2.0  # after so long without a message, a member that owes something is asked how its round goes
@@ -43,15 +44,11 @@ class Silence:
     sender_timeout: float
     reducer_timeout: float
     signs: int = 0
-    _progressed: int = 0  # the exchange's counter at the last look
+    _begin: Begin | None = None  # the round that was looked at last
+    _progressed: int = 0  # its exchange's counter then
     _looked: float = 0.0
     _excused_until: float = float("-inf")
     _debtors: dict[bytes, _Debtor] = field(default_factory=dict)
-
-    def begin(self, now: float) -> None:
-        """A round begins."""
-        self._progressed, self._looked, self._excused_until = 0, now, float("-inf")
-        self._debtors = {}
 
     def excuse(self, now: float) -> None:
         """A member has said that its user lets it wait."""
@@ -82,7 +79,9 @@ class Silence:
         Returns: the members that hold up the round, each with the reason.
         """
         book = exchange.book
-        parts, results = book.waiting_for(), book.owed_results()
+        if book.begin is not self._begin:
+            self._begin, self._progressed, self._looked, self._debtors = book.begin, 0, now, {}
+        parts, results = book.waiting_for(), dict.fromkeys(book.awaited.values())
         progressed = exchange.progressed != self._progressed
         moving = self._look_at({**parts, **results}, moved, now)
         self.signs += progressed or moving
