@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
+from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Leases
 from shoal.p2p.node import Node, Reply, Service
@@ -55,6 +56,20 @@ class Channel:
     def is_connected(self, key: bytes) -> bool:
         """Whether a message to that peer can be sent now; always true of this peer itself."""
         return self.node.is_connected(PeerID(key))
+
+    async def connect(self, timeouts: Mapping[bytes, float]) -> dict[bytes, str]:
+        """Connect to these peers, all at once, since each dial may take as long as its time-out. Returns those that
+        cannot be reached, each with the reason."""
+        failed: dict[bytes, str] = {}
+
+        async def dial(key: bytes, timeout: float) -> None:
+            try:
+                await self.node.connect(PeerID(key), timeout)
+            except P2PError as error:
+                failed[key] = str(error)
+
+        await asyncio.gather(*(dial(key, timeout) for key, timeout in timeouts.items()))
+        return failed
 
     def learn(self, member: Member) -> None:
         """Remember where that member listens."""

@@ -365,26 +365,24 @@ class Liveness:
 
     def look_after(self, keys: Iterable[bytes], now: float) -> None:
         """These peers are waited for; to be called every second."""
-        waited_for = dict.fromkeys(key for key in keys if key != self._channel.node.peer_id.key)
-        watched = {**waited_for, **self._asked}
-        self._watches = {key: watch for key, watch in self._watches.items() if key in watched}
-        for key in watched:
-            self._look_after(key, now, asks=key in waited_for)
-
-    def _look_after(self, key: bytes, now: float, *, asks: bool) -> None:
-        node, peer = self._channel.node, PeerID(key)
-        moved = node.transport.moved(peer)
-        watch = self._watches.setdefault(key, _Watch(now, Movement(moved)))
-        if watch.movement.goes_on(moved):
-            watch.since = now
-        watch.since = max(watch.since, node.heard(peer))
-        if now - watch.since > self._timeout:
-            log.info("%r: %r does not answer", node.peer_id, peer)
-            del self._watches[key]
-            node.disconnect(peer, f"it has given no sign of life for {self._timeout:g} s")
-        elif asks and key not in self._asked:
-            self._asked[key] = None
-            self._channel.spawn(self._ask(key))
+        node, before = self._channel.node, self._watches
+        waited_for = dict.fromkeys(key for key in keys if key != node.peer_id.key)
+        self._watches = {}
+        for key in {**waited_for, **self._asked}:
+            peer = PeerID(key)
+            moved = node.transport.moved(peer)
+            watch = before.get(key) or _Watch(now, Movement(moved))
+            if watch.movement.goes_on(moved):
+                watch.since = now
+            watch.since = max(watch.since, node.heard(peer))
+            if now - watch.since > self._timeout:
+                log.info("%r: %r does not answer", node.peer_id, peer)
+                node.disconnect(peer, f"it has given no sign of life for {self._timeout:g} s")
+                continue
+            self._watches[key] = watch
+            if key in waited_for and key not in self._asked:
+                self._asked[key] = None
+                self._channel.spawn(self._ask(key))
 
     async def _ask(self, key: bytes) -> None:
         ping = self._peer.ping()

@@ -127,6 +127,7 @@ class Swarm:
         self._watching: list[bytes] = []
         self._retired = self._stopped = False
         self._tasks: list[asyncio.Task[Any]] = []
+        self._fetches: dict[asyncio.Task[Any], bytes] = {}  # of chunks for a repair, each with its round
         self._stop_listening: Callable[[], None] = lambda: None
 
     # -- what this peer knows
@@ -512,17 +513,20 @@ class Swarm:
                 self.node.spawn(self._ask(action))
             case Enter():
                 self.node.spawn(self._enter(action.begin))
-            case FetchChunks(exchange=exchange):
-                wanted = [(source.owner, source.chunk, source.digest) for source in action.sources]
-                self._fetching.begin(exchange, wanted, lambda failed: self._fetched(action, failed))
+            case FetchChunks():
+                task = self.node.spawn(self._fetch(action))
+                self._fetches[task] = action.exchange.book.begin.round
+                task.add_done_callback(self._fetches.pop)
             case Cancel():
-                self._fetching.stop(action.round)
+                for task in [task for task, fetched in self._fetches.items() if fetched == action.round]:
+                    task.cancel()
                 for carries in (msg.Carries.PART, msg.Carries.RESULT):
                     self._channel.cancel(action.round + carries.value)
             case Meet():
                 self.node.spawn(self._meet(action))
 
-    def _fetched(self, action: FetchChunks, failed: dict[bytes, str]) -> None:
+    async def _fetch(self, action: FetchChunks) -> None:
+        failed = await self._fetching.fetch(action.exchange, action.sources)
         self.peer.participant.fetched(action.exchange, failed)
         self._act()
 
@@ -588,16 +592,9 @@ class Swarm:
             self._channel.learn(member)
         # A member that this peer has tried to reach in vain may be there now, but all wait for this.
         lost = self.peer.view.lost
-        patience = [AGAIN_SECONDS if member.key in lost else self._chunk_timeout for member in missing]
-        results = await asyncio.gather(
-            *(node.connect(member.peer, seconds) for member, seconds in zip(missing, patience, strict=True)),
-            return_exceptions=True,
-        )
-        for member, result in zip(missing, results, strict=True):
-            if isinstance(result, P2PError):
-                self.peer.participant.complain(member.key, str(result), fault=False)
-            elif isinstance(result, BaseException):
-                raise result
+        patience = {member.key: AGAIN_SECONDS if member.key in lost else self._chunk_timeout for member in missing}
+        for key, reason in (await self._channel.connect(patience)).items():
+            self.peer.participant.complain(key, reason, fault=False)
         if given is not None and given.prepare is not None:
             self.peer.participant.ask_to_wait()
             self._act()
