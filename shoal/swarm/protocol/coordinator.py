@@ -18,7 +18,7 @@ possible only in a partition, where no member of the one is asked for the other:
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -102,15 +102,14 @@ class Coordinator:
     have: dict[bytes, msg.Have] = field(default_factory=dict)
     disputed: dict[bytes, bytes] = field(default_factory=dict)  # the digests of DONE, by member, when they differed
     settled: bytes = b""  # the digest of the result, once every member has every chunk in some version
-    commit: msg.Commit | None = None
     deadline: float | None = None  # of the phase
     wait_until: dict[bytes, float] = field(default_factory=dict)  # how long members that joined want to wait
     took_over: bool = False
     reminded: bool = False  # whether members that have not joined were called once more
     pace: Pace = field(init=False)
     complaints: dict[bytes, dict[bytes, str]] = field(default_factory=dict)  # of each member: of whom, and why
-    refused_repairs: dict[bytes, int] = field(default_factory=dict)  # how many, by member
-    signs_of: dict[bytes, int] = field(default_factory=dict)  # how often each member has seen the round make progress
+    refused_repairs: Counter[bytes] = field(default_factory=Counter)  # how many, by member
+    signs_of: Counter[bytes] = field(default_factory=Counter)  # how often each member has seen the round make progress
     last_join_at: float | None = None
     join_to_begin: float | None = None  # seconds from the last JOIN to BEGIN
     _judgements: deque[_Judgement] = field(default_factory=deque)  # the next one first
@@ -121,10 +120,8 @@ class Coordinator:
     @classmethod
     def successor(cls, me: bytes, begin: msg.Begin, attempt: int, lost: Iterable[bytes], rules: Rules) -> Coordinator:
         """The coordinator that takes over the round of a lost one. Call `start_survey` first."""
-        coordinator = cls(me, begin.tip, rules, phase=Phase.SURVEYING, begin=begin, took_over=True)
-        coordinator.ballot = Ballot(attempt, me)
-        coordinator.out = dict.fromkeys(lost, "lost")
-        return coordinator
+        out, ballot = dict.fromkeys(lost, "lost"), Ballot(attempt, me)
+        return cls(me, begin.tip, rules, phase=Phase.SURVEYING, begin=begin, ballot=ballot, out=out, took_over=True)
 
     # -- before BEGIN
 
@@ -141,9 +138,8 @@ class Coordinator:
     def expect(self, members: Iterable[Member], now: float) -> list[Send]:
         """Exactly these members are connected now."""
         self.expected = {member.key: member for member in members}
-        gone = [key for key in (*self.joins, *self.counts) if key not in self.expected and key != self.me]
         if self.is_before_begin:
-            for key in gone:
+            for key in {**self.joins, **self.counts}.keys() - self.expected.keys() - {self.me}:
                 self._forget_join(key)
                 self.counts.pop(key, None)
                 self.pace.lost(key)
@@ -152,17 +148,14 @@ class Coordinator:
     def progress(self, key: bytes, report: msg.Progress, now: float) -> tuple[msg.Count, list[Send]]:
         """A member reports its samples. Returns the answer, and what else to send. Only reported samples call the
         round, never estimates."""
-        before = self.counts.get(key)
+        before, target = self.counts.get(key), self.rules.target_samples
         if report.counted:
             self.counts[key] = msgspec.structs.replace(report, asks=False)
         samples = sum(count.samples for count in self.counts.values())
-        actions: list[Send] = []
-        target = self.rules.target_samples
-        if self.phase is Phase.COUNTING and target is not None and samples >= target:
-            actions = self._gather(now + self.rules.matchmaking_time)
+        is_due = self.phase is Phase.COUNTING and target is not None and samples >= target
+        actions = self._gather(now + self.rules.matchmaking_time) if is_due else []
         rate = sum(count.rate for count in self.counts.values())
-        called = self.phase is not Phase.COUNTING
-        wait = 0.0
+        called, wait = self.phase is not Phase.COUNTING, 0.0
         if report.counted and (report.asks or self.counts[key] != before):  # else it repeats an earlier report
             wait = self.pace.reported(key, report.samples, report.step, report.seconds, report.asks and not called, now)
         others = self.pace.under_way(but=key)
@@ -177,19 +170,14 @@ class Coordinator:
         others = sum(len(data) for other, data in self.gathered.items() if other != key)
         if others + len(gathered) > MAX_GATHERED_BYTES:
             raise RuleBroken(
-                f"gather takes {len(gathered)} bytes, and that of the others {others}; at most {MAX_GATHERED_BYTES} "
-                f"are allowed in a round"
+                f"gather takes {len(gathered)} bytes, that of the others {others}; all may take {MAX_GATHERED_BYTES}"
             )
-        self.joins[key] = join
-        self.gathered[key] = gathered
+        self.joins[key], self.gathered[key], self.wait_until[key] = join, gathered, now + join.patience
         self.last_join_at = now
-        actions: list[Send] = []
-        self.wait_until[key] = now + join.patience
         if self.phase is Phase.COUNTING:
-            actions = self._gather(now + join.patience)
-        else:
-            self._follow_the_first()  # its JOIN may have changed
-        return actions + self.tick(now)
+            return self._gather(now + join.patience) + self.tick(now)
+        self._follow_the_first()  # its JOIN may have changed
+        return self.tick(now)
 
     def unjoin(self, key: bytes, now: float) -> list[Send]:
         """A member withdraws its JOIN."""
@@ -201,18 +189,14 @@ class Coordinator:
         return self.tick(now)
 
     def _forget_join(self, key: bytes) -> None:
-        self.joins.pop(key, None)
-        self.gathered.pop(key, None)
-        self.wait_until.pop(key, None)
+        for of_members in (self.joins, self.gathered, self.wait_until):
+            of_members.pop(key, None)
 
     def _follow_the_first(self) -> None:
         """Where samples are not counted, the first member that joined says how long all wait."""
-        if self.rules.target_samples is not None:
-            return
-        if not self.wait_until:
+        if self.rules.target_samples is None and not self.wait_until:
             self.phase, self.deadline, self.reminded = Phase.COUNTING, None, False
-            return
-        if not self.reminded:
+        elif self.rules.target_samples is None and not self.reminded:
             self.deadline = next(iter(self.wait_until.values()))
 
     def _gather(self, deadline: float) -> list[Send]:
@@ -230,14 +214,8 @@ class Coordinator:
                 self.reminded, self.deadline = True, now + REMINDER_SECONDS
                 return [Send(missing, msg.Call(self.tip))]
             return self._begin(now)
-        if self.phase in (Phase.RUNNING, Phase.SURVEYING) and self.deadline is not None and now >= self.deadline:
-            return self.abort(f"the round has not got on for {self._round_timeout:g} s")
-        return []
-
-    def postpone(self, now: float) -> list[Send]:
-        """A member that was called is in a round of another coordinator: wait until that ends, then call again."""
-        if self.phase is Phase.GATHERING:
-            self.deadline, self.reminded = now + REMINDER_SECONDS, False
+        if self._is_running and self.deadline is not None and now >= self.deadline:
+            return self.abort(f"the round has not got on for {self._round.timeout:g} s")
         return []
 
     def wait(self, now: float) -> list[Send]:
@@ -247,22 +225,18 @@ class Coordinator:
 
     def gets_on(self, now: float) -> list[Send]:
         """A member has seen the round make progress, so its time starts again."""
-        if self.phase in (Phase.RUNNING, Phase.SURVEYING):
-            self.deadline = now + self._round_timeout
+        if self._is_running:
+            self.deadline = now + self._round.timeout
         return []
 
     def wake_at(self) -> float | None:
         """When `tick` is due if nothing else happens; None if never."""
-        times = [self._judgements[0].at] if self._judgements else []
-        deadline = self._wake_at()
-        return min([*times, deadline]) if deadline is not None else min(times, default=None)
-
-    def _wake_at(self) -> float | None:
-        if self.phase is Phase.GATHERING and self.deadline is not None:
-            if not self._are_enough():
-                return None  # the next JOIN decides
-            return min(self.deadline, self._settled()) if self._all_joined() else self.deadline
-        return self.deadline if self.phase in (Phase.RUNNING, Phase.SURVEYING) else None
+        times = [judgement.at for judgement in self._judgements]
+        if self.deadline is not None and self._is_running:
+            times.append(self.deadline)
+        elif self.deadline is not None and self.phase is Phase.GATHERING and self._are_enough():  # else a JOIN decides
+            times.append(min(self.deadline, self._settled()) if self._all_joined() else self.deadline)
+        return min(times, default=None)
 
     def _all_joined(self) -> bool:
         return all(key in self.joins for key in self.expected if self._waits_for(key))
@@ -273,8 +247,8 @@ class Coordinator:
     def _are_enough(self) -> bool:
         """Whether the members that joined can make a round: they are enough, and one of them can reduce."""
         chosen = [self.joins[key].sender for key in self._chosen()]
-        counted = chosen if self.rules.target_samples is None else [sender for sender in chosen if sender.contributes]
-        return len(counted) >= max(1, self.rules.min_group) and can_divide(chosen)
+        count = sum(self.rules.target_samples is None or sender.contributes for sender in chosen)
+        return count >= max(1, self.rules.min_group) and can_divide(chosen)
 
     def _chosen(self) -> list[bytes]:
         """The first members that joined, as many as a group may have, with one that can reduce if there is any."""
@@ -303,7 +277,6 @@ class Coordinator:
         with_state = self.rules.averages_state(self.tip.epoch, joins)
         sizes = self.rules.vector(self.tip.epoch, with_state)
         elements = chunk_elements(sum(sizes), reducers, self.rules.chunk_elements)
-        starts = divide(len(chunk_table(sizes, elements)), members, self.rules.smallest_span / elements)
         self.ballot = Ballot(1 + max(join.attempt for join in joins), self.me)
         self.begin = msg.Begin(
             tip=self.tip,
@@ -313,22 +286,30 @@ class Coordinator:
             machines=tuple(join.machine for join in joins),
             states=tuple(join.state for join in joins),
             chunk_elements=elements,
-            starts=starts,
+            starts=divide(len(chunk_table(sizes, elements)), members, self.rules.smallest_span / elements),
             with_state=with_state,
             timeout=self.rules.round_timeout,
             options=self.rules.options(joins),
         )
-        self.phase = Phase.RUNNING
-        self.deadline = now + self.rules.round_timeout
+        self.phase, self.deadline = Phase.RUNNING, now + self.rules.round_timeout
         self.join_to_begin = None if self.last_join_at is None else now - self.last_join_at
         return [Send(tuple(member.key for member in members), self.begin, [self.gathered_of_all()])]
 
     def gathered_of_all(self) -> bytes:
         """What the members of the round want to tell each other, as one buffer."""
-        assert self.begin is not None
-        return msgspec.msgpack.encode({m.key: self.gathered.get(m.key, b"") for m in self.begin.members})
+        return msgspec.msgpack.encode({m.key: self.gathered.get(m.key, b"") for m in self._round.members})
 
     # -- after BEGIN
+
+    @property
+    def _round(self) -> msg.Begin:
+        """The round that was begun, by this peer or by the one whose round it took over."""
+        assert self.begin is not None
+        return self.begin
+
+    @property
+    def _is_running(self) -> bool:
+        return self.phase in (Phase.RUNNING, Phase.SURVEYING)
 
     def is_of(self, round_id: bytes) -> bool:
         """Whether this coordinates the round of that name."""
@@ -342,11 +323,11 @@ class Coordinator:
     @property
     def signs(self) -> int:
         """How often the members together have seen the round make progress."""
-        return sum(self.signs_of.values())
+        return self.signs_of.total()
 
     def saw(self, key: bytes, signs: int, now: float) -> list[Send]:
         """A member has seen the round make progress so often."""
-        if self.begin is None or signs <= self.signs_of.get(key, 0):
+        if self.begin is None or signs <= self.signs_of[key]:
             return []
         self.signs_of[key] = signs
         return self.gets_on(now)
@@ -377,15 +358,15 @@ class Coordinator:
         key = other if len([k for k in reasons if k in live]) == 1 else complainer
         return self.put_out(key, reasons[other], now)
 
-    def not_surveyed(self, key: bytes, ballot: Ballot, reason: str, now: float) -> list[Send]:
-        """A member has not answered the survey of `ballot`."""
-        return self.put_out(key, reason, now) if self.ballot == ballot else []
-
-    def not_repaired(self, key: bytes, ballot: Ballot, reason: str, now: float) -> list[Send]:
-        """A member does not follow the repair of `ballot`."""
-        if self.ballot != ballot or self.phase is not Phase.RUNNING:
+    def unanswered(self, key: bytes, request: msg.Survey | msg.Repair, reason: str, now: float) -> list[Send]:
+        """A member has not answered a survey in time, or does not follow a repair."""
+        if self.ballot != request.ballot:
             return []
-        self.refused_repairs[key] = self.refused_repairs.get(key, 0) + 1
+        if isinstance(request, msg.Survey):
+            return self.put_out(key, f"no answer to a survey: {reason}", now)
+        if self.phase is not Phase.RUNNING:
+            return []
+        self.refused_repairs[key] += 1
         if self.refused_repairs[key] > MAX_REFUSED_REPAIRS:
             return self.put_out(key, f"it does not follow repairs: {reason}", now)
         return self.start_survey(now)  # it may follow a higher ballot, or have a commit: a survey tells
@@ -393,17 +374,11 @@ class Coordinator:
     def elsewhere(self, key: bytes, now: float) -> list[Send]:
         """A member that was called is in a round of another coordinator. To go on without it might give this tip two
         results, so this round waits or, if it has begun, ends."""
-        if self.begin is None:
-            return self.postpone(now)
-        if not self.over and key in self.live():
+        if self.phase is Phase.GATHERING:
+            self.deadline, self.reminded = now + REMINDER_SECONDS, False  # then it is called again
+        if self._is_running and key in self.live():
             return self.abort("a member is in a round of another coordinator")
         return []
-
-    @property
-    def _round_timeout(self) -> float:
-        """The time-out in the round's BEGIN, which another peer may have sent."""
-        assert self.begin is not None
-        return self.begin.timeout
 
     def live(self) -> list[bytes]:
         """The keys of the members of the round that are not out, in member order."""
@@ -413,36 +388,32 @@ class Coordinator:
         """A member was lost or broke a rule: continue without it."""
         if self.is_before_begin:
             return self.expect([m for m in self.expected.values() if m.key != key], now)
-        if self.phase in (Phase.COMMITTED, Phase.ABORTED) or key not in self.live():
+        if self.over or key not in self.live():
             return []
-        assert self.begin is not None
         self.out[key] = reason
-        told = [Send((key,), msg.Abort(self.begin.round, reason[:256]))]
+        told = [Send((key,), msg.Abort(self._round.round, reason[:256]))]
         return told + (self._regroup() if self._is_too_small() else self.start_survey(now))
 
     def _is_too_small(self) -> bool:
         """Whether so many members have left (they cancelled their steps, for example) that the group is too small,
         while others wait that could replace them."""
-        if self.phase not in (Phase.RUNNING, Phase.SURVEYING) or self.rules.target_samples is not None:
-            return False
-        return bool(self.late) and len(self.live()) < self.rules.min_group
+        may_regroup = self._is_running and self.rules.target_samples is None and bool(self.late)
+        return may_regroup and len(self.live()) < self.rules.min_group
 
     def _regroup(self) -> list[Send]:
         return self.abort(f"fewer than {self.rules.min_group} members are left, and others wait: join again")
 
     def start_survey(self, now: float) -> list[Send]:
         """Ask the remaining members what they hold, under a new ballot."""
-        assert self.begin is not None
         assert self.ballot is not None
         if not self.live():
             return self.abort("no member is left")
         self.phase = Phase.SURVEYING
-        self.deadline = self.deadline or now + self._round_timeout
+        self.deadline = self.deadline or now + self._round.timeout
         self.ballot = Ballot(self.ballot.number + 1, self.me)
         self.have, self.done = {}, {}
-        begin = self.begin if self.took_over else None
-        buffers = [self.gathered_of_all()] if self.took_over else []
-        survey = msg.Survey(self.tip, self.begin.round, self.ballot, tuple(self.out), begin)
+        begin, buffers = (self.begin, [self.gathered_of_all()]) if self.took_over else (None, [])
+        survey = msg.Survey(self.tip, self._round.round, self.ballot, tuple(self.out), begin)
         return [Send(tuple(self.live()), survey, buffers)]
 
     def outbid(self, ballot: Ballot, reachable: bool, now: float) -> list[Send]:
@@ -459,11 +430,10 @@ class Coordinator:
         """A member's answer to the survey of `ballot`."""
         if self.phase is not Phase.SURVEYING or ballot != self.ballot or key not in self.live():
             return []
-        assert self.begin is not None
-        if have.commit is not None and (have.commit.tip, have.commit.round) == (self.tip, self.begin.round):
+        if have.commit is not None and (have.commit.tip, have.commit.round) == (self.tip, self._round.round):
             return self._commit(have.commit)
-        member = next(member for member in self.begin.members if member.key == key)
-        wrong = flaw(self.begin, ballot, member, have, self.disputed.get(key))
+        member = next(member for member in self._round.members if member.key == key)
+        wrong = flaw(self._round, ballot, member, have, self.disputed.get(key))
         if wrong is not None:
             return self.put_out(key, wrong, now)
         self.have[key] = have
@@ -475,16 +445,14 @@ class Coordinator:
         if unknown:
             self.out.update((other, "put out by an earlier coordinator") for other in unknown)
             return self.start_survey(now)
-        self.phase = Phase.RUNNING
-        self.disputed = {}
-        sources, self.settled = repaired(self.begin, live, self.have)
-        return [Send(tuple(live), msg.Repair(self.begin.round, self.ballot, sources))]
+        self.phase, self.disputed = Phase.RUNNING, {}
+        sources, self.settled = repaired(self._round, live, self.have)
+        return [Send(tuple(live), msg.Repair(self._round.round, ballot, sources))]
 
     def finished(self, key: bytes, done: msg.Done, view: Collection[Member], now: float) -> list[Send]:
         """A member has all chunks. `view` are the members that the next round expects."""
         if self.phase is not Phase.RUNNING or done.ballot != self.ballot or key not in self.live():
             return []
-        assert self.begin is not None
         if done.root and self.settled and done.root != self.settled:
             # Without this, a member that never follows a repair would make the others repair for ever.
             return self.put_out(key, "it is done with another result than the repair makes", now)
@@ -496,16 +464,13 @@ class Coordinator:
             self.disputed = self.done
             return self.start_survey(now)
         root = roots.pop() if roots else root_of(())  # all members are auxiliary, and average nothing
-        samples = sum(self.begin.weights)
-        keys = tuple(member.key for member in self.begin.members)
-        kept = tuple(member for member in view if member.key not in self.out)
-        return self._commit(msg.Commit(self.tip, self.begin.round, root, samples, keys, kept))
+        begin, kept = self._round, tuple(member for member in view if member.key not in self.out)
+        keys = tuple(member.key for member in begin.members)
+        return self._commit(msg.Commit(self.tip, begin.round, root, sum(begin.weights), keys, kept))
 
     def _commit(self, commit: msg.Commit) -> list[Send]:
         self.phase = Phase.COMMITTED
-        self.commit = commit
-        in_round = self.begin.members if self.begin is not None else ()
-        to = dict.fromkeys(member.key for member in (*in_round, *commit.view))
+        to = dict.fromkeys(member.key for member in (*self._round.members, *commit.view))
         return [Send(tuple(to), commit)]
 
     def abort(self, reason: str) -> list[Send]:

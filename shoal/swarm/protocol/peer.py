@@ -168,10 +168,8 @@ class Peer:
     def not_answered(self, key: bytes, request: msg.Survey | msg.Repair, reason: str, now: float) -> None:
         """A request of the coordinator was refused, or not answered in time."""
         lead = self._asking(request)
-        if lead is not None and isinstance(request, msg.Survey):
-            self._act(lead.not_surveyed(key, request.ballot, f"no answer to a survey: {reason}", now))
-        elif lead is not None:
-            self._act(lead.not_repaired(key, request.ballot, reason, now))
+        if lead is not None:
+            self._act(lead.unanswered(key, request, reason, now))
 
     def _asking(self, request: msg.Survey | msg.Repair) -> Coordinator | None:
         """The coordinator that has asked this; None if it does not wait for the answer any more."""
