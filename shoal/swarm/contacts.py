@@ -152,12 +152,10 @@ class Contacts:
 
     def _compare(self, peer: PeerID, stranger: _Stranger, theirs: Buffer) -> None:
         try:
-            found = difference(self._tensors, theirs)
+            if (found := difference(self._tensors, theirs)) is not None:
+                self._explain(peer, stranger, found)
         except ValueError as error:
             log.debug("%r: %s", peer, error)
-            return
-        if found is not None:
-            self._explain(peer, stranger, found)
 
     def _explain(self, peer: PeerID, stranger: _Stranger, difference: str) -> None:
         if not stranger.explained:
@@ -191,8 +189,8 @@ class Contacts:
 
     def spoke(self, member: Member) -> None:
         """A member has spoken, so it is there, whatever was known of it before."""
-        self._reach.reached(member)
-        self._reach_changed.set()
+        if self._reach.reached(member):
+            self._reach_changed.set()
         if self._view.returned(member):
             log.debug("%r knows %r now", self._view.me.peer, member.peer)
             self._changed()
@@ -222,13 +220,10 @@ class Contacts:
         finally:
             self._meeting.discard(member.key)
 
-    async def meet_peer(self, peer: PeerID) -> bool:
-        """Exchange HELLO with a peer, which may not be known as a member. Returns whether that succeeded."""
-        try:
+    async def meet_peer(self, peer: PeerID) -> None:
+        """Exchange HELLO with a peer, which may not be known as a member, if it can be reached."""
+        with contextlib.suppress(P2PError, TimeoutError):
             await self._greet(peer)
-        except (P2PError, TimeoutError):
-            return False
-        return True
 
     async def _greet(self, peer: PeerID) -> None:
         try:
@@ -265,9 +260,7 @@ class Contacts:
             self._strangers.pop(key, None)
         known = self._view.lose(key)
         if known and was_reached and not is_stranger:
-            connected = len(self._view.connected())
-            are = "member is" if connected == 1 else "members are"
-            log.info("%s is lost; %d %s connected, this peer included", PeerID(key), connected, are)
+            log.info("%s is lost; members connected, with this peer: %d", PeerID(key), len(self._view.connected()))
         if known:
             self._changed()
         return known
@@ -307,12 +300,10 @@ class Contacts:
             now = self._now()
             for member in self._reach.due(now):
                 self._channel.spawn(self.meet(member))
-            report = self._reach.notice(now, self._directory.others())
+            report = self._reach.notice(now, self._directory.others)
             if report is not None:
-                if report.advice:
-                    log.warning("%s", report.advice)
-                else:
-                    log.info("all known members of the run are reached or have left: %d peers", report.num_peers)
+                all_well = f"all known members of the run are reached or have left: {report.num_peers} peers"
+                log.log(logging.WARNING if report.advice else logging.INFO, "%s", report.advice or all_well)
                 self.reports.append(report)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._reach.next_time(now)):
@@ -389,9 +380,7 @@ class Liveness:
         try:
             pong = await self._channel.call(key, ping, msg.Pong, self._timeout)
         except (P2PError, TimeoutError) as error:
-            log.debug(
-                "%r: %r: %s", self._channel.node.peer_id, PeerID(key), error
-            )  # the node reports a lost connection
+            log.debug("%r: %s", PeerID(key), error)  # the node reports a lost connection
         else:
             self._peer.on_pong(key, ping, pong, asyncio.get_running_loop().time())
             self._act()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import UTC, datetime
 
@@ -21,33 +20,22 @@ REFRESH_SECONDS = 15.0
 MAX_CLOCK_DIFFERENCE = 15.0  # seconds, until it is warned of; from RECORD_SECONDS on a peer is not found
 
 
-class Directory(ABC):
-    """Lists the peers of one run."""
+class Directory:
+    """Lists the peers of one run. This one lists nobody: for a run whose members know each other."""
 
-    @abstractmethod
     async def publish(self, member: Member) -> None:
         """List this peer for the next RECORD_SECONDS."""
 
-    @abstractmethod
     async def read(self) -> list[Member]:
         """The peers that are listed now."""
+        return []
 
-    def gone(self, key: bytes) -> None:  # noqa: B027  # where there is nothing to forget, nothing is to be done
+    def gone(self, key: bytes) -> None:
         """That peer has left or was lost: it counts as listed again when its record is newer than that."""
 
     def others(self) -> int:
         """How many other peers could be listed here, in this run or in others, as far as is known."""
         return 0
-
-
-class Unlisted(Directory):
-    """The directory of a run whose members know each other."""
-
-    async def publish(self, member: Member) -> None:
-        """Nothing to do."""
-
-    async def read(self) -> list[Member]:
-        return []
 
 
 class DHTDirectory(Directory):
@@ -72,9 +60,8 @@ class DHTDirectory(Directory):
 
     async def publish(self, member: Member) -> None:
         expiration = self._clock() + RECORD_SECONDS
-        record = msgspec.msgpack.encode(member)
         self._written = max(self._written, expiration)
-        listed = await self._dht.store(self._key, record, expiration, subkey=owner_marker(member.peer))
+        listed = await self._store(member, msgspec.msgpack.encode(member), expiration)
         if not (listed or self._unlisted or self._dht.peer_id in self._dht.node.twins):
             log.warning(
                 "no node of the DHT keeps the record by which others find this peer (%r, until %s): either none can be "
@@ -86,8 +73,10 @@ class DHTDirectory(Directory):
 
     async def withdraw(self, member: Member) -> None:
         """List this peer no longer."""
-        expiration = self._clock() + RECORD_SECONDS
-        await self._dht.store(self._key, b"", expiration, subkey=owner_marker(member.peer))
+        await self._store(member, b"", self._clock() + RECORD_SECONDS)
+
+    async def _store(self, member: Member, record: bytes, expiration: float) -> bool:
+        return await self._dht.store(self._key, record, expiration, subkey=owner_marker(member.peer))
 
     async def read(self) -> list[Member]:
         found = await self._dht.get(self._key, latest=True)

@@ -183,9 +183,8 @@ class Peer:
         participant, commit = self.participant, self.participant.commit
         # If it was in the round that ended its tip, the commit is on its way to it.
         follows = commit is not None and commit.tip == tip and key in commit.members
-        if self.view.told(key, behind=self.tip.outranks(tip) and not follows):
+        if self.view.told(key, tip, self.tip.outranks(tip) and not follows):
             self.members_changed(now)
-        self.view.claims(key, tip)
         if not tip.outranks(self.tip):
             return
         # The round of this tip was committed without this peer: it begins none, and those that wait here hear where.

@@ -158,9 +158,12 @@ class View:
 
     # -- who coordinates
 
-    def told(self, key: bytes, behind: bool) -> bool:
-        """A member has said at which state it is. Returns whether that makes it a candidate, or ends its being one."""
+    def told(self, key: bytes, tip: Tip, behind: bool) -> bool:
+        """A member has said that it holds the state `tip`, which may be `behind` this peer's. Returns whether that
+        makes it a candidate, or ends its being one."""
         known = key in self.behind
+        if key in self.members:
+            self._claims.setdefault(key, _Claim(tip)).tip = tip
         if behind and key in self.members:
             self.behind[key] = None
         else:
@@ -179,11 +182,6 @@ class View:
         return sorted(able, key=lambda member: blake3(prefix + member.key).digest())
 
     # -- which states there are
-
-    def claims(self, key: bytes, tip: Tip) -> None:
-        """The member says that it holds the state `tip`."""
-        if key in self.members:
-            self._claims.setdefault(key, _Claim(tip)).tip = tip
 
     def advanced(self, keys: Iterable[bytes], before: Tip, after: Tip) -> None:
         """These members were in the round that leads from `before` to `after`."""
