@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.p2p.errors import P2PError, Refused, Unavailable
@@ -25,7 +25,6 @@ from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Meet, Send
 from shoal.swarm.protocol.contribution import Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, ResultLost
-from shoal.swarm.protocol.participant import Finished
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
@@ -114,6 +113,7 @@ class Swarm:
         self._fetching = Fetching(channel, chunk_timeout, self._progressed)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._wake_at: float | None = None  # when the machine has asked for the timer
         self._performing = False
         self._changed = asyncio.Event()  # set when the call of `average` may go on
         self._news = asyncio.Event()
@@ -239,31 +239,33 @@ class Swarm:
             answer = (await self._channel.ask(coordinator.key, report, self._request_timeout)).body
         finally:
             self._asked.remove(coordinator.key)
+        if isinstance(answer, msg.Count):
+            if answer.called and answer.tip == self.tip and not self.called:
+                self.peer.is_called()
+                self._act()
+            return answer
+        await self._heed(coordinator.key, report.tip, answer)
+        if isinstance(answer, msg.Hello) and answer.tip.outranks(self.tip) and not self.missed:
+            raise Behind(f"the swarm is at epoch {answer.tip.epoch}, this peer at {self.tip.epoch}")
+        return msg.Count(report.tip, report.samples, report.rate, 1, False)
+
+    async def _heed(self, key: bytes, tip: Tip, answer: object) -> None:
+        """A peer has answered a message about a state `tip`, of which it should be the coordinator: that another one
+        is, or HELLO, since it does not know the same members, or is at another state."""
         match answer:
-            case msg.Count():
-                if answer.called and answer.tip == self.tip and not self.called:
-                    self.peer.is_called()
-                    self._act()
-                return answer
             case msg.Elsewhere():
                 await self.contacts.meet(answer.coordinator)
+            case msg.Hello() if answer.tip == tip:
+                await self.contacts.meet_peer(PeerID(key))
             case msg.Hello():
-                if answer.tip == report.tip:
-                    await self.contacts.meet_peer(coordinator.peer)  # it has lost this peer
-                else:
-                    self.peer.told(coordinator.key, answer.tip, self._now())
-                    self._act()
-                if answer.tip.outranks(self.tip) and not self.missed:  # a missed result comes first
-                    raise Behind(f"the swarm is at epoch {answer.tip.epoch}, this peer at {self.tip.epoch}")
-        return msg.Count(report.tip, report.samples, report.rate, 1, False)
+                self.peer.told(key, answer.tip, self._now())
+                self._act()
 
     async def _report_again(self) -> None:
         """Another member counts now."""
-        report = self._reported
-        if report is None or report.tip != self.tip:
-            return  # the epoch has ended meanwhile
         try:
-            await self._report(report)
+            if self._reported is not None and self._reported.tip == self.tip:  # the epoch has not ended meanwhile
+                await self._report(self._reported)
         except (P2PError, AveragingError, TimeoutError) as error:
             log.debug("%r could not report: %s", self.node.peer_id, error)
 
@@ -277,11 +279,10 @@ class Swarm:
                 if isinstance(answer, msg.Elsewhere):
                     await self.contacts.meet(answer.coordinator)
                     answer = (await self._channel.ask(answer.coordinator.key, loading, self._request_timeout)).body
+                if isinstance(answer, msg.Count):
+                    return True
             except (P2PError, TimeoutError) as error:
                 log.debug("could not ask %r to be waited for: %s", holder, error)
-                continue
-            if isinstance(answer, msg.Count):
-                return True
         return False
 
     @contextlib.contextmanager
@@ -315,7 +316,13 @@ class Swarm:
                 self._timeout = timeout
                 while (finished := participant.finished) is None:
                     await self._between_events()
-            return self._outcome(finished, started, sent, received)
+            return replace(
+                finished,
+                matchmaking_seconds=participant.began - started,
+                allreduce_seconds=self._now() - participant.began,
+                bytes_sent=self.node.bytes_sent - sent,
+                bytes_received=self.node.bytes_received - received,
+            )
         except TimeoutError:
             where = "in a round" if participant.begin is not None else "waiting for one"
             peers, seconds = len(self.peer.view.connected()), self._now() - started
@@ -344,19 +351,6 @@ class Swarm:
             await self._fetch_result(commit)
         elif participant.finished is None and participant.error is None:
             await self._changed.wait()
-
-    def _outcome(self, finished: Finished, started: float, sent: int, received: int) -> Outcome:
-        return Outcome(
-            begin=finished.exchange.book.begin,
-            commit=finished.commit,
-            gathered=finished.gathered,
-            missed=finished.missed,
-            matchmaking_seconds=finished.began - started,
-            allreduce_seconds=self._now() - finished.began,
-            join_to_begin_seconds=self.peer.participant.join_to_begin,
-            bytes_sent=self.node.bytes_sent - sent,
-            bytes_received=self.node.bytes_received - received,
-        )
 
     def rejoin(self) -> None:
         """The content of the JOIN has changed: send it again. Does nothing once the round has begun."""
@@ -570,16 +564,10 @@ class Swarm:
         else:
             if isinstance(answer, msg.Joined):
                 return
+            await self._heed(key, join.tip, answer)
             if isinstance(answer, msg.Hello) and answer.tip == join.tip:
-                # It knows other members than this peer: tell each other, before it begins a round without one of them.
-                await self.contacts.meet_peer(coordinator)
-                participant.introduced(key)
+                participant.introduced(key)  # before it begins a round without a member that only this peer knew
             else:
-                if isinstance(answer, msg.Elsewhere):
-                    await self.contacts.meet(answer.coordinator)
-                elif isinstance(answer, msg.Hello):
-                    self.peer.told(key, answer.tip, self._now())
-                    self._act()
                 await asyncio.sleep(DECLINED_SECONDS)
             participant.rejoin(key)
         self._act()
@@ -606,15 +594,14 @@ class Swarm:
 
     def _set_timer(self) -> None:
         wake_at = None if self._stopped else self.peer.wake_at()
-        if self._timer is not None and (wake_at is None or self._timer.when() != wake_at):
-            self._timer.cancel()
-            self._timer = None
-        if wake_at is not None and self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(max(wake_at, loop.time()), self._tick, wake_at)
+        if wake_at != self._wake_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            loop, self._wake_at = asyncio.get_running_loop(), wake_at
+            self._timer = loop.call_at(max(wake_at, loop.time()), self._tick, wake_at) if wake_at is not None else None
 
     def _tick(self, due: float) -> None:
-        self._timer = None
+        self._timer = self._wake_at = None
         self.peer.tick(max(due, self._now()))  # a loop may be early by the resolution of its clock
         self._act()
 
@@ -632,15 +619,11 @@ class Swarm:
                 log.info("%r stood still for %.1f s", self.node.peer_id, now - asleep)
                 self.peer.settle(now)
                 self.contacts.look(dial=True)
-            if self._is_short_of_members():
+            connected = len(self.peer.view.connected())
+            least = max(2, self.rules.min_group) if self.peer.participant.input is not None else 0
+            if connected < least or (connected == 1 and self.peer.view.lost):
                 self.contacts.look()
             self.peer.look(lambda key: self.node.transport.moved(PeerID(key)), now)
             self._act()
             awaited = self.peer.awaited(now) or list(self._asked)
             self._liveness.look_after([*awaited, *self._watching], now)
-
-    def _is_short_of_members(self) -> bool:
-        connected = len(self.peer.view.connected())
-        alone_again = connected == 1 and bool(self.peer.view.lost)
-        waits = self.peer.participant.input is not None
-        return alone_again or (waits and connected < max(2, self.rules.min_group))

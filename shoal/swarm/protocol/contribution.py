@@ -107,9 +107,9 @@ class Outcome:
         commit: its COMMIT.
         gathered: what the members brought, by key.
         missed: whether this peer was not in the round, and fetched the result afterwards.
+        join_to_begin_seconds: from the last JOIN to BEGIN; None if this peer did not coordinate.
         matchmaking_seconds: from the call of `average` to BEGIN.
         allreduce_seconds: from BEGIN to COMMIT.
-        join_to_begin_seconds: from the last JOIN to BEGIN; None if this peer did not coordinate.
         bytes_sent, bytes_received: payload bytes of this peer in the round.
     """
 
@@ -117,11 +117,11 @@ class Outcome:
     commit: Commit
     gathered: dict[bytes, bytes]
     missed: bool
-    matchmaking_seconds: float
-    allreduce_seconds: float
     join_to_begin_seconds: float | None
-    bytes_sent: int
-    bytes_received: int
+    matchmaking_seconds: float = 0.0
+    allreduce_seconds: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
     @property
     def coordinator(self) -> PeerID:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 
 import msgspec
@@ -16,7 +15,7 @@ from shoal.p2p.node import Reply
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Send
 from shoal.swarm.protocol.book import EarlyChunks, RuleBroken, check_begin
-from shoal.swarm.protocol.contribution import BytesExchange, Contribution
+from shoal.swarm.protocol.contribution import BytesExchange, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tip import Ballot, Tip
@@ -38,25 +37,6 @@ class State(Enum):
     SURVEYED = auto()  # It has said what it holds. → IN_ROUND: REPAIR says where missing chunks come from.
     COMPLETE = auto()  # It has said DONE. → SURVEYED: a member was lost, or the digests differ.
     MISSED = auto()  # The round was committed and its result is not here. → WAITING or IDLE: no member can send it.
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The round that an input was for is committed, and its result is here.
-
-    Attributes:
-        exchange: holds the result.
-        commit: of the round.
-        gathered: what the members brought, by key; empty if the result was fetched.
-        missed: whether this peer fetched the result afterwards.
-        began: when the round began here, or the result was asked for.
-    """
-
-    exchange: BytesExchange
-    commit: msg.Commit
-    gathered: dict[bytes, bytes]
-    missed: bool
-    began: float
 
 
 class Participant:
@@ -85,11 +65,12 @@ class Participant:
         made: whether this peer has completed an epoch since it started: then it is no newcomer any more.
         input: what it brings to the next round.
         exchange: the bytes of the round that it is in.
-        finished: the result of the round that the input was for.
+        finished: the round that the input was for, once its result is here; without what only the driver knows.
         error: why there is none.
         progressed_at: when a round was last seen to make progress.
         joined: the coordinator that has this peer's JOIN, if one stands.
         gathered: what the members of the round brought, by key.
+        began: when the round began here, or the result of a missed one was asked for.
         join_to_begin: seconds from the last JOIN to BEGIN of the round, if this peer coordinates it.
     """
 
@@ -106,7 +87,7 @@ class Participant:
         self.called = self.made = False
         self.input: Contribution | None = None
         self.exchange: BytesExchange | None = None
-        self.finished: Finished | None = None
+        self.finished: Outcome | None = None
         self.error: AveragingError | None = None
         self.progressed_at = float("-inf")
         self.joined = b""  # the coordinator that has the JOIN
@@ -114,7 +95,7 @@ class Participant:
         self._declined: dict[bytes, Tip] = {}  # coordinators that do not take this peer, and at which tip
         self.gathered: dict[bytes, bytes] = {}
         self.join_to_begin: float | None = None
-        self._began = 0.0
+        self.began = 0.0
         self._signs_of_all = 0
         self._early = EarlyChunks()
         self._last: BytesExchange | None = None  # of the last commit, for members that missed it
@@ -184,7 +165,7 @@ class Participant:
         elif self.state is State.JOINED:
             self._send([self.joined], msg.Unjoin())
         if self.finished is not None:
-            self._forget(self.finished.exchange)
+            self._forget(self._last)
         self.input = None
         self._rest()
         self._early = EarlyChunks()
@@ -326,7 +307,7 @@ class Participant:
             self.leave()
             raise RuleBroken(str(error)) from error
         self._forget(self._last)  # its memory is written again
-        self._last, self._began, self._signs_of_all, self.progressed_at = None, now, 0, now
+        self._last, self.began, self._signs_of_all, self.progressed_at = None, now, 0, now
         self._out.append(Enter(begin))
 
     def started(self, begin: msg.Begin, leases: Leases) -> None:
@@ -555,7 +536,8 @@ class Participant:
         if exchange is self.exchange:
             self.exchange = None
         if self.input is not None:
-            self.finished = Finished(exchange, commit, {} if missed else self.gathered, missed, self._began)
+            gathered = {} if missed else self.gathered
+            self.finished = Outcome(exchange.book.begin, commit, gathered, missed, self.join_to_begin)
 
     def miss(self, commit: msg.Commit) -> None:
         """This tip's round was committed, and its result is not here. This peer stays at the tip until it has the
@@ -568,7 +550,7 @@ class Participant:
         """The bytes of that commit's round, if its result is still here. Otherwise it is to be fetched into memory that
         nothing else is written to from now on."""
         self._forget(self._last)
-        exchange, self._last, self._began = self._last, None, now
+        exchange, self._last, self.began = self._last, None, now
         # The two sides of a partition may commit two results of one round.
         if exchange is None or exchange.book.begin.round != commit.round:
             return None
