@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
-from shoal.p2p.leases import Leases
 from shoal.p2p.node import Node, Reply, Service
 from shoal.p2p.transport import Buffer
 from shoal.swarm.protocol.view import Member
@@ -44,15 +43,6 @@ class Channel:
         """As `call`, for replies of several kinds, or with buffers."""
         return await self.node.call_for_buffers(PeerID(key), self._service, message, timeout=timeout, buffers=buffers)
 
-    def cancel(self, prefix: bytes) -> None:
-        """Nobody reads the buffers any more that were sent under names that begin so (`Transport.cancel`)."""
-        self.node.transport.cancel(prefix)
-
-    @property
-    def leases(self) -> Leases:
-        """Where memory waits for what others send under a name."""
-        return self.node.transport.leases
-
     def is_connected(self, key: bytes) -> bool:
         """Whether a message to that peer can be sent now; always true of this peer itself."""
         return self.node.is_connected(PeerID(key))
@@ -74,7 +64,3 @@ class Channel:
     def learn(self, member: Member) -> None:
         """Remember where that member listens."""
         self.node.learn(member.peer, member.multiaddrs())
-
-    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a task that ends with the node."""
-        return self.node.spawn(coroutine)

@@ -90,7 +90,7 @@ class Contacts:
         listed = await self._directory.read()
         self._reach.known(listed, self._now(), listed=True)
         await asyncio.gather(*map(self.meet, [*self._reach.due(self._now()), *self._connected_only(listed)]))
-        self._tasks = [self._channel.spawn(self._refresh()), self._channel.spawn(self._keep_reaching())]
+        self._tasks = [self._channel.node.spawn(self._refresh()), self._channel.node.spawn(self._keep_reaching())]
 
     def stop(self) -> None:
         """Stay listed no longer than the record lives, and meet no peer any more."""
@@ -130,7 +130,7 @@ class Contacts:
         elif known is not None or len(self._strangers) < MAX_MEMBERS:
             stranger = self._strangers[peer.key] = _Stranger(hello.terms, hello.tip, differs_in)
             if self._tensors and self._peer.terms.schema != hello.terms.schema:
-                stranger.describing = self._channel.spawn(self._compare_tensors(peer, stranger))
+                stranger.describing = self._channel.node.spawn(self._compare_tensors(peer, stranger))
             else:
                 self._explain(peer, stranger, differs_in)
 
@@ -180,7 +180,7 @@ class Contacts:
         self._channel.learn(hello.sender)
         self._reach.known(self._out_of_reach(hello.members), self._now(), listed=False)
         for member in self._view.learn(hello.members):
-            self._channel.spawn(self.meet(member))
+            self._channel.node.spawn(self.meet(member))
         self._peer.told(peer.key, hello.tip, self._now())
         seen, self._seen = self._seen, asyncio.Event()
         seen.set()
@@ -299,7 +299,7 @@ class Contacts:
             self._reach_changed.clear()
             now = self._now()
             for member in self._reach.due(now):
-                self._channel.spawn(self.meet(member))
+                self._channel.node.spawn(self.meet(member))
             report = self._reach.notice(now, self._directory.others)
             if report is not None:
                 all_well = f"all known members of the run are reached or have left: {report.num_peers} peers"
@@ -373,7 +373,7 @@ class Liveness:
             self._watches[key] = watch
             if key in waited_for and key not in self._asked:
                 self._asked[key] = None
-                self._channel.spawn(self._ask(key))
+                self._channel.node.spawn(self._ask(key))
 
     async def _ask(self, key: bytes) -> None:
         ping = self._peer.ping()

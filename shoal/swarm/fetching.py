@@ -43,7 +43,7 @@ class Fetching:
                     return
                 request = Fetch(exchange.book.begin.round, chunk)
                 try:
-                    exchange.await_fetched(chunk, holder, self._channel.leases)
+                    exchange.await_fetched(chunk, holder, self._channel.node.transport.leases)
                     reply = await self._channel.ask(holder, request, self._timeout)
                     if len(reply.buffers) != 1:
                         raise RuleBroken("it came without its bytes")

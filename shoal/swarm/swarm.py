@@ -30,7 +30,7 @@ from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tensors import Tensors
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.protocol.view import MAX_ADDRESSES, Member, Role
+from shoal.swarm.protocol.view import MAX_ADDRESSES, Member, Role, View
 
 DEFAULT_CHUNK_TIMEOUT = 15.0  # `next_chunk_timeout` when none is given, in seconds
 JOIN_TIMEOUT = 10.0
@@ -105,9 +105,8 @@ class Swarm:
         self._request_timeout = JOIN_TIMEOUT if place.request_timeout is None else place.request_timeout
         self.service = Service(f"averaging/{run_id}", msg.Message, self._undecodable)
         channel = self._channel = Channel(node, self.service)
-        silence = Silence(sender_timeout, reducer_timeout)
-        reaches, keeps_state = channel.is_connected, place.keeps_state
-        self.peer = Peer(run_id, me, terms, rules, reaches, silence, keeps_state=keeps_state)
+        view, silence = View(run_id, me, channel.is_connected), Silence(sender_timeout, reducer_timeout)
+        self.peer = Peer(view, terms, rules, silence, keeps_state=place.keeps_state)
         self.contacts = Contacts(channel, self.peer, directory, place.tensors, self._act)
         self._liveness = Liveness(channel, self.peer, chunk_timeout, self._act)
         self._fetching = Fetching(channel, chunk_timeout, self._progressed)
@@ -515,7 +514,7 @@ class Swarm:
                 for task in [task for task, fetched in self._fetches.items() if fetched == action.round]:
                     task.cancel()
                 for carries in (msg.Carries.PART, msg.Carries.RESULT):
-                    self._channel.cancel(action.round + carries.value)
+                    self.node.transport.cancel(action.round + carries.value)
             case Meet():
                 self.node.spawn(self._meet(action))
 
@@ -587,7 +586,7 @@ class Swarm:
             self.peer.participant.ask_to_wait()
             self._act()
             await given.prepare()
-        self.peer.participant.started(begin, self._channel.leases)
+        self.peer.participant.started(begin, self.node.transport.leases)
         self._act()
 
     # -- time

@@ -12,13 +12,16 @@ from shoal.swarm.protocol.coordinator import NOTICE_SECONDS, Coordinator, Phase
 from shoal.swarm.protocol.messages import Abort, Broken, Survey
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.silence import Silence
+from shoal.swarm.protocol.view import View
 from tests.swarm.rounds import RULES, TERMS, have_of, join_of, key, keys, member, members
 
 
 def peer_of(*numbers: int) -> Peer:
     """Peer 1, which knows and reaches all of these, in a run whose first coordinator it is."""
     for number in range(1000):
-        peer = Peer(f"run {number}", member(1), TERMS, RULES, lambda key: True, Silence(15.0, 30.0))
+        peer = Peer(
+            View(f"run {number}", member(1), lambda key: True), TERMS, RULES, Silence(15.0, 30.0), keeps_state=False
+        )
         peer.view.learn(members(*numbers))
         if peer.participant.coordinator() == member(1):
             return peer

@@ -20,7 +20,7 @@ from shoal.swarm.protocol.messages import Begin, Commit, Fetch, Join, Part, Repa
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
-from shoal.swarm.protocol.view import Member
+from shoal.swarm.protocol.view import Member, View
 from tests.swarm.rounds import TERMS, chunks_of
 
 
@@ -117,7 +117,9 @@ class Wire:
         self.results: dict[bytes, set[bytes]] = {member.key: set() for member in members}  # of the first tip
         self.peers: dict[bytes, Peer] = {}
         for member in members:
-            peer = Peer("run", member, TERMS, rules, self._reaches(member.key), Silence(1e9, 1e9), keeps_state=True)
+            peer = Peer(
+                View("run", member, self._reaches(member.key)), TERMS, rules, Silence(1e9, 1e9), keeps_state=True
+            )
             peer.view.learn(members)
             self.peers[member.key] = peer
 

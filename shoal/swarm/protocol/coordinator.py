@@ -218,16 +218,15 @@ class Coordinator:
             return self.abort(f"the round has not got on for {self._round.timeout:g} s")
         return []
 
-    def wait(self, now: float) -> list[Send]:
+    def wait(self, now: float) -> None:
         """A member's user lets the others wait, so the time of the round starts again. Not where samples are counted:
         users do not control rounds there."""
-        return self.gets_on(now) if self.rules.target_samples is None else []
+        if self.rules.target_samples is None:
+            self._gets_on(now)
 
-    def gets_on(self, now: float) -> list[Send]:
-        """A member has seen the round make progress, so its time starts again."""
+    def _gets_on(self, now: float) -> None:
         if self._is_running:
             self.deadline = now + self._round.timeout
-        return []
 
     def wake_at(self) -> float | None:
         """When `tick` is due if nothing else happens; None if never."""
@@ -315,22 +314,11 @@ class Coordinator:
         """Whether this coordinates the round of that name."""
         return self.begin is not None and self.begin.round == round_id
 
-    @property
-    def watched(self) -> list[bytes]:
-        """The members that this round waits for, or may wait for."""
-        return self.live() if self.begin is not None else list(self.expected)
-
-    @property
-    def signs(self) -> int:
-        """How often the members together have seen the round make progress."""
-        return self.signs_of.total()
-
-    def saw(self, key: bytes, signs: int, now: float) -> list[Send]:
-        """A member has seen the round make progress so often."""
-        if self.begin is None or signs <= self.signs_of[key]:
-            return []
-        self.signs_of[key] = signs
-        return self.gets_on(now)
+    def saw(self, key: bytes, signs: int, now: float) -> None:
+        """A member has seen the round make progress so often: the time of the round starts again if that is news."""
+        if self.begin is not None and signs > self.signs_of[key]:
+            self.signs_of[key] = signs
+            self._gets_on(now)
 
     def broken(self, key: bytes, broken: msg.Broken, reachable: bool, now: float) -> list[Send]:
         """A member cannot go on with another. The other is put out at once if it broke a rule, if it is not `reachable`

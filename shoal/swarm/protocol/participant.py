@@ -29,9 +29,7 @@ class State(Enum):
     download to IDLE or WAITING at another."""
 
     IDLE = auto()  # It has no input. → WAITING: `offer`.
-    WAITING = (
-        auto()
-    )  # An input waits, and no JOIN stands. → JOINED: `next_step`. → IN_ROUND: BEGIN. → IDLE: `withdraw`.
+    WAITING = auto()  # No JOIN of its input stands. → JOINED: `next_step`. → IN_ROUND: BEGIN. → IDLE: `withdraw`.
     JOINED = auto()  # → IN_ROUND: BEGIN. → WAITING: its coordinator is lost, declines or resigns. → IDLE: `withdraw`.
     IN_ROUND = auto()  # Chunks pass. → SURVEYED: SURVEY. → COMPLETE: every chunk is here. → WAITING: ABORT.
     SURVEYED = auto()  # It has said what it holds. → IN_ROUND: REPAIR says where missing chunks come from.

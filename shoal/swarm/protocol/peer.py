@@ -19,7 +19,7 @@ from shoal.swarm.protocol.participant import Participant, State
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.protocol.view import Member, Role, View
+from shoal.swarm.protocol.view import Role, View
 
 SETTLE_SECONDS = 1.0  # BEGIN waits until nobody new was found for so long, while not everybody may have been found
 
@@ -30,17 +30,14 @@ class Peer:
     Events are method calls, with the time as an argument; the driver performs the actions in `out` after each.
 
     Args:
-        run_id: the name of the run.
-        me: this peer as a member.
+        view: the members that this peer knows.
         terms: what must be equal in the run.
         rules: when a round begins.
-        reaches: whether a message to the peer with that key can be sent now; true of this peer itself.
         silence: watches the members that owe something in a round.
         keeps_state: whether a tip names a state that this peer keeps. Then it goes on to the next tip only when it
             holds the result of the round between them.
 
     Attributes:
-        view: the members that this peer knows.
         participant: the member's side.
         lead: the coordinator's side, if it is this peer's turn.
         out: the actions to perform, in order.
@@ -49,24 +46,13 @@ class Peer:
         changes: a counter that grows when members come or go.
     """
 
-    def __init__(
-        self,
-        run_id: str,
-        me: Member,
-        terms: msg.Terms,
-        rules: Rules,
-        reaches: Callable[[bytes], bool],
-        silence: Silence,
-        *,
-        keeps_state: bool = False,
-    ) -> None:
-        self.terms, self.rules, self.keeps_state = terms, rules, keeps_state
+    def __init__(self, view: View, terms: msg.Terms, rules: Rules, silence: Silence, *, keeps_state: bool) -> None:
+        self.view, self.terms, self.rules, self.keeps_state = view, terms, rules, keeps_state
         self.news = self.changes = 0
         self.out: list[Action] = []
-        self.view = View(run_id, me, reaches)
-        self.participant = Participant(self.view, Tip.genesis(run_id), terms, self.out, silence)
+        self.participant = Participant(view, Tip.genesis(view.run_id), terms, self.out, silence)
         self.lead: Coordinator | None = None
-        self._me = me.key
+        self._me = view.me.key
         self._joining: dict[bytes, msg.Join] = {}  # JOINs that wait for their tip
         self._settled_at = self._all_until = 0.0
         self._met = 1
@@ -189,7 +175,7 @@ class Peer:
             return
         # The round of this tip was committed without this peer: it begins none, and those that wait here hear where.
         if self.lead is not None and self.lead.is_before_begin:
-            self._resign(self.view.members.get(key, self.view.me))
+            self._resign(msg.Elsewhere(self.view.members.get(key, self.view.me)))
         if participant.begin is not None and self._coordinator_of_round() is None:
             participant.leave()
         if participant.begin is None and participant.input is not None and participant.input.tip is None:
@@ -229,9 +215,7 @@ class Peer:
             self._advance(commit, now)
             return
         participant.miss(commit)
-        if self.lead is not None:  # those that wait for this peer's round hear why there is none
-            self._send(self._counted(self.lead), commit)
-            self.lead = None
+        self._resign(commit)
         self.news += 1
 
     def _advance(self, commit: msg.Commit, now: float) -> None:
@@ -356,15 +340,11 @@ class Peer:
             self._act(self.lead.expect(self.view.connected(), now))
         return self.lead
 
-    def _counted(self, lead: Coordinator) -> list[bytes]:
-        """The others that have reported or joined here."""
-        return [key for key in {**lead.counts, **lead.joins} if key != self._me]
-
-    def _resign(self, other: Member) -> None:
-        """Coordinate this tip no more: those that have reported or joined here are sent to `other`."""
-        assert self.lead is not None
-        self._send(self._counted(self.lead), msg.Elsewhere(other))
-        self.lead = None
+    def _resign(self, why: msg.Commit | msg.Elsewhere) -> None:
+        """Coordinate this tip no more: those that have reported or joined here hear why."""
+        if self.lead is not None:
+            self._send([key for key in {**self.lead.counts, **self.lead.joins} if key != self._me], why)
+            self.lead = None
 
     def _on_notice(self, sender: bytes, notice: msg.Done | msg.Broken | msg.Waiting, now: float) -> None:
         """A member says how it gets on in a round. Raises Refused if it has no right to say so."""
@@ -381,7 +361,7 @@ class Peer:
             case msg.Broken():
                 self._act(lead.broken(sender, notice, self.view.reaches(notice.peer), now))
             case msg.Waiting() if sender in lead.live():
-                self._act(lead.wait(now))
+                lead.wait(now)
 
     def wake_at(self) -> float | None:
         """When `tick` has something to do if nothing happens before; None if never."""
@@ -409,7 +389,7 @@ class Peer:
                 if not self.view.reaches(key):
                     self._act(lead.put_out(key, "the connection to it was lost", now))
         elif coordinator.key != self._me and lead.is_before_begin:
-            self._resign(coordinator)  # a member before this peer in the order has appeared
+            self._resign(msg.Elsewhere(coordinator))  # a member before this peer in the order has appeared
         else:
             self._act(lead.expect(self.view.connected(), now))
 
@@ -480,14 +460,14 @@ class Peer:
         `Participant.look`."""
         self.participant.look(moved, now)
         if self.lead is not None:
-            self._act(self.lead.saw(self._me, self.participant.silence.signs, now))
+            self.lead.saw(self._me, self.participant.silence.signs, now)
         self.succeed(now)
 
     def awaited(self, now: float) -> list[bytes]:
         """The peers that this one waits for in a round, or on the way to one."""
         lead, participant = self.lead, self.participant
         if lead is not None and not lead.over and lead.phase is not Phase.COUNTING:
-            return lead.watched
+            return lead.live() if lead.begin is not None else list(lead.expected)
         if participant.begin is not None and participant.ballot is not None:
             return [participant.ballot.coordinator, *participant.silence.quiet(now)]
         return [participant.joined] if participant.state is State.JOINED else []
@@ -507,10 +487,10 @@ class Peer:
         leads = lead is not None and not lead.over and lead.is_of(ping.round)
         knows = not ping.round or leads or (begin is not None and begin.round == ping.round)
         signs = self.participant.silence.signs
-        return msg.Pong(knows, signs, lead.signs if lead is not None and leads else 0)
+        return msg.Pong(knows, signs, lead.signs_of.total() if lead is not None and leads else 0)
 
     def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
         """A peer has answered a `ping`."""
         self.participant.on_pong(key, ping, pong, now)
         if self.lead is not None:
-            self._act(self.lead.saw(key, pong.signs, now))
+            self.lead.saw(key, pong.signs, now)

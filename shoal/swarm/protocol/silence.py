@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal.p2p.movement import Movement
@@ -82,29 +82,21 @@ class Silence:
         if book.begin is not self._begin:
             self._begin, self._progressed, self._looked, self._debtors = book.begin, 0, now, {}
         parts, results = book.waiting_for(), dict.fromkeys(book.awaited.values())
+        counts = {key: moved(key) for key in {**parts, **results}}
+        debtors = {key: self._debtors.get(key) or _Debtor(now, Movement(count)) for key, count in counts.items()}
+        self._debtors = debtors
+        moving = [key for key, count in counts.items() if debtors[key].movement.goes_on(count)]
         progressed = exchange.progressed != self._progressed
-        moving = self._look_at({**parts, **results}, moved, now)
-        self.signs += progressed or moving
+        self.signs += progressed or bool(moving)
         slept = now - self._looked > 2 * QUIET_SECONDS  # this process itself; what has arrived was not read yet
         self._progressed, self._looked = exchange.progressed, now
-        if progressed or waits or slept or now < self._excused_until or book.complete:
-            for debtor in self._debtors.values():
-                debtor.since = now
-            return {}
-        late = [key for key in parts if now - self._debtors[key].since > self.sender_timeout]
+        is_excused = progressed or waits or slept or now < self._excused_until or book.complete
+        for key in debtors if is_excused else moving:
+            debtors[key].since = now
+        late = [key for key in parts if now - debtors[key].since > self.sender_timeout]
         if not late:  # otherwise the reducers may be waiting for the same members
-            debtors = self._debtors
             late = [k for k in results if now - max(debtors[k].since, debtors[k].progressed) > self.reducer_timeout]
-        complaints = {key: f"nothing came from it for {now - self._debtors[key].since:.1f} s" for key in late}
+        complaints = {key: f"nothing came from it for {now - debtors[key].since:.1f} s" for key in late}
         for key in late:
-            self._debtors[key].since = now
+            debtors[key].since = now
         return complaints
-
-    def _look_at(self, owing: Iterable[bytes], moved: Callable[[bytes], int], now: float) -> bool:
-        """Whether any of these members sends something large."""
-        counts = {key: moved(key) for key in owing}
-        self._debtors = {key: self._debtors.get(key) or _Debtor(now, Movement(count)) for key, count in counts.items()}
-        moving = [key for key, count in counts.items() if self._debtors[key].movement.goes_on(count)]
-        for key in moving:
-            self._debtors[key].since = now
-        return bool(moving)
