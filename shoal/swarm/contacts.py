@@ -40,15 +40,13 @@ class _Stranger:
     Attributes:
         terms, tip: as it last told.
         difference: how the terms differ, in words.
-        explained: whether that was logged.
-        describing: asks the peer for its tensors.
+        explaining: asks the peer for its tensors if they differ, and logs the difference.
     """
 
     terms: msg.Terms
     tip: Tip
     difference: str
-    explained: bool = False
-    describing: asyncio.Task[None] | None = None
+    explaining: asyncio.Task[None] | None = None
 
 
 class Contacts:
@@ -129,38 +127,30 @@ class Contacts:
             known.tip = hello.tip
         elif known is not None or len(self._strangers) < MAX_MEMBERS:
             stranger = self._strangers[peer.key] = _Stranger(hello.terms, hello.tip, differs_in)
-            if self._tensors and self._peer.terms.schema != hello.terms.schema:
-                stranger.describing = self._channel.node.spawn(self._compare_tensors(peer, stranger))
-            else:
-                self._explain(peer, stranger, differs_in)
+            stranger.explaining = self._channel.node.spawn(self._explain(peer, stranger))
 
-    async def _compare_tensors(self, peer: PeerID, stranger: _Stranger) -> None:
-        try:
-            reply = await self._channel.ask(peer.key, msg.Describe(), MEET_TIMEOUT, [encode_tensors(self._tensors)])
-            if isinstance(reply.body, msg.Description) and reply.buffers:
-                self._compare(peer, stranger, reply.buffers[0])
-        except (P2PError, TimeoutError) as error:
-            log.debug("%r did not describe its tensors: %s", peer, error)
-        self._explain(peer, stranger, stranger.difference)
+    async def _explain(self, peer: PeerID, stranger: _Stranger) -> None:
+        if self._tensors and self._peer.terms.schema != stranger.terms.schema:
+            try:
+                reply = await self._channel.ask(peer.key, msg.Describe(), MEET_TIMEOUT, [encode_tensors(self._tensors)])
+                if isinstance(reply.body, msg.Description) and reply.buffers:
+                    self._compare(stranger, reply.buffers[0])
+            except (P2PError, TimeoutError) as error:
+                log.debug("%r did not describe its tensors: %s", peer, error)
+        log.warning("%r is in the run with other terms: %s", peer, stranger.difference)
 
     def on_describe(self, peer: PeerID, theirs: Buffer) -> Reply:
         """A peer asks for this one's tensors, and tells its own."""
         stranger = self._strangers.get(peer.key)
         if stranger is not None:
-            self._compare(peer, stranger, theirs)
+            self._compare(stranger, theirs)
         return Reply(msg.Description(), [encode_tensors(self._tensors)])
 
-    def _compare(self, peer: PeerID, stranger: _Stranger, theirs: Buffer) -> None:
+    def _compare(self, stranger: _Stranger, theirs: Buffer) -> None:
         try:
-            if (found := difference(self._tensors, theirs)) is not None:
-                self._explain(peer, stranger, found)
+            stranger.difference = difference(self._tensors, theirs) or stranger.difference
         except ValueError as error:
-            log.debug("%r: %s", peer, error)
-
-    def _explain(self, peer: PeerID, stranger: _Stranger, difference: str) -> None:
-        if not stranger.explained:
-            stranger.difference, stranger.explained = difference, True
-            log.warning("%r is in the run with other terms: %s", peer, difference)
+            log.debug("%s", error)
 
     # -- members
 
@@ -233,8 +223,8 @@ class Contacts:
             self._reach.failed(peer.key, str(error) or f"no answer within {MEET_TIMEOUT:g} s")
             raise
         stranger = self._strangers.get(peer.key)
-        if stranger is not None and stranger.describing is not None:
-            await asyncio.wait([stranger.describing])
+        if stranger is not None and stranger.explaining is not None:
+            await asyncio.wait([stranger.explaining])
 
     def look(self, *, dial: bool = False) -> None:
         """Read the directory now: a member is missing that may be listed. With `dial`, also dial all missing members:

@@ -23,7 +23,7 @@ from shoal.swarm.directory import Directory
 from shoal.swarm.fetching import Fetching
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Meet, Send
-from shoal.swarm.protocol.contribution import Contribution, Outcome
+from shoal.swarm.protocol.contribution import Buffers, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, ResultLost
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
@@ -399,7 +399,7 @@ class Swarm:
 
     # -- messages
 
-    def _handle(self, peer: PeerID, message: Any, buffers: Sequence[memoryview]) -> Answer | Awaitable[Answer]:
+    def _handle(self, peer: PeerID, message: Any, buffers: Buffers) -> Answer | Awaitable[Answer]:
         if self._retired and isinstance(message, msg.Hello | msg.Progress | msg.Join | msg.Call | msg.Begin):
             raise Unavailable("this peer has left the run")
         match message:
@@ -417,13 +417,13 @@ class Swarm:
                 return self._at_tip(peer, message, buffers)
         return self._receive(peer, message, buffers)
 
-    def _receive(self, peer: PeerID, message: Any, buffers: Sequence[memoryview]) -> Answer:
+    def _receive(self, peer: PeerID, message: Any, buffers: Buffers) -> Answer:
         try:
             return self.peer.receive(peer.key, message, buffers, self._now())
         finally:
             self._act()
 
-    def _on_join(self, peer: PeerID, join: msg.Join, buffers: Sequence[memoryview]) -> Answer | Awaitable[Answer]:
+    def _on_join(self, peer: PeerID, join: msg.Join, buffers: Buffers) -> Answer | Awaitable[Answer]:
         if join.sender.key != peer.key:
             raise Refused("JOIN in the name of another peer")
         if join.terms.difference(self.peer.terms) is not None:
@@ -433,7 +433,7 @@ class Swarm:
         self.peer.expect_join(peer.key, join)
         return self._at_tip(peer, join, buffers)
 
-    async def _at_tip(self, peer: PeerID, message: msg.Join | msg.Progress, buffers: Sequence[memoryview]) -> Answer:
+    async def _at_tip(self, peer: PeerID, message: msg.Join | msg.Progress, buffers: Buffers) -> Answer:
         """Receive a message about a tip, and wait for that tip first if it is the next one."""
         held = [bytes(buffer) for buffer in buffers]
         if message.tip.epoch == self.tip.epoch + 1:
@@ -535,12 +535,12 @@ class Swarm:
         """A question of the coordinator."""
         key, request = action.to, action.message
         assert not isinstance(request, msg.Join)
+        answer: object
         try:
-            reply = await self._channel.ask(key, request, self._chunk_timeout, action.buffers)
+            answer = (await self._channel.ask(key, request, self._chunk_timeout, action.buffers)).body
         except (P2PError, TimeoutError) as error:
-            self.peer.not_answered(key, request, str(error), self._now())
-        else:
-            self.peer.answered(key, request, reply.body, self._now())
+            answer = error
+        self.peer.answered(key, request, answer, self._now())
         self._act()
 
     async def _join(self, key: bytes, join: msg.Join, buffers: Sequence[Any]) -> None:

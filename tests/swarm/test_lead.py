@@ -118,10 +118,7 @@ def test_an_answer_that_comes_after_the_round_is_ignored(late: Any) -> None:
     peer._act(lead.abort("it is over"))
     before = len(peer.out)
     answer = late(survey.ballot)
-    if answer is None:
-        peer.not_answered(key(2), survey, "it is slow", 1.0)
-    else:
-        peer.answered(key(2), survey, answer, 1.0)
+    peer.answered(key(2), survey, answer or TimeoutError("it is slow"), 1.0)
     peer.lead = None
     peer.answered(key(3), survey, have_of(survey.ballot, out=keys(3)), 1.0)
     assert len(peer.out) == before

@@ -13,7 +13,7 @@ from shoal.swarm.protocol.contribution import Contribution
 from shoal.swarm.protocol.messages import Begin, Commit, Have, Repair, Source, Survey
 from shoal.swarm.protocol.participant import Participant, State
 from shoal.swarm.protocol.silence import Silence
-from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.swarm.protocol.tip import NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import Role, View
 from tests.swarm.rounds import TERMS, TIP, begin_of, chunks_of, digest, key, member, members
 from tests.swarm.wire import Digests
@@ -77,7 +77,7 @@ def test_a_round_that_it_has_joined_is_followed() -> None:
     participant = in_round()
     assert participant.begin is BEGIN
     assert participant.ballot == BEGIN.ballot
-    assert participant.attempt == 1
+    assert participant.ballot.number == 1
     assert participant.state is State.IN_ROUND
 
 
@@ -129,14 +129,14 @@ def test_of_two_coordinators_with_unequal_views_the_first_is_followed_and_the_ot
 def test_a_higher_ballot_voids_the_lower_for_good() -> None:
     participant = in_round(begin_of(members(1, 2, 3), attempt=3, coordinator=3))
     participant.leave()
-    assert participant.attempt == 3, "a later JOIN tells it, so that the next ballot is higher"
+    assert participant.ballot.number == 3, "a later JOIN tells it, so that the next ballot is higher"
     for lower in (begin_of(members(1, 2), attempt=2), begin_of(members(1, 2), attempt=3, coordinator=1)):
         with pytest.raises(RuleBroken, match=r"attempt \d, and this peer has followed 3"):
             follow(participant, lower)
     with pytest.raises(RuleBroken, match="has followed 3"):
         follow(participant, begin_of(members(1, 2, 3), attempt=3, coordinator=3))  # the same again
     follow(participant, begin_of(members(1, 2), attempt=4))
-    assert participant.attempt == 4
+    assert participant.ballot.number == 4
 
 
 # -- SURVEY and REPAIR
@@ -184,7 +184,7 @@ def test_a_coordinator_that_is_no_member_of_its_round_may_survey_it() -> None:
     participant = in_round(begin_of(members(2, 3), coordinator=9))
     assert participant.begin is not None
     follow_survey(participant, key(9), survey_of(2, 9, participant.begin))
-    assert participant.attempt == 2
+    assert participant.ballot.number == 2
 
 
 def test_another_round_is_not_surveyed_or_repaired_here() -> None:
@@ -214,7 +214,7 @@ def test_a_ballot_that_a_member_has_followed_voids_lower_ones_here_too() -> None
     participant = in_round()
     participant.heard_of(Ballot(5, key(1)))
     participant.heard_of(Ballot(4, key(3)))
-    assert participant.attempt == 5
+    assert participant.ballot.number == 5
     with pytest.raises(RuleBroken, match="has followed 5"):
         follow_survey(participant, key(3), survey_of(4, 3))
 
@@ -248,13 +248,13 @@ def test_a_commit_moves_it_on_and_what_was_of_the_old_tip_is_void() -> None:
     participant.advance(commit)
     assert participant.tip == TIP.after(commit.round + digest("r"), 3.0)
     assert participant.commit is commit
-    assert (participant.begin, participant.ballot, participant.attempt) == (None, None, 0)
+    assert (participant.begin, participant.ballot) == (None, NO_BALLOT)
     with pytest.raises(RuleBroken, match="another state"):
         follow(participant, begin_of(members(1, 2, 3), attempt=9))
     assert participant.on_survey(key(3), survey_of(9, 3), [], 0.0) == Have(
         Ballot(9, key(3)), (), None, (), None, commit
     )
-    assert participant.ballot is None
+    assert participant.ballot == NO_BALLOT
     follow(participant, begin_of(members(1, 2, 3), tip=participant.tip))
 
 
@@ -271,13 +271,12 @@ def test_the_rules_are_the_same_for_all_roles(role: Role) -> None:
     group = (member(1), member(2, role), member(3))
     participant = in_round(begin_of(group))
     follow_survey(participant, key(3), survey_of(2, 3, begin_of(group)))
-    assert participant.attempt == 2
+    assert participant.ballot.number == 2
 
 
 def test_the_ballot_never_goes_down_at_one_tip() -> None:
     participant = in_round()
     highest = participant.ballot
-    assert highest is not None
     for number, holder in product((4, 2, 3, 1, 5), (3, 1)):
         try:
             follow_survey(participant, key(holder), survey_of(number, holder))
@@ -285,7 +284,6 @@ def test_the_ballot_never_goes_down_at_one_tip() -> None:
             assert Ballot(number, key(holder)) < highest
         else:
             assert Ballot(number, key(holder)) >= highest
-        assert participant.ballot is not None
         assert participant.ballot >= highest
         highest = participant.ballot
     assert highest == Ballot(5, key(3))

@@ -214,10 +214,7 @@ class Wire:
                 about.exchange.fetched(chunk, digest, memoryview(response.answer.buffers[0]))
             peer.participant.fetched(about.exchange, failed)
         elif not isinstance(about.message, Join):
-            if refused:
-                peer.not_answered(source, about.message, refused, self.now)
-            else:
-                peer.answered(source, about.message, response.answer, self.now)
+            peer.answered(source, about.message, Refused(refused) if refused else response.answer, self.now)
 
     # -- what goes wrong
 

@@ -16,13 +16,16 @@ from shoal.swarm.protocol.messages import MAX_GATHER_BYTES, Begin, Commit, Part,
 from shoal.swarm.protocol.tip import Tip
 
 Fault = Callable[[bytes, str], None]
+Buffers = Sequence[memoryview]
+
+log = logging.getLogger(__name__)
 
 
 class SendTo(Protocol):
     """Sends a chunk to members."""
 
     def __call__(
-        self, keys: Sequence[bytes], message: Part | Result, buffers: Sequence[memoryview] = (), name: bytes = b""
+        self, keys: Sequence[bytes], message: Part | Result, buffers: Buffers = (), name: bytes = b""
     ) -> None: ...
 
 
@@ -42,10 +45,10 @@ class BytesExchange(Protocol):
         """Send the first parts. `weight` is the weight of this member's input. Until `close`, memory of the output
         waits in `leases` for what others send."""
 
-    def part(self, sender: bytes, part: Part, buffers: Sequence[memoryview]) -> None:
+    def part(self, sender: bytes, part: Part, buffers: Buffers) -> None:
         """A member's part of a chunk has arrived. Raises RuleBroken if it does not belong here."""
 
-    def result(self, sender: bytes, result: Result, buffers: Sequence[memoryview]) -> None:
+    def result(self, sender: bytes, result: Result, buffers: Buffers) -> None:
         """The average of a chunk has arrived. Raises RuleBroken if it does not belong here."""
 
     def put_out(self, keys: Sequence[bytes]) -> None:
@@ -126,9 +129,6 @@ class Outcome:
     @property
     def coordinator(self) -> PeerID:
         return PeerID(self.begin.ballot.coordinator)
-
-
-log = logging.getLogger(__name__)
 
 
 def encode_gathered(value: Any) -> bytes:

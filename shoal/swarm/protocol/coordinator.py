@@ -33,7 +33,7 @@ from shoal.swarm.protocol.book import RuleBroken, root_of
 from shoal.swarm.protocol.pace import Pace
 from shoal.swarm.protocol.plan import can_divide, chunk_elements, chunk_table, divide
 from shoal.swarm.protocol.rules import Rules
-from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.swarm.protocol.tip import NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member
 
 NOTICE_SECONDS = 0.5  # after which all members have noticed that one is lost
@@ -96,13 +96,13 @@ class Coordinator:
     late: dict[bytes, None] = field(default_factory=dict)  # members that joined after BEGIN; they wait for the COMMIT
     counts: dict[bytes, msg.Progress] = field(default_factory=dict)
     begin: msg.Begin | None = None
-    ballot: Ballot | None = None
+    ballot: Ballot = NO_BALLOT
     out: dict[bytes, str] = field(default_factory=dict)  # members put out of the round, and why
     done: dict[bytes, bytes] = field(default_factory=dict)
     have: dict[bytes, msg.Have] = field(default_factory=dict)
     disputed: dict[bytes, bytes] = field(default_factory=dict)  # the digests of DONE, by member, when they differed
     settled: bytes = b""  # the digest of the result, once every member has every chunk in some version
-    deadline: float | None = None  # of the phase
+    deadline: float = math.inf  # of the phase
     wait_until: dict[bytes, float] = field(default_factory=dict)  # how long members that joined want to wait
     took_over: bool = False
     reminded: bool = False  # whether members that have not joined were called once more
@@ -195,7 +195,7 @@ class Coordinator:
     def _follow_the_first(self) -> None:
         """Where samples are not counted, the first member that joined says how long all wait."""
         if self.rules.target_samples is None and not self.wait_until:
-            self.phase, self.deadline, self.reminded = Phase.COUNTING, None, False
+            self.phase, self.deadline, self.reminded = Phase.COUNTING, math.inf, False
         elif self.rules.target_samples is None and not self.reminded:
             self.deadline = next(iter(self.wait_until.values()))
 
@@ -207,14 +207,14 @@ class Coordinator:
         """Do what is due at `now`; to be called at `wake_at` and after every event."""
         if self._judgements and self._judgements[0].at <= now:
             return self._judge(self._judgements.popleft(), now)
-        if self.phase is Phase.GATHERING and self._may_begin(now):
+        if self.phase is Phase.GATHERING and now >= self._begins_at():
             missing = tuple(key for key in self.expected if key not in self.joins and self._waits_for(key))
             if missing and not self._is_full() and not self.reminded:
                 # They may be in a round of another coordinator, or past one: without them there could be two results.
                 self.reminded, self.deadline = True, now + REMINDER_SECONDS
                 return [Send(missing, msg.Call(self.tip))]
             return self._begin(now)
-        if self._is_running and self.deadline is not None and now >= self.deadline:
+        if self._is_running and now >= self.deadline:
             return self.abort(f"the round has not got on for {self._round.timeout:g} s")
         return []
 
@@ -231,14 +231,21 @@ class Coordinator:
     def wake_at(self) -> float | None:
         """When `tick` is due if nothing else happens; None if never."""
         times = [judgement.at for judgement in self._judgements]
-        if self.deadline is not None and self._is_running:
-            times.append(self.deadline)
-        elif self.deadline is not None and self.phase is Phase.GATHERING and self._are_enough():  # else a JOIN decides
-            times.append(min(self.deadline, self._settled()) if self._all_joined() else self.deadline)
-        return min(times, default=None)
+        if self.phase is Phase.GATHERING or self._is_running:
+            times.append(self.deadline if self._is_running else self._begins_at())
+        return min((time for time in times if time < math.inf), default=None)
 
-    def _all_joined(self) -> bool:
-        return all(key in self.joins for key in self.expected if self._waits_for(key))
+    def _begins_at(self) -> float:
+        """When the round begins if nobody else joins or leaves; infinity if it cannot begin."""
+        if not self._are_enough():
+            return math.inf
+        if self._is_full():
+            return -math.inf
+        if any(self._waits_for(key) and key not in self.joins for key in self.expected):
+            return self.deadline
+        # Until then some members may not have been found yet.
+        all_are_here = all(key in self.joins for key in self.expected)
+        return min(self.deadline, self.settled_at if all_are_here else max(self.settled_at, self.all_until))
 
     def _waits_for(self, key: bytes) -> bool:
         return self.rules.target_samples is None or key in self.counts or key in self.veterans
@@ -256,16 +263,6 @@ class Coordinator:
 
     def _is_full(self) -> bool:
         return self.rules.target_group is not None and len(self.joins) >= self.rules.target_group
-
-    def _may_begin(self, now: float) -> bool:
-        if not self._are_enough() or self.deadline is None:
-            return False
-        return self._is_full() or now >= self.deadline or (now >= self._settled() and self._all_joined())
-
-    def _settled(self) -> float:
-        """The time after which BEGIN does not wait for members that may not have been found yet."""
-        here = all(key in self.joins for key in self.expected)
-        return self.settled_at if here else max(self.settled_at, self.all_until)
 
     def _begin(self, now: float) -> list[Send]:
         chosen = self._chosen()
@@ -393,11 +390,10 @@ class Coordinator:
 
     def start_survey(self, now: float) -> list[Send]:
         """Ask the remaining members what they hold, under a new ballot."""
-        assert self.ballot is not None
         if not self.live():
             return self.abort("no member is left")
         self.phase = Phase.SURVEYING
-        self.deadline = self.deadline or now + self._round.timeout
+        self.deadline = min(self.deadline, now + self._round.timeout)
         self.ballot = Ballot(self.ballot.number + 1, self.me)
         self.have, self.done = {}, {}
         begin, buffers = (self.begin, [self.gathered_of_all()]) if self.took_over else (None, [])
@@ -406,7 +402,7 @@ class Coordinator:
 
     def outbid(self, ballot: Ballot, reachable: bool, now: float) -> list[Send]:
         """A member follows a higher ballot: give way to its holder if that is `reachable`, else bid higher."""
-        if self.phase is not Phase.SURVEYING or self.ballot is None or ballot <= self.ballot:
+        if self.phase is not Phase.SURVEYING or ballot <= self.ballot:
             return []
         if reachable:
             self.phase = Phase.ABORTED

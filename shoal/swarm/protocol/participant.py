@@ -15,10 +15,10 @@ from shoal.p2p.node import Reply
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Send
 from shoal.swarm.protocol.book import EarlyChunks, RuleBroken, check_begin
-from shoal.swarm.protocol.contribution import BytesExchange, Contribution, Outcome
+from shoal.swarm.protocol.contribution import Buffers, BytesExchange, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.silence import Silence
-from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.swarm.protocol.tip import NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import Member, View
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Participant:
         self.view, self.tip, self.terms, self.silence, self._out = view, tip, terms, silence, out
         self.me = view.me.key
         self.state = State.IDLE
-        self.ballot: Ballot | None = None
+        self.ballot = NO_BALLOT
         self.begin: msg.Begin | None = None
         self.repair: msg.Repair | None = None
         self.done: Ballot | None = None
@@ -99,9 +99,7 @@ class Participant:
         self._last: BytesExchange | None = None  # of the last commit, for members that missed it
         self._left = b""  # the round that this peer was in last, and left
 
-    def _send(
-        self, keys: Sequence[bytes], message: msgspec.Struct, buffers: Sequence[memoryview] = (), name: bytes = b""
-    ) -> None:
+    def _send(self, keys: Sequence[bytes], message: msgspec.Struct, buffers: Buffers = (), name: bytes = b"") -> None:
         self._out.append(Send(tuple(keys), message, buffers, name))
 
     # -- what it knows
@@ -112,7 +110,7 @@ class Participant:
 
     def other_coordinator(self, key: bytes) -> Member | None:
         """The coordinator of the round that this peer is in, if that is not the peer with this key."""
-        if self.begin is None or self.ballot is None or self.ballot.coordinator == key:
+        if self.begin is None or self.ballot.coordinator == key:
             return None
         return next((member for member in self.begin.members if member.key == self.ballot.coordinator), None)
 
@@ -124,11 +122,6 @@ class Participant:
     def commit_of(self, round_id: bytes) -> msg.Commit | None:
         """The commit of that round, if this peer knows it."""
         return next((commit for commit in self.commits if commit.round == round_id), None)
-
-    @property
-    def attempt(self) -> int:
-        """The number of the highest ballot that this peer has followed at this tip."""
-        return self.ballot.number if self.ballot is not None else 0
 
     def behind(self, now: float) -> Tip | None:
         """The best state that a connected member holds, if it outranks this peer's. The result of a missed round is
@@ -194,10 +187,10 @@ class Participant:
     def _join(self, coordinator: Member) -> None:
         given, view = self.input, self.view.fingerprint()
         assert given is not None
-        me, terms, machine = self.view.me, self.terms, given.machine
+        me, terms, machine, attempt = self.view.me, self.terms, given.machine, self.ballot.number
         news = b"" if self._introduced == (coordinator.key, view) else view
         join = msg.Join(
-            self.tip, me, terms, given.weight, machine, given.state, self.attempt, given.patience, news, given.options
+            self.tip, me, terms, given.weight, machine, given.state, attempt, given.patience, news, given.options
         )
         self.state, self.joined = State.JOINED, coordinator.key
         self._out.append(Ask(coordinator.key, join, [given.gathered] if given.gathered else []))
@@ -246,7 +239,7 @@ class Participant:
             raise RuleBroken("BEGIN without a JOIN of this peer")
         if self.begin is not None:
             raise RuleBroken("this peer is in a round already")
-        if self.ballot is not None and begin.ballot <= self.ballot:
+        if begin.ballot <= self.ballot:
             raise RuleBroken(f"attempt {begin.ballot.number}, and this peer has followed {self.ballot.number}")
         if self.input.tip not in (None, begin.tip):
             raise RuleBroken("BEGIN of a state that this peer's input was not made from")
@@ -260,7 +253,7 @@ class Participant:
         may_lead = [self.begin.ballot.coordinator, *(member.key for member in self.begin.members)]
         if ballot.coordinator != sender or sender not in may_lead:
             raise RuleBroken("the sender does not hold that ballot")
-        if self.ballot is not None and ballot < self.ballot:
+        if ballot < self.ballot:
             raise RuleBroken(f"attempt {ballot.number}, and this peer has followed {self.ballot.number}")
         self.heard_of(ballot)
         return self.exchange
@@ -268,14 +261,14 @@ class Participant:
     def heard_of(self, ballot: Ballot) -> None:
         """A member of this peer's round has followed that ballot: lower ones are void, and what this peer holds is
         asked for before it may say DONE."""
-        if self.ballot is None or ballot > self.ballot:
+        if ballot > self.ballot:
             self.ballot = ballot
             if self.begin is not None:
                 self.state = State.SURVEYED
 
     # -- in a round
 
-    def on_begin(self, sender: bytes, begin: msg.Begin, buffers: Sequence[memoryview], now: float) -> None:
+    def on_begin(self, sender: bytes, begin: msg.Begin, buffers: Buffers, now: float) -> None:
         """The coordinator begins a round with this peer in it. Raises RuleBroken if this peer must not follow."""
         try:
             if sender not in self.view.members:
@@ -289,9 +282,7 @@ class Participant:
             self._send([sender], broken if other is None else msg.Elsewhere(other))
             raise
 
-    def enter(
-        self, sender: bytes, begin: msg.Begin, buffers: Sequence[memoryview], now: float, *, relayed: bool = False
-    ) -> None:
+    def enter(self, sender: bytes, begin: msg.Begin, buffers: Buffers, now: float, *, relayed: bool = False) -> None:
         """Enter a round; `relayed` by another member after its coordinator was lost. Raises RuleBroken if this BEGIN
         must not be followed."""
         self._may_follow(sender, begin, relayed=relayed)
@@ -323,7 +314,7 @@ class Participant:
                 log.warning("%r refused a chunk of %r: %s", self.view.me.peer, PeerID(sender), error)
         self._check_done()
 
-    def on_chunk(self, sender: bytes, message: msg.Part | msg.Result, buffers: Sequence[memoryview]) -> None:
+    def on_chunk(self, sender: bytes, message: msg.Part | msg.Result, buffers: Buffers) -> None:
         """A chunk has arrived. Raises RuleBroken, and complains of the sender, if it does not belong here."""
         exchange = self.exchange
         if exchange is None or exchange.book.begin.round != message.round:
@@ -349,21 +340,18 @@ class Participant:
             raise
         self._check_done()
 
-    def _keep_early(self, sender: bytes, message: msg.Part | msg.Result, buffers: Sequence[memoryview]) -> None:
+    def _keep_early(self, sender: bytes, message: msg.Part | msg.Result, buffers: Buffers) -> None:
         if sender not in self.view.members and not self.is_with(sender):
             raise Refused("a chunk from a peer that is no member")
         self._early.keep(sender, message, buffers)
 
     def _check_done(self) -> None:
         if self.state is State.IN_ROUND and self.exchange is not None and self.exchange.book.complete:
-            assert self.ballot is not None
             self.state, self.done = State.COMPLETE, self.ballot
             book = self.exchange.book
             self._send([self.ballot.coordinator], msg.Done(book.begin.round, self.ballot, book.root()))
 
-    def on_survey(
-        self, sender: bytes, survey: msg.Survey, buffers: Sequence[memoryview], now: float
-    ) -> msg.Have | msg.Elsewhere:
+    def on_survey(self, sender: bytes, survey: msg.Survey, buffers: Buffers, now: float) -> msg.Have | msg.Elsewhere:
         """A coordinator puts members out, and asks what the others hold. Raises RuleBroken if this peer must not
         follow."""
         if (commit := self.commit_of(survey.round)) is not None:
@@ -374,7 +362,7 @@ class Participant:
             other = self.other_coordinator(sender)
             if other is not None:
                 return msg.Elsewhere(other)  # its round can't commit without this peer, which is in another of this tip
-        elif self.begin is not None and self.ballot is not None and self.ballot > survey.ballot:
+        elif self.begin is not None and self.ballot > survey.ballot:
             return msg.Have(self.ballot, (), None, (), None, None)
         exchange = self._follow(sender, survey.round, survey.ballot)
         if self.me in survey.out:
@@ -422,14 +410,14 @@ class Participant:
     def on_abort(self, sender: bytes, abort: msg.Abort) -> None:
         """The coordinator ends the round, or this peer's part in it. Raises Refused if it is not the coordinator."""
         if self.begin is not None and self.begin.round == abort.round:
-            if self.ballot is None or self.ballot.coordinator != sender:
+            if self.ballot.coordinator != sender:
                 raise Refused("ABORT from a peer that does not coordinate the round")
             self.fail(AveragingError(f"the round was ended by {PeerID(sender)!r}: {abort.reason}"))
         self.rejoin(sender)
 
     def complain(self, key: bytes, reason: str, fault: bool = True) -> None:
         """Tell the coordinator that this peer cannot go on with that member; `fault` if it has broken a rule."""
-        if self.begin is not None and self.ballot is not None:
+        if self.begin is not None:
             self._send([self.ballot.coordinator], msg.Broken(self.begin.round, key, fault, reason[:256]))
 
     # -- does it make progress
@@ -475,7 +463,7 @@ class Participant:
         """A member that was asked how a round goes has answered."""
         self.silence.answered(key, pong.signs, now)
         in_it = self.begin is not None and self.begin.round == ping.round
-        if not in_it or self.ballot is None or self.ballot.coordinator != key:
+        if not in_it or self.ballot.coordinator != key:
             return
         if not pong.knows:
             # It was started anew, or has given the round up, and this peer has missed that.
@@ -561,7 +549,7 @@ class Participant:
 
     def move(self, tip: Tip) -> None:
         """Be at another state."""
-        self.tip, self.ballot, self.commit, self.missed, self.called = tip, None, None, None, False
+        self.tip, self.ballot, self.commit, self.missed, self.called = tip, NO_BALLOT, None, None, False
         self.leave()
 
 

@@ -12,7 +12,7 @@ from shoal.p2p.errors import Refused
 from shoal.p2p.node import Answer
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Meet, Send
-from shoal.swarm.protocol.contribution import BytesExchange, decode_gathered
+from shoal.swarm.protocol.contribution import Buffers, BytesExchange, decode_gathered
 from shoal.swarm.protocol.coordinator import Coordinator, Phase
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.participant import Participant, State
@@ -79,9 +79,13 @@ class Peer:
 
     # -- messages
 
-    def receive(self, sender: bytes, message: Any, buffers: Sequence[memoryview], now: float) -> Answer:
+    def receive(self, sender: bytes, message: Any, buffers: Buffers, now: float) -> Answer:
         """A message has arrived; returns the answer to a request. Raises Refused if it must not be followed."""
         participant = self.participant
+        if isinstance(message, msg.Done | msg.Broken | msg.Waiting | msg.Ping):
+            commit = participant.commit_of(message.round)
+            if commit is not None and sender != self._me:
+                self._send([sender], commit)  # it has missed that
         match message:
             case msg.Progress():
                 return self._on_progress(sender, message, now)
@@ -96,7 +100,7 @@ class Peer:
             case msg.Fetch() | msg.Digests():
                 return participant.on_fetch(message)
             case msg.Ping():
-                return self._pong(sender, message)
+                return self._pong(message)
             case msg.Part() | msg.Result():
                 participant.on_chunk(sender, message, buffers)
             case msg.Begin():
@@ -129,15 +133,16 @@ class Peer:
             self.participant.complain(sender, reason)
 
     def answered(self, key: bytes, request: msg.Survey | msg.Repair, answer: object, now: float) -> None:
-        """A request of the coordinator was answered."""
-        lead = self._asking(request)
-        if lead is None:
-            return
+        """A member has answered the coordinator's request; an `answer` that is an exception says why it has not."""
+        lead = self.lead
+        if lead is None or lead.over or not lead.is_of(request.round):
+            return  # nobody waits for the answer any more
         match answer:
-            case msg.Follows() if isinstance(request, msg.Repair):
-                return
+            case Exception():
+                self._act(lead.unanswered(key, request, str(answer), now))
             case _ if isinstance(request, msg.Repair):
-                self.not_answered(key, request, "it answers something else", now)
+                if not isinstance(answer, msg.Follows):
+                    self._act(lead.unanswered(key, request, "it answers something else", now))
             case msg.Have(ballot=ballot) if ballot > request.ballot:
                 self._act(lead.outbid(ballot, self.view.reaches(ballot.coordinator), now))
             case msg.Have():
@@ -150,17 +155,6 @@ class Peer:
                 self.told(key, tip, now)
             case _:
                 self._act(lead.put_out(key, "it is not at this state", now))
-
-    def not_answered(self, key: bytes, request: msg.Survey | msg.Repair, reason: str, now: float) -> None:
-        """A request of the coordinator was refused, or not answered in time."""
-        lead = self._asking(request)
-        if lead is not None:
-            self._act(lead.unanswered(key, request, reason, now))
-
-    def _asking(self, request: msg.Survey | msg.Repair) -> Coordinator | None:
-        """The coordinator that has asked this; None if it does not wait for the answer any more."""
-        lead = self.lead
-        return lead if lead is not None and lead.is_of(request.round) and not lead.over else None
 
     # -- states
 
@@ -245,7 +239,7 @@ class Peer:
             self._send([sender], self.hello())
         elif participant.missed is not None:
             self._send([sender], participant.missed)
-        elif participant.begin is not None and participant.ballot is not None:
+        elif participant.begin is not None:
             coordinator = self.view.members.get(participant.ballot.coordinator)
             if coordinator is not None and coordinator.key != sender:
                 self._send([sender], msg.Elsewhere(coordinator))
@@ -348,9 +342,7 @@ class Peer:
 
     def _on_notice(self, sender: bytes, notice: msg.Done | msg.Broken | msg.Waiting, now: float) -> None:
         """A member says how it gets on in a round. Raises Refused if it has no right to say so."""
-        lead, commit = self.lead, self.participant.commit_of(notice.round)
-        if commit is not None and sender != self._me:
-            self._send([sender], commit)
+        lead = self.lead
         if isinstance(notice, msg.Waiting):
             self.participant.on_waiting(sender, notice, now)
         if lead is None or not lead.is_of(notice.round):
@@ -408,7 +400,7 @@ class Peer:
     def _coordinator_of_round(self) -> bytes | None:
         """The coordinator of the round that this peer is in; None if it is lost, or gave way to another."""
         ballot, lead = self.participant.ballot, self.lead
-        if ballot is None or not self.view.reaches(ballot.coordinator):
+        if not self.view.reaches(ballot.coordinator):
             return None
         if ballot.coordinator == self._me and (lead is None or lead.phase is Phase.ABORTED):
             return None
@@ -418,14 +410,14 @@ class Peer:
         """If nobody coordinates the round that this peer is in: take over, or tell the member whose turn it is."""
         participant = self.participant
         begin, ballot = participant.begin, participant.ballot
-        if begin is None or ballot is None or self._coordinator_of_round() is not None:
+        if begin is None or self._coordinator_of_round() is not None:
             return
         keys = {member.key for member in begin.members}
         able = (m.key for m in self.view.candidates(begin.tip.epoch) if m.key in keys and m.role is not Role.CLIENT)
         successor = next((key for key in able if self.view.reaches(key)), None)
         if successor == self._me:
             lost = [key for key in keys if not self.view.reaches(key)]
-            self.lead = Coordinator.successor(self._me, begin, participant.attempt, lost, self.rules)
+            self.lead = Coordinator.successor(self._me, begin, ballot.number, lost, self.rules)
             self.lead.gathered = dict(participant.gathered)
             self._act(self.lead.start_survey(now))
         elif successor is not None:
@@ -435,7 +427,7 @@ class Peer:
         else:
             participant.fail(AveragingError("its coordinator is lost, and nobody in reach can take the round over"))
 
-    def _on_orphaned(self, sender: bytes, orphaned: msg.Orphaned, buffers: Sequence[memoryview], now: float) -> None:
+    def _on_orphaned(self, sender: bytes, orphaned: msg.Orphaned, buffers: Buffers, now: float) -> None:
         """A member of a round has lost its coordinator and takes this peer for the successor."""
         begin, participant = orphaned.begin, self.participant
         if all(member.key != sender for member in begin.members):
@@ -468,7 +460,7 @@ class Peer:
         lead, participant = self.lead, self.participant
         if lead is not None and not lead.over and lead.phase is not Phase.COUNTING:
             return lead.live() if lead.begin is not None else list(lead.expected)
-        if participant.begin is not None and participant.ballot is not None:
+        if participant.begin is not None:
             return [participant.ballot.coordinator, *participant.silence.quiet(now)]
         return [participant.joined] if participant.state is State.JOINED else []
 
@@ -477,17 +469,13 @@ class Peer:
         begin = self.participant.begin
         return msg.Ping(begin.round if begin is not None else b"")
 
-    def _pong(self, sender: bytes, ping: msg.Ping) -> msg.Pong:
-        """How the round goes in which a member is. A committed one is told once more."""
-        begin, lead = self.participant.begin, self.lead
-        commit = self.participant.commit_of(ping.round)
-        if commit is not None:
-            self._send([sender], commit)
-            return msg.Pong()
+    def _pong(self, ping: msg.Ping) -> msg.Pong:
+        """How the round goes in which a member is."""
+        participant, lead = self.participant, self.lead
         leads = lead is not None and not lead.over and lead.is_of(ping.round)
-        knows = not ping.round or leads or (begin is not None and begin.round == ping.round)
-        signs = self.participant.silence.signs
-        return msg.Pong(knows, signs, lead.signs_of.total() if lead is not None and leads else 0)
+        is_in = participant.begin is not None and participant.begin.round == ping.round
+        knows = not ping.round or leads or is_in or participant.commit_of(ping.round) is not None
+        return msg.Pong(knows, participant.silence.signs, lead.signs_of.total() if lead is not None and leads else 0)
 
     def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
         """A peer has answered a `ping`."""
