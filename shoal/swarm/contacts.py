@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from shoal.p2p.errors import P2PError, Refused
+from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.movement import Movement
 from shoal.p2p.node import Reply
@@ -18,6 +18,7 @@ from shoal.p2p.transport import Buffer
 from shoal.swarm.channel import Channel
 from shoal.swarm.directory import REFRESH_SECONDS, Directory
 from shoal.swarm.protocol import messages as msg
+from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.errors import Rejected
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.reach import Reach, Reachability
@@ -156,8 +157,7 @@ class Contacts:
 
     def on_hello(self, peer: PeerID, hello: msg.Hello) -> msg.Hello:
         """A peer of the run speaks. Raises Refused if it uses another peer's name."""
-        if hello.sender.key != peer.key:
-            raise Refused("HELLO in the name of another peer")
+        require(hello.sender.key == peer.key, "HELLO in the name of another peer")
         differs_in = self._peer.terms.difference(hello.terms)
         if differs_in is not None:
             self._is_stranger(peer, hello, differs_in)

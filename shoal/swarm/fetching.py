@@ -10,7 +10,7 @@ from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import DIAL_TIMEOUT
 from shoal.swarm.channel import Channel
-from shoal.swarm.protocol.book import RuleBroken, check_begin, root_of
+from shoal.swarm.protocol.book import check_begin, require, root_of
 from shoal.swarm.protocol.contribution import BytesExchange
 from shoal.swarm.protocol.errors import ResultLost
 from shoal.swarm.protocol.messages import Begin, Commit, Committed, Digests, Fetch, Source
@@ -45,8 +45,7 @@ class Fetching:
                 try:
                     exchange.await_fetched(chunk, holder, self._channel.node.transport.leases)
                     reply = await self._channel.ask(holder, request, self._timeout)
-                    if len(reply.buffers) != 1:
-                        raise RuleBroken("it came without its bytes")
+                    require(len(reply.buffers) == 1, "it came without its bytes")
                     exchange.fetched(chunk, source.digest, memoryview(reply.buffers[0]))
                     self._progressed()
                 except (P2PError, TimeoutError) as error:
@@ -61,8 +60,8 @@ class Fetching:
         async for key in self._holders(commit, failed):
             try:
                 answer = await self._channel.call(key, Digests(commit.round), Committed, self._timeout)
-                if answer.begin.round != commit.round or root_of(answer.digests) != commit.root:
-                    raise RuleBroken("its chunks are not those that were committed")
+                is_it = answer.begin.round == commit.round and root_of(answer.digests) == commit.root
+                require(is_it, "its chunks are not those that were committed")
                 check_begin(answer.begin)
                 exchange = open_exchange(answer.begin)
                 missing = await self.fetch(

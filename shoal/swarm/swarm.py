@@ -23,6 +23,7 @@ from shoal.swarm.directory import Directory
 from shoal.swarm.fetching import Fetching
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Meet, Send
+from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.contribution import Buffers, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, ResultLost
 from shoal.swarm.protocol.peer import Peer
@@ -424,8 +425,7 @@ class Swarm:
             self._act()
 
     def _on_join(self, peer: PeerID, join: msg.Join, buffers: Buffers) -> Answer | Awaitable[Answer]:
-        if join.sender.key != peer.key:
-            raise Refused("JOIN in the name of another peer")
+        require(join.sender.key == peer.key, "JOIN in the name of another peer")
         if join.terms.difference(self.peer.terms) is not None:
             return self.peer.hello()  # HELLO tells which of the two gives way
         self._channel.learn(join.sender)

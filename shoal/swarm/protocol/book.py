@@ -21,6 +21,12 @@ class RuleBroken(Refused):
     """What a member sent does not belong there; the text says why."""
 
 
+def require(is_obeyed: bool, rule: str) -> None:
+    """Raises RuleBroken if that rule is not obeyed; the text says how it is broken."""
+    if not is_obeyed:
+        raise RuleBroken(rule)
+
+
 class Book:
     """The chunks of a round, as one member knows them.
 
@@ -194,15 +200,13 @@ class Book:
 
 def check_begin(begin: Begin) -> None:
     """Raises RuleBroken, with the reason, for a BEGIN that contradicts itself: nothing opens one unchecked."""
-    if not begin.members:
-        raise RuleBroken("BEGIN without members")
-    if not len(begin.members) == len(begin.weights) == len(begin.machines) == len(begin.states):
-        raise RuleBroken("BEGIN with lists of unequal length")
-    keys = [member.key for member in begin.members]
-    if keys != sorted(set(keys)):
-        raise RuleBroken("BEGIN with members out of order")
-    if len(begin.starts) != len(keys) + 1 or begin.starts[0] != 0 or list(begin.starts) != sorted(begin.starts):
-        raise RuleBroken("BEGIN with a plan that does not divide the chunks")
+    keys, starts = [member.key for member in begin.members], list(begin.starts)
+    lengths = {len(keys), len(begin.weights), len(begin.machines), len(begin.states)}
+    require(bool(keys), "BEGIN without members")
+    require(len(lengths) == 1, "BEGIN with lists of unequal length")
+    require(keys == sorted(set(keys)), "BEGIN with members out of order")
+    divides = len(starts) == len(keys) + 1 and starts[0] == 0 and starts == sorted(starts)
+    require(divides, "BEGIN with a plan that does not divide the chunks")
 
 
 def root_of(digests: Iterable[bytes]) -> bytes:
@@ -223,10 +227,10 @@ class EarlyChunks:
         self._kept: list[Chunk] = []
 
     def keep(self, peer: bytes, message: Part | Result, buffers: Sequence[memoryview]) -> None:
-        """Raises Refused if they are too many, or too large."""
+        """Raises RuleBroken if they are too many, or too large."""
         nbytes = sum(buffer.nbytes for _, _, held in [*self._kept, (peer, message, buffers)] for buffer in held)
-        if sum(sender == peer for sender, _, _ in self._kept) >= MAX_EARLY or nbytes > MAX_EARLY_BYTES:
-            raise Refused("too many chunks by a plan that this peer does not have")
+        fits = sum(sender == peer for sender, _, _ in self._kept) < MAX_EARLY and nbytes <= MAX_EARLY_BYTES
+        require(fits, "too many chunks by a plan that this peer does not have")
         # Copies, since these must not take the memory in which chunks come for as long as that lasts.
         self._kept.append((peer, message, [memoryview(bytearray(buffer)) for buffer in buffers]))
 

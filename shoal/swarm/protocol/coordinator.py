@@ -28,8 +28,8 @@ import msgspec
 from shoal.p2p.transport import MAX_BUFFER_BYTES
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Send
-from shoal.swarm.protocol.answers import flaw, repaired
-from shoal.swarm.protocol.book import RuleBroken, root_of
+from shoal.swarm.protocol.answers import check_answer, repaired
+from shoal.swarm.protocol.book import RuleBroken, require, root_of
 from shoal.swarm.protocol.pace import Pace
 from shoal.swarm.protocol.plan import can_divide, chunk_elements, chunk_table, divide
 from shoal.swarm.protocol.rules import Rules
@@ -168,10 +168,8 @@ class Coordinator:
             self.late[key] = None
             return self._regroup() if self._is_too_small() else []
         others = sum(len(data) for other, data in self.gathered.items() if other != key)
-        if others + len(gathered) > MAX_GATHERED_BYTES:
-            raise RuleBroken(
-                f"gather takes {len(gathered)} bytes, that of the others {others}; all may take {MAX_GATHERED_BYTES}"
-            )
+        taken = f"gather takes {len(gathered)} bytes, that of the others {others}; all may take {MAX_GATHERED_BYTES}"
+        require(others + len(gathered) <= MAX_GATHERED_BYTES, taken)
         self.joins[key], self.gathered[key], self.wait_until[key] = join, gathered, now + join.patience
         self.last_join_at = now
         if self.phase is Phase.COUNTING:
@@ -321,8 +319,7 @@ class Coordinator:
         """A member cannot go on with another. The other is put out at once if it broke a rule, if it is not `reachable`
         from here either, or if it speaks of itself; else the two are judged. Raises RuleBroken for a complaint of a
         peer that is not in the round."""
-        if key not in self.live():
-            raise RuleBroken("only a member of the round can complain of another")
+        require(key in self.live(), "only a member of the round can complain of another")
         if broken.fault or broken.peer == key or not reachable:
             return self.put_out(broken.peer, broken.reason, now)
         complaints = self.complaints.setdefault(key, {})
@@ -417,9 +414,10 @@ class Coordinator:
         if have.commit is not None and (have.commit.tip, have.commit.round) == (self.tip, self._round.round):
             return self._commit(have.commit)
         member = next(member for member in self._round.members if member.key == key)
-        wrong = flaw(self._round, ballot, member, have, self.disputed.get(key))
-        if wrong is not None:
-            return self.put_out(key, wrong, now)
+        try:
+            check_answer(self._round, ballot, member, have, self.disputed.get(key))
+        except RuleBroken as error:
+            return self.put_out(key, str(error), now)
         self.have[key] = have
         if len(self.have) < len(self.live()):
             return []

@@ -14,7 +14,7 @@ from shoal.p2p.leases import Leases
 from shoal.p2p.node import Reply
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Send
-from shoal.swarm.protocol.book import EarlyChunks, RuleBroken, check_begin
+from shoal.swarm.protocol.book import EarlyChunks, RuleBroken, check_begin, require
 from shoal.swarm.protocol.contribution import Buffers, BytesExchange, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.silence import Silence
@@ -228,21 +228,17 @@ class Participant:
 
     def _may_follow(self, sender: bytes, begin: msg.Begin, *, relayed: bool) -> None:
         """Raises RuleBroken if this BEGIN must not be followed."""
-        if self.missed is not None:
-            raise RuleBroken("this tip's round was committed")
-        if begin.tip != self.tip:
-            raise RuleBroken(f"BEGIN of epoch {begin.tip.epoch}, and this peer is at another state")
-        keys = [member.key for member in begin.members]
-        if begin.ballot.coordinator != sender and not (relayed and sender in keys):
-            raise RuleBroken("BEGIN under the ballot of another peer")
-        if self.input is None or self.me not in keys:
-            raise RuleBroken("BEGIN without a JOIN of this peer")
-        if self.begin is not None:
-            raise RuleBroken("this peer is in a round already")
-        if begin.ballot <= self.ballot:
-            raise RuleBroken(f"attempt {begin.ballot.number}, and this peer has followed {self.ballot.number}")
-        if self.input.tip not in (None, begin.tip):
-            raise RuleBroken("BEGIN of a state that this peer's input was not made from")
+        given, keys = self.input, [member.key for member in begin.members]
+        require(self.missed is None, "this tip's round was committed")
+        require(begin.tip == self.tip, f"BEGIN of epoch {begin.tip.epoch}, and this peer is at another state")
+        is_from_it = begin.ballot.coordinator == sender or (relayed and sender in keys)
+        require(is_from_it, "BEGIN under the ballot of another peer")
+        require(given is not None and self.me in keys, "BEGIN without a JOIN of this peer")
+        require(self.begin is None, "this peer is in a round already")
+        higher = f"attempt {begin.ballot.number}, and this peer has followed {self.ballot.number}"
+        require(begin.ballot > self.ballot, higher)
+        fits = given is not None and given.tip in (None, begin.tip)
+        require(fits, "BEGIN of a state that this peer's input was not made from")
         check_begin(begin)
 
     def _follow(self, sender: bytes, round_id: bytes, ballot: Ballot) -> BytesExchange:
@@ -251,10 +247,8 @@ class Participant:
             raise RuleBroken("this peer is not in that round")
         # A coordinator that is no member of its own round can begin it, but only a member can take it over.
         may_lead = [self.begin.ballot.coordinator, *(member.key for member in self.begin.members)]
-        if ballot.coordinator != sender or sender not in may_lead:
-            raise RuleBroken("the sender does not hold that ballot")
-        if ballot < self.ballot:
-            raise RuleBroken(f"attempt {ballot.number}, and this peer has followed {self.ballot.number}")
+        require(ballot.coordinator == sender and sender in may_lead, "the sender does not hold that ballot")
+        require(ballot >= self.ballot, f"attempt {ballot.number}, and this peer has followed {self.ballot.number}")
         self.heard_of(ballot)
         return self.exchange
 
@@ -271,8 +265,7 @@ class Participant:
     def on_begin(self, sender: bytes, begin: msg.Begin, buffers: Buffers, now: float) -> None:
         """The coordinator begins a round with this peer in it. Raises RuleBroken if this peer must not follow."""
         try:
-            if sender not in self.view.members:
-                raise RuleBroken("BEGIN from a peer that is no member")
+            require(sender in self.view.members, "BEGIN from a peer that is no member")
             self.enter(sender, begin, buffers, now)
         except RuleBroken as error:
             # The coordinator waits for this peer now: it must hear that it waits in vain, and for whom it would have
@@ -341,8 +334,7 @@ class Participant:
         self._check_done()
 
     def _keep_early(self, sender: bytes, message: msg.Part | msg.Result, buffers: Buffers) -> None:
-        if sender not in self.view.members and not self.is_with(sender):
-            raise Refused("a chunk from a peer that is no member")
+        require(sender in self.view.members or self.is_with(sender), "a chunk from a peer that is no member")
         self._early.keep(sender, message, buffers)
 
     def _check_done(self) -> None:
@@ -365,8 +357,7 @@ class Participant:
         elif self.begin is not None and self.ballot > survey.ballot:
             return msg.Have(self.ballot, (), None, (), None, None)
         exchange = self._follow(sender, survey.round, survey.ballot)
-        if self.me in survey.out:
-            raise RuleBroken("a survey that counts this peer as out")
+        require(self.me not in survey.out, "a survey that counts this peer as out")
         exchange.put_out(survey.out)
         book = exchange.book
         digests = tuple(book.digests) if book.receives[self.me] else ()
@@ -374,8 +365,8 @@ class Participant:
 
     def on_repair(self, sender: bytes, repair: msg.Repair) -> msg.Follows:
         """A coordinator says where chunks come from now. Raises RuleBroken if it must not be followed."""
-        if self.begin is not None and any(source.chunk >= self.begin.starts[-1] for source in repair.sources):
-            raise RuleBroken("a repair of chunks that do not exist")
+        chunks = self.begin.starts[-1] if self.begin is not None else msg.MAX_CHUNKS
+        require(all(source.chunk < chunks for source in repair.sources), "a repair of chunks that do not exist")
         exchange = self._follow(sender, repair.round, repair.ballot)
         self.repair, self.state = repair, State.IN_ROUND
         if sources := exchange.repair(repair):
@@ -397,11 +388,11 @@ class Participant:
             raise Refused("this peer does not have that round's result any more")
         book = exchange.book
         if isinstance(message, msg.Digests):
-            if not all(book.digests):  # else they can be had, even if this peer has not heard of the COMMIT yet
-                raise Refused("that round's result is not complete here")
+            # If all are here, they can be had, even if this peer has not heard of the COMMIT yet.
+            require(all(book.digests), "that round's result is not complete here")
             return msg.Committed(book.begin, tuple(book.digests))
-        if message.chunk >= len(book.chunks) or not book.digests[message.chunk]:
-            raise Refused(f"chunk {message.chunk} is not here")
+        chunk = message.chunk
+        require(chunk < len(book.chunks) and book.digests[chunk] != b"", f"chunk {chunk} is not here")
         name = msg.name_of(message.round, msg.Carries.FETCHED, message.chunk)
         # A copy: the next round may write there before it has left, and who asked would wait for it in vain.
         data = bytes(exchange.chunk_bytes(message.chunk))
@@ -410,8 +401,7 @@ class Participant:
     def on_abort(self, sender: bytes, abort: msg.Abort) -> None:
         """The coordinator ends the round, or this peer's part in it. Raises Refused if it is not the coordinator."""
         if self.begin is not None and self.begin.round == abort.round:
-            if self.ballot.coordinator != sender:
-                raise Refused("ABORT from a peer that does not coordinate the round")
+            require(self.ballot.coordinator == sender, "ABORT from a peer that does not coordinate the round")
             self.fail(AveragingError(f"the round was ended by {PeerID(sender)!r}: {abort.reason}"))
         self.rejoin(sender)
 
@@ -426,10 +416,8 @@ class Participant:
         """A member's user has not allowed the round yet. Raises Refused if it has no right to say so."""
         if self.input is None or self.begin is None or self.begin.round != message.round:
             return  # the round has ended meanwhile, or its BEGIN is still on its way
-        if not self.is_with(sender):
-            raise Refused("only a member of a round can ask for patience in it")
-        if self.input.tip is not None:
-            raise Refused("in a round of a training run nobody's user is waited for")
+        require(self.is_with(sender), "only a member of a round can ask for patience in it")
+        require(self.input.tip is None, "in a round of a training run nobody's user is waited for")
         self.silence.excuse(now)
 
     def progressed(self, now: float) -> None:

@@ -12,6 +12,7 @@ from shoal.p2p.errors import Refused
 from shoal.p2p.node import Answer
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Meet, Send
+from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.contribution import Buffers, BytesExchange, decode_gathered
 from shoal.swarm.protocol.coordinator import Coordinator, Phase
 from shoal.swarm.protocol.errors import AveragingError
@@ -196,8 +197,7 @@ class Peer:
         if commit.tip != self.tip or participant.missed is not None:
             return  # passed on by another member before, or of a state that this peer does not have
         begin = participant.begin
-        if not participant.is_with(sender) and sender not in self.view.members:
-            raise Refused("COMMIT from a peer that is no member")
+        require(participant.is_with(sender) or sender in self.view.members, "COMMIT from a peer that is no member")
         if begin is not None and begin.round != commit.round:
             # Another round of this tip than the one that this peer is in, whose members must hear that it is void.
             self._send([m.key for m in begin.members if m.key != self._me], commit)
@@ -430,8 +430,7 @@ class Peer:
     def _on_orphaned(self, sender: bytes, orphaned: msg.Orphaned, buffers: Buffers, now: float) -> None:
         """A member of a round has lost its coordinator and takes this peer for the successor."""
         begin, participant = orphaned.begin, self.participant
-        if all(member.key != sender for member in begin.members):
-            raise Refused("only a member of a round can ask to take it over")
+        require(any(m.key == sender for m in begin.members), "only a member of a round can ask to take it over")
         commit = participant.commit_of(begin.round)
         if commit is not None:
             self._send([sender], commit)
