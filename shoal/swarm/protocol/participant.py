@@ -233,12 +233,11 @@ class Participant:
         require(begin.tip == self.tip, f"BEGIN of epoch {begin.tip.epoch}, and this peer is at another state")
         is_from_it = begin.ballot.coordinator == sender or (relayed and sender in keys)
         require(is_from_it, "BEGIN under the ballot of another peer")
-        require(given is not None and self.me in keys, "BEGIN without a JOIN of this peer")
+        has_joined = given is not None and given.tip in (None, begin.tip) and self.me in keys
+        require(has_joined, "BEGIN without a JOIN of this peer")
         require(self.begin is None, "this peer is in a round already")
         higher = f"attempt {begin.ballot.number}, and this peer has followed {self.ballot.number}"
         require(begin.ballot > self.ballot, higher)
-        fits = given is not None and given.tip in (None, begin.tip)
-        require(fits, "BEGIN of a state that this peer's input was not made from")
         check_begin(begin)
 
     def _follow(self, sender: bytes, round_id: bytes, ballot: Ballot) -> BytesExchange:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -60,10 +61,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
         """The addresses, parsed; those that are none are left out (they are what another peer claims of itself)."""
         parsed = []
         for text in self.addresses:
-            try:
+            with contextlib.suppress(ValueError):
                 parsed.append(Multiaddr(text))
-            except ValueError:
-                continue
         return parsed
 
 
@@ -106,11 +105,9 @@ class View:
 
     def learn(self, members: Iterable[Member]) -> list[Member]:
         """Add members that another peer mentions. Returns those that were not known."""
-        new = []
-        for member in members:
-            if member.key not in self.members and member.key not in self.lost and len(self.members) < MAX_MEMBERS:
-                self.members[member.key] = member
-                new.append(member)
+        unknown = {m.key: m for m in members if m.key not in self.members and m.key not in self.lost}
+        new = list(unknown.values())[: max(0, MAX_MEMBERS - len(self.members))]
+        self.members.update((member.key, member) for member in new)
         return new
 
     def returned(self, member: Member) -> bool:
@@ -154,7 +151,7 @@ class View:
         Clients of other nodes are known from those nodes only, so they count if such nodes are connected."""
         reached = self.connected()
         nodes = any(m.role is not Role.CLIENT and m.key != self.me.key for m in reached)
-        return sum(member.role is Role.CLIENT for member in (list(self.members.values()) if nodes else reached))
+        return sum(m.role is Role.CLIENT for m in (list(self.members.values()) if nodes else reached))
 
     # -- who coordinates
 
