@@ -50,6 +50,19 @@ class _Stranger:
     explaining: asyncio.Task[None] | None = None
 
 
+@dataclass(slots=True)
+class _Watch:
+    """A peer that is waited for.
+
+    Attributes:
+        since: when it last gave a sign of life.
+        movement: the bytes on the connection to it.
+    """
+
+    since: float
+    movement: Movement
+
+
 class Contacts:
     """The peers of a run that this peer is connected to, and those that it should be connected to.
 
@@ -75,6 +88,8 @@ class Contacts:
         self.reports: deque[Reachability] = deque(maxlen=MAX_REPORTS)
         self._strangers: dict[bytes, _Stranger] = {}
         self._meeting: set[bytes] = set()
+        self._pinged: dict[bytes, None] = {}  # peers that owe an answer
+        self._watches: dict[bytes, _Watch] = {}
         self._spread: asyncio.TimerHandle | None = None
         self._look_now = asyncio.Event()
         self._seen = asyncio.Event()
@@ -206,7 +221,7 @@ class Contacts:
             await self._greet(member.peer)
         except (P2PError, TimeoutError) as error:
             if not (isinstance(error, TimeoutError) and self._channel.is_connected(member.key)):
-                self.lose(member.key)  # one that is slow to answer is left to `Liveness`
+                self.lose(member.key)  # one that is slow to answer is left to `look_after`
         finally:
             self._meeting.discard(member.key)
 
@@ -259,6 +274,46 @@ class Contacts:
         self._peer.members_changed(self._now())
         self._act()
 
+    # -- signs of life
+
+    def forget_watches(self) -> None:
+        """This process stood still: what has arrived meanwhile was not read yet."""
+        self._watches.clear()
+
+    def look_after(self, keys: Iterable[bytes], timeout: float, now: float) -> None:
+        """These peers are waited for; to be called every second. They are pinged. A peer that gives no sign of life for
+        `timeout` seconds is disconnected, and so is lost."""
+        node, before = self._channel.node, self._watches
+        waited_for = dict.fromkeys(key for key in keys if key != node.peer_id.key)
+        self._watches = {}
+        for key in {**waited_for, **self._pinged}:
+            peer = PeerID(key)
+            moved = node.transport.moved(peer)
+            watch = before.get(key) or _Watch(now, Movement(moved))
+            if watch.movement.goes_on(moved):
+                watch.since = now
+            watch.since = max(watch.since, node.heard(peer))
+            if now - watch.since > timeout:
+                log.info("%r: %r does not answer", node.peer_id, peer)
+                node.disconnect(peer, f"it has given no sign of life for {timeout:g} s")
+                continue
+            self._watches[key] = watch
+            if key in waited_for and key not in self._pinged:
+                self._pinged[key] = None
+                self._channel.node.spawn(self._ping(key, timeout))
+
+    async def _ping(self, key: bytes, timeout: float) -> None:
+        ping = self._peer.ping()
+        try:
+            pong = await self._channel.call(key, ping, msg.Pong, timeout)
+        except (P2PError, TimeoutError) as error:
+            log.debug("%r: %s", PeerID(key), error)  # the node reports a lost connection
+        else:
+            self._peer.on_pong(key, ping, pong, self._now())
+            self._act()
+        finally:
+            self._pinged.pop(key, None)
+
     # -- the directory
 
     async def _refresh(self) -> None:
@@ -310,69 +365,3 @@ class Contacts:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-@dataclass(slots=True)
-class _Watch:
-    """A peer that is waited for.
-
-    Attributes:
-        since: when it last gave a sign of life.
-        movement: the bytes on the connection to it.
-    """
-
-    since: float
-    movement: Movement
-
-
-class Liveness:
-    """Pings the peers that are waited for. A peer that gives no sign of life is disconnected, and so is lost.
-
-    Args:
-        channel: sends the pings.
-        peer: the machine that hears the answers.
-        timeout: seconds without a sign of life after which a peer counts as lost.
-        act: performs what the machine has decided.
-    """
-
-    def __init__(self, channel: Channel, peer: Peer, timeout: float, act: Callable[[], None]) -> None:
-        self._channel, self._peer, self._timeout, self._act = channel, peer, timeout, act
-        self._asked: dict[bytes, None] = {}  # peers that owe an answer
-        self._watches: dict[bytes, _Watch] = {}
-
-    def forget(self) -> None:
-        """This process stood still: what has arrived meanwhile was not read yet."""
-        self._watches.clear()
-
-    def look_after(self, keys: Iterable[bytes], now: float) -> None:
-        """These peers are waited for; to be called every second."""
-        node, before = self._channel.node, self._watches
-        waited_for = dict.fromkeys(key for key in keys if key != node.peer_id.key)
-        self._watches = {}
-        for key in {**waited_for, **self._asked}:
-            peer = PeerID(key)
-            moved = node.transport.moved(peer)
-            watch = before.get(key) or _Watch(now, Movement(moved))
-            if watch.movement.goes_on(moved):
-                watch.since = now
-            watch.since = max(watch.since, node.heard(peer))
-            if now - watch.since > self._timeout:
-                log.info("%r: %r does not answer", node.peer_id, peer)
-                node.disconnect(peer, f"it has given no sign of life for {self._timeout:g} s")
-                continue
-            self._watches[key] = watch
-            if key in waited_for and key not in self._asked:
-                self._asked[key] = None
-                self._channel.node.spawn(self._ask(key))
-
-    async def _ask(self, key: bytes) -> None:
-        ping = self._peer.ping()
-        try:
-            pong = await self._channel.call(key, ping, msg.Pong, self._timeout)
-        except (P2PError, TimeoutError) as error:
-            log.debug("%r: %s", PeerID(key), error)  # the node reports a lost connection
-        else:
-            self._peer.on_pong(key, ping, pong, asyncio.get_running_loop().time())
-            self._act()
-        finally:
-            self._asked.pop(key, None)

@@ -18,7 +18,7 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Answer, Node, Service
 from shoal.swarm.channel import Channel
-from shoal.swarm.contacts import Contacts, Liveness
+from shoal.swarm.contacts import Contacts
 from shoal.swarm.directory import Directory
 from shoal.swarm.fetching import Fetching
 from shoal.swarm.protocol import messages as msg
@@ -109,7 +109,6 @@ class Swarm:
         view, silence = View(run_id, me, channel.is_connected), Silence(sender_timeout, reducer_timeout)
         self.peer = Peer(view, terms, rules, silence, keeps_state=place.keeps_state)
         self.contacts = Contacts(channel, self.peer, directory, place.tensors, self._act)
-        self._liveness = Liveness(channel, self.peer, chunk_timeout, self._act)
         self._fetching = Fetching(channel, chunk_timeout, self._progressed)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -501,9 +500,10 @@ class Swarm:
                     log.info("%r cannot go on with %r: %s", self.node.peer_id, PeerID(broken.peer), broken.reason)
                 self._channel.notify(action.to, action.message, action.buffers, action.name)
             case Ask(message=msg.Join() as join):
-                self.node.spawn(self._join(action.to, join, action.buffers))
-            case Ask():
-                self.node.spawn(self._ask(action))
+                self.node.spawn(self._join(action.to[0], join, action.buffers))
+            case Ask(message=msg.Survey() | msg.Repair() as request):
+                for key in action.to:
+                    self.node.spawn(self._ask(key, request, action.buffers))
             case Enter():
                 self.node.spawn(self._enter(action.begin))
             case FetchChunks():
@@ -531,13 +531,11 @@ class Swarm:
         else:
             await self.contacts.meet_peer(action.member.peer)
 
-    async def _ask(self, action: Ask) -> None:
+    async def _ask(self, key: bytes, request: msg.Survey | msg.Repair, buffers: Sequence[Any]) -> None:
         """A question of the coordinator."""
-        key, request = action.to, action.message
-        assert not isinstance(request, msg.Join)
         answer: object
         try:
-            answer = (await self._channel.ask(key, request, self._chunk_timeout, action.buffers)).body
+            answer = (await self._channel.ask(key, request, self._chunk_timeout, buffers)).body
         except (P2PError, TimeoutError) as error:
             answer = error
         self.peer.answered(key, request, answer, self._now())
@@ -549,7 +547,7 @@ class Swarm:
         try:
             answer = (await self._channel.ask(key, join, self._request_timeout, buffers)).body
         except TimeoutError:
-            participant.rejoin(key)  # if it is gone, `Liveness` says so
+            participant.rejoin(key)  # if it is gone, `Contacts` says so
         except Unavailable:
             self._lost(key)
         except Refused as error:
@@ -611,7 +609,7 @@ class Swarm:
             await asyncio.sleep(LOOK_SECONDS)
             now = self._now()
             if now - asleep > 2 * LOOK_SECONDS:
-                self._liveness.forget()
+                self.contacts.forget_watches()
             if now - asleep > LOOK_SECONDS + self._chunk_timeout:
                 # The process was stopped, or the machine asleep. The others may have gone on without this peer: find
                 # them before a round is begun without them.
@@ -625,4 +623,4 @@ class Swarm:
             self.peer.look(lambda key: self.node.transport.moved(PeerID(key)), now)
             self._act()
             awaited = self.peer.awaited(now) or list(self._asked)
-            self._liveness.look_after([*awaited, *self._watching], now)
+            self.contacts.look_after([*awaited, *self._watching], self._chunk_timeout, now)

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace as replace_struct
 
 from shoal.p2p.transport import MAX_BUFFER_BYTES
-from shoal.swarm.protocol.actions import Send
+from shoal.swarm.protocol.actions import Ask, Send
 from shoal.swarm.protocol.book import RuleBroken, root_of
 from shoal.swarm.protocol.coordinator import REMINDER_SECONDS, Coordinator, Phase
 from shoal.swarm.protocol.messages import (
@@ -55,7 +55,7 @@ def gathering(*numbers: int, rules: Rules = RULES, **options: Any) -> Coordinato
     return coordinator
 
 
-def join(coordinator: Coordinator, number: int, now: float = 0.0, **join_options: Any) -> list[Send]:
+def join(coordinator: Coordinator, number: int, now: float = 0.0, **join_options: Any) -> list[Send | Ask]:
     return coordinator.join(key(number), join_of(member(number), **join_options), b"g%d" % number, now)
 
 
@@ -68,25 +68,25 @@ def running(*numbers: int, **options: Any) -> Coordinator:
     return coordinator
 
 
-def done(coordinator: Coordinator, number: int, root: bytes = ROOT, ballot: Ballot | None = None) -> list[Send]:
+def done(coordinator: Coordinator, number: int, root: bytes = ROOT, ballot: Ballot | None = None) -> list[Send | Ask]:
     assert coordinator.begin is not None
     ballot = ballot or coordinator.ballot
     assert ballot is not None
     return coordinator.finished(key(number), Done(coordinator.begin.round, ballot, root), GROUP, 1.0)
 
 
-def survey_answer(coordinator: Coordinator, number: int, have: Have | None = None) -> list[Send]:
+def survey_answer(coordinator: Coordinator, number: int, have: Have | None = None) -> list[Send | Ask]:
     assert coordinator.ballot is not None
     return coordinator.surveyed(key(number), coordinator.ballot, have or have_of(coordinator.ballot), 1.0)
 
 
-def the(actions: list[Send], kind: type) -> Any:
+def the(actions: list[Send | Ask], kind: type) -> Any:
     """The one message of that kind."""
     [found] = [action.message for action in actions if isinstance(action.message, kind)]
     return found
 
 
-def told(actions: list[Send], kind: type) -> set[bytes]:
+def told(actions: list[Send | Ask], kind: type) -> set[bytes]:
     return {to for action in actions if isinstance(action.message, kind) for to in action.to}
 
 
@@ -237,7 +237,7 @@ def test_what_all_gather_fits_the_begin() -> None:
 COUNTING = replace(RULES, target_samples=64.0)
 
 
-def report(coordinator: Coordinator, number: int, samples: float, now: float = 0.0) -> tuple[Any, list[Send]]:
+def report(coordinator: Coordinator, number: int, samples: float, now: float = 0.0) -> tuple[Any, list[Send | Ask]]:
     return coordinator.progress(key(number), Progress(TIP, samples, samples / 10), now)
 
 
@@ -690,7 +690,7 @@ def test_a_coordinator_that_was_replaced_can_commit_no_more() -> None:
 def test_a_successor_goes_on_with_those_that_live(lost: tuple[bytes, ...]) -> None:
     coordinator, survey = successor(lost=lost)
     live: list[Member] = [m for m in GROUP if m.key not in lost]
-    actions: list[Send] = []
+    actions: list[Send | Ask] = []
     for each in live:
         actions = coordinator.surveyed(each.key, survey.ballot, have_of(survey.ballot), 1.0)
     assert {s.chunk for s in the(actions, Repair).sources} == set(range(8 - 2 * len(lost), 8))

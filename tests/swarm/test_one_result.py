@@ -135,7 +135,7 @@ class Partings(RoundMachine):
         assert peer.lead is not None
         keys = [k for k in peer.lead.live() if k != self.hub]
         if keys and peer.lead.phase in (Phase.RUNNING, Phase.SURVEYING):
-            peer._act(peer.lead.put_out(keys[whom % len(keys)], "it is slow", self.wire.now))
+            peer.out.extend(peer.lead.put_out(keys[whom % len(keys)], "it is slow", self.wire.now))
             self.wire.act(chosen)
 
 

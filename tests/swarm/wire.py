@@ -157,7 +157,8 @@ class Wire:
                     for target in action.to:
                         self._send(key, target, (message, [memoryview(bytes(data)) for data in action.buffers]))
                 case Ask(message=message):
-                    self._send(key, action.to, Request(message, action.buffers, action))
+                    for target in action.to:
+                        self._send(key, target, Request(message, action.buffers, action))
                 case Enter():
                     self._send(key, key, action)
                 case FetchChunks(exchange=exchange):

@@ -27,7 +27,7 @@ import msgspec
 
 from shoal.p2p.transport import MAX_BUFFER_BYTES
 from shoal.swarm.protocol import messages as msg
-from shoal.swarm.protocol.actions import Send
+from shoal.swarm.protocol.actions import Ask, Send
 from shoal.swarm.protocol.answers import check_answer, repaired
 from shoal.swarm.protocol.book import RuleBroken, require, root_of
 from shoal.swarm.protocol.pace import Pace
@@ -69,7 +69,7 @@ class _Judgement:
 
 @dataclass
 class Coordinator:
-    """Coordinates the round of one tip. Events in, `Send`s out; time is an argument, in seconds of any clock.
+    """Coordinates the round of one tip. Events in, actions out; time is an argument, in seconds of any clock.
 
     Args:
         me: the key of the peer that runs this.
@@ -135,7 +135,7 @@ class Coordinator:
         """Whether members can still join and leave."""
         return self.phase in (Phase.COUNTING, Phase.GATHERING)
 
-    def expect(self, members: Iterable[Member], now: float) -> list[Send]:
+    def expect(self, members: Iterable[Member], now: float) -> list[Send | Ask]:
         """Exactly these members are connected now."""
         self.expected = {member.key: member for member in members}
         if self.is_before_begin:
@@ -145,7 +145,7 @@ class Coordinator:
                 self.pace.lost(key)
         return self.tick(now)
 
-    def progress(self, key: bytes, report: msg.Progress, now: float) -> tuple[msg.Count, list[Send]]:
+    def progress(self, key: bytes, report: msg.Progress, now: float) -> tuple[msg.Count, list[Send | Ask]]:
         """A member reports its samples. Returns the answer, and what else to send. Only reported samples call the
         round, never estimates."""
         before, target = self.counts.get(key), self.rules.target_samples
@@ -161,7 +161,7 @@ class Coordinator:
         others = self.pace.under_way(but=key)
         return msg.Count(self.tip, samples, rate, len(self.counts), called, others, wait), actions
 
-    def join(self, key: bytes, join: msg.Join, gathered: bytes, now: float) -> list[Send]:
+    def join(self, key: bytes, join: msg.Join, gathered: bytes, now: float) -> list[Send | Ask]:
         """A member's input is ready. It may join again (after a lost answer); the last JOIN counts. Raises RuleBroken
         if the members gather more than fits BEGIN."""
         if not self.is_before_begin:
@@ -177,7 +177,7 @@ class Coordinator:
         self._follow_the_first()  # its JOIN may have changed
         return self.tick(now)
 
-    def unjoin(self, key: bytes, now: float) -> list[Send]:
+    def unjoin(self, key: bytes, now: float) -> list[Send | Ask]:
         """A member withdraws its JOIN."""
         self.late.pop(key, None)
         if self.phase is not Phase.GATHERING:
@@ -197,11 +197,11 @@ class Coordinator:
         elif self.rules.target_samples is None and not self.reminded:
             self.deadline = next(iter(self.wait_until.values()))
 
-    def _gather(self, deadline: float) -> list[Send]:
+    def _gather(self, deadline: float) -> list[Send | Ask]:
         self.phase, self.deadline = Phase.GATHERING, deadline
         return [Send(tuple(self.expected), msg.Call(self.tip))]
 
-    def tick(self, now: float) -> list[Send]:
+    def tick(self, now: float) -> list[Send | Ask]:
         """Do what is due at `now`; to be called at `wake_at` and after every event."""
         if self._judgements and self._judgements[0].at <= now:
             return self._judge(self._judgements.popleft(), now)
@@ -262,7 +262,7 @@ class Coordinator:
     def _is_full(self) -> bool:
         return self.rules.target_group is not None and len(self.joins) >= self.rules.target_group
 
-    def _begin(self, now: float) -> list[Send]:
+    def _begin(self, now: float) -> list[Send | Ask]:
         chosen = self._chosen()
         self.late = dict.fromkeys(key for key in self.joins if key not in chosen)
         members = tuple(self.joins[key].sender for key in sorted(chosen))
@@ -315,7 +315,7 @@ class Coordinator:
             self.signs_of[key] = signs
             self._gets_on(now)
 
-    def broken(self, key: bytes, broken: msg.Broken, reachable: bool, now: float) -> list[Send]:
+    def broken(self, key: bytes, broken: msg.Broken, reachable: bool, now: float) -> list[Send | Ask]:
         """A member cannot go on with another. The other is put out at once if it broke a rule, if it is not `reachable`
         from here either, or if it speaks of itself; else the two are judged. Raises RuleBroken for a complaint of a
         peer that is not in the round."""
@@ -328,7 +328,7 @@ class Coordinator:
             self._judgements.append(_Judgement(now + NOTICE_SECONDS, key, broken.peer, False))
         return []
 
-    def _judge(self, judgement: _Judgement, now: float) -> list[Send]:
+    def _judge(self, judgement: _Judgement, now: float) -> list[Send | Ask]:
         """Of two members that cannot reach each other, put out the one that complains of several, else the other."""
         complainer, other, live = judgement.complainer, judgement.other, self.live()
         if self.over or complainer not in live or other not in live:
@@ -340,7 +340,7 @@ class Coordinator:
         key = other if len([k for k in reasons if k in live]) == 1 else complainer
         return self.put_out(key, reasons[other], now)
 
-    def unanswered(self, key: bytes, request: msg.Survey | msg.Repair, reason: str, now: float) -> list[Send]:
+    def unanswered(self, key: bytes, request: msg.Survey | msg.Repair, reason: str, now: float) -> list[Send | Ask]:
         """A member has not answered a survey in time, or does not follow a repair."""
         if self.ballot != request.ballot:
             return []
@@ -353,7 +353,7 @@ class Coordinator:
             return self.put_out(key, f"it does not follow repairs: {reason}", now)
         return self.start_survey(now)  # it may follow a higher ballot, or have a commit: a survey tells
 
-    def elsewhere(self, key: bytes, now: float) -> list[Send]:
+    def elsewhere(self, key: bytes, now: float) -> list[Send | Ask]:
         """A member that was called is in a round of another coordinator. To go on without it might give this tip two
         results, so this round waits or, if it has begun, ends."""
         if self.phase is Phase.GATHERING:
@@ -366,7 +366,7 @@ class Coordinator:
         """The keys of the members of the round that are not out, in member order."""
         return [] if self.begin is None else [m.key for m in self.begin.members if m.key not in self.out]
 
-    def put_out(self, key: bytes, reason: str, now: float) -> list[Send]:
+    def put_out(self, key: bytes, reason: str, now: float) -> list[Send | Ask]:
         """A member was lost or broke a rule: continue without it."""
         if self.is_before_begin:
             return self.expect([m for m in self.expected.values() if m.key != key], now)
@@ -382,10 +382,10 @@ class Coordinator:
         may_regroup = self._is_running and self.rules.target_samples is None and bool(self.late)
         return may_regroup and len(self.live()) < self.rules.min_group
 
-    def _regroup(self) -> list[Send]:
+    def _regroup(self) -> list[Send | Ask]:
         return self.abort(f"fewer than {self.rules.min_group} members are left, and others wait: join again")
 
-    def start_survey(self, now: float) -> list[Send]:
+    def start_survey(self, now: float) -> list[Send | Ask]:
         """Ask the remaining members what they hold, under a new ballot."""
         if not self.live():
             return self.abort("no member is left")
@@ -395,9 +395,9 @@ class Coordinator:
         self.have, self.done = {}, {}
         begin, buffers = (self.begin, [self.gathered_of_all()]) if self.took_over else (None, [])
         survey = msg.Survey(self.tip, self._round.round, self.ballot, tuple(self.out), begin)
-        return [Send(tuple(self.live()), survey, buffers)]
+        return [Ask(tuple(self.live()), survey, buffers)]
 
-    def outbid(self, ballot: Ballot, reachable: bool, now: float) -> list[Send]:
+    def outbid(self, ballot: Ballot, reachable: bool, now: float) -> list[Send | Ask]:
         """A member follows a higher ballot: give way to its holder if that is `reachable`, else bid higher."""
         if self.phase is not Phase.SURVEYING or ballot <= self.ballot:
             return []
@@ -407,7 +407,7 @@ class Coordinator:
         self.ballot = Ballot(ballot.number, self.me)
         return self.start_survey(now)
 
-    def surveyed(self, key: bytes, ballot: Ballot, have: msg.Have, now: float) -> list[Send]:
+    def surveyed(self, key: bytes, ballot: Ballot, have: msg.Have, now: float) -> list[Send | Ask]:
         """A member's answer to the survey of `ballot`."""
         if self.phase is not Phase.SURVEYING or ballot != self.ballot or key not in self.live():
             return []
@@ -429,9 +429,9 @@ class Coordinator:
             return self.start_survey(now)
         self.phase, self.disputed = Phase.RUNNING, {}
         sources, self.settled = repaired(self._round, live, self.have)
-        return [Send(tuple(live), msg.Repair(self._round.round, ballot, sources))]
+        return [Ask(tuple(live), msg.Repair(self._round.round, ballot, sources))]
 
-    def finished(self, key: bytes, done: msg.Done, view: Collection[Member], now: float) -> list[Send]:
+    def finished(self, key: bytes, done: msg.Done, view: Collection[Member], now: float) -> list[Send | Ask]:
         """A member has all chunks. `view` are the members that the next round expects."""
         if self.phase is not Phase.RUNNING or done.ballot != self.ballot or key not in self.live():
             return []
@@ -450,12 +450,12 @@ class Coordinator:
         keys = tuple(member.key for member in begin.members)
         return self._commit(msg.Commit(self.tip, begin.round, root, sum(begin.weights), keys, kept))
 
-    def _commit(self, commit: msg.Commit) -> list[Send]:
+    def _commit(self, commit: msg.Commit) -> list[Send | Ask]:
         self.phase = Phase.COMMITTED
         to = dict.fromkeys(member.key for member in (*self._round.members, *commit.view))
         return [Send(tuple(to), commit)]
 
-    def abort(self, reason: str) -> list[Send]:
+    def abort(self, reason: str) -> list[Send | Ask]:
         """End the round without a result."""
         self.phase = Phase.ABORTED
         to = tuple(dict.fromkeys([*self.live(), *self.late]))

@@ -193,7 +193,7 @@ class Participant:
             self.tip, me, terms, given.weight, machine, given.state, attempt, given.patience, news, given.options
         )
         self.state, self.joined = State.JOINED, coordinator.key
-        self._out.append(Ask(coordinator.key, join, [given.gathered] if given.gathered else []))
+        self._out.append(Ask((coordinator.key,), join, [given.gathered] if given.gathered else []))
 
     def introduced(self, key: bytes) -> None:
         """The coordinator with that key and this peer have told each other which members they know."""

@@ -11,7 +11,7 @@ import msgspec
 from shoal.p2p.errors import Refused
 from shoal.p2p.node import Answer
 from shoal.swarm.protocol import messages as msg
-from shoal.swarm.protocol.actions import Action, Ask, Meet, Send
+from shoal.swarm.protocol.actions import Action, Meet, Send
 from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.contribution import Buffers, BytesExchange, decode_gathered
 from shoal.swarm.protocol.coordinator import Coordinator, Phase
@@ -70,14 +70,6 @@ class Peer:
     def _send(self, to: Iterable[bytes], message: msgspec.Struct, buffers: Sequence[bytes] = ()) -> None:
         self.out.append(Send(tuple(to), message, buffers))
 
-    def _act(self, actions: Iterable[Send]) -> None:
-        """Do what the coordinator wants done."""
-        for action in actions:
-            if isinstance(action.message, msg.Survey | msg.Repair):
-                self.out.extend(Ask(key, action.message, action.buffers) for key in action.to)
-            else:
-                self.out.append(action)
-
     # -- messages
 
     def receive(self, sender: bytes, message: Any, buffers: Buffers, now: float) -> Answer:
@@ -114,10 +106,10 @@ class Peer:
                 self._on_notice(sender, message, now)
             case msg.Unjoin():
                 self._joining.pop(sender, None)
-                self._act(self.lead.unjoin(sender, now) if self.lead is not None else ())
+                self.out.extend(self.lead.unjoin(sender, now) if self.lead is not None else ())
             case msg.Elsewhere():
                 self.out.append(Meet(message.coordinator, instead_of=sender))
-                self._act(self.lead.elsewhere(sender, now) if self.lead is not None else ())
+                self.out.extend(self.lead.elsewhere(sender, now) if self.lead is not None else ())
             case msg.Call():
                 self._on_call(sender, message)
             case msg.Commit():
@@ -140,22 +132,22 @@ class Peer:
             return  # nobody waits for the answer any more
         match answer:
             case Exception():
-                self._act(lead.unanswered(key, request, str(answer), now))
+                self.out.extend(lead.unanswered(key, request, str(answer), now))
             case _ if isinstance(request, msg.Repair):
                 if not isinstance(answer, msg.Follows):
-                    self._act(lead.unanswered(key, request, "it answers something else", now))
+                    self.out.extend(lead.unanswered(key, request, "it answers something else", now))
             case msg.Have(ballot=ballot) if ballot > request.ballot:
-                self._act(lead.outbid(ballot, self.view.reaches(ballot.coordinator), now))
+                self.out.extend(lead.outbid(ballot, self.view.reaches(ballot.coordinator), now))
             case msg.Have():
-                self._act(lead.surveyed(key, request.ballot, answer, now))
+                self.out.extend(lead.surveyed(key, request.ballot, answer, now))
             case msg.Elsewhere():
-                self._act(lead.abort("a member is in the round of another coordinator"))
+                self.out.extend(lead.abort("a member is in the round of another coordinator"))
             case msg.Hello(tip=tip) if tip.outranks(lead.tip):
                 # The round was committed without this peer, and its members have gone on since.
-                self._act(lead.abort("others are past this round"))
+                self.out.extend(lead.abort("others are past this round"))
                 self.told(key, tip, now)
             case _:
-                self._act(lead.put_out(key, "it is not at this state", now))
+                self.out.extend(lead.put_out(key, "it is not at this state", now))
 
     # -- states
 
@@ -268,7 +260,7 @@ class Peer:
         if report.loading and not lead.is_before_begin:
             return self.hello()  # the round that follows its state can't wait for it any more
         answer, actions = lead.progress(sender, report, now)
-        self._act(actions)
+        self.out.extend(actions)
         return answer
 
     def expect_join(self, sender: bytes, join: msg.Join) -> None:
@@ -295,7 +287,7 @@ class Peer:
                 raise Refused(str(error)) from error
             lead = self._leading(now)
             lead.expected.setdefault(sender, join.sender)
-            self._act(lead.join(sender, join, gathered, now))
+            self.out.extend(lead.join(sender, join, gathered, now))
         return msg.Joined(self.tip)
 
     def _hear_tip(self, sender: bytes, tip: Tip, now: float) -> None:
@@ -331,7 +323,7 @@ class Peer:
             kept = {member.key for member in commit.view} if commit is not None else set()
             veterans = frozenset(key for key in commit.members if key in kept) if commit is not None else frozenset()
             self.lead = Coordinator(self._me, self.tip, self.rules, self._settled_at, self._all_until, veterans)
-            self._act(self.lead.expect(self.view.connected(), now))
+            self.out.extend(self.lead.expect(self.view.connected(), now))
         return self.lead
 
     def _resign(self, why: msg.Commit | msg.Elsewhere) -> None:
@@ -349,9 +341,9 @@ class Peer:
             return
         match notice:
             case msg.Done():
-                self._act(lead.finished(sender, notice, self.view.connected(), now))
+                self.out.extend(lead.finished(sender, notice, self.view.connected(), now))
             case msg.Broken():
-                self._act(lead.broken(sender, notice, self.view.reaches(notice.peer), now))
+                self.out.extend(lead.broken(sender, notice, self.view.reaches(notice.peer), now))
             case msg.Waiting() if sender in lead.live():
                 lead.wait(now)
 
@@ -362,7 +354,7 @@ class Peer:
     def tick(self, now: float) -> None:
         """Do what is due."""
         if self.lead is not None:
-            self._act(self.lead.tick(now))
+            self.out.extend(self.lead.tick(now))
 
     # -- who is there
 
@@ -379,11 +371,11 @@ class Peer:
         if lead.begin is not None:
             for key in lead.live():
                 if not self.view.reaches(key):
-                    self._act(lead.put_out(key, "the connection to it was lost", now))
+                    self.out.extend(lead.put_out(key, "the connection to it was lost", now))
         elif coordinator.key != self._me and lead.is_before_begin:
             self._resign(msg.Elsewhere(coordinator))  # a member before this peer in the order has appeared
         else:
-            self._act(lead.expect(self.view.connected(), now))
+            self.out.extend(lead.expect(self.view.connected(), now))
 
     def lost(self, key: bytes, known: bool, now: float) -> None:
         """A peer is gone; `known` as a member until now."""
@@ -419,7 +411,7 @@ class Peer:
             lost = [key for key in keys if not self.view.reaches(key)]
             self.lead = Coordinator.successor(self._me, begin, ballot.number, lost, self.rules)
             self.lead.gathered = dict(participant.gathered)
-            self._act(self.lead.start_survey(now))
+            self.out.extend(self.lead.start_survey(now))
         elif successor is not None:
             # It may not even have the BEGIN.
             gathered = msgspec.msgpack.encode(participant.gathered)
