@@ -189,9 +189,7 @@ class Book:
     @property
     def complete(self) -> bool:
         """Whether this member has every average, or, if it receives none, has reduced all of its chunks."""
-        if not self.receives[self.me]:
-            return len(self._reduced) == len(self.parts)
-        return not self.missing
+        return not self.missing if self.receives[self.me] else len(self._reduced) == len(self.parts)
 
     def root(self) -> bytes:
         """The digest of all chunk digests, 32 bytes; b"" of a member that does not receive the result."""

@@ -75,10 +75,9 @@ class Peer:
     def receive(self, sender: bytes, message: Any, buffers: Buffers, now: float) -> Answer:
         """A message has arrived; returns the answer to a request. Raises Refused if it must not be followed."""
         participant = self.participant
-        if isinstance(message, msg.Done | msg.Broken | msg.Waiting | msg.Ping):
-            commit = participant.commit_of(message.round)
-            if commit is not None and sender != self._me:
-                self._send([sender], commit)  # it has missed that
+        asks_of_round = isinstance(message, msg.Done | msg.Broken | msg.Waiting | msg.Ping) and sender != self._me
+        if asks_of_round and (commit := participant.commit_of(message.round)) is not None:
+            self._send([sender], commit)  # it has missed that
         match message:
             case msg.Progress():
                 return self._on_progress(sender, message, now)
@@ -424,11 +423,8 @@ class Peer:
         begin, participant = orphaned.begin, self.participant
         require(any(m.key == sender for m in begin.members), "only a member of a round can ask to take it over")
         commit = participant.commit_of(begin.round)
-        if commit is not None:
-            self._send([sender], commit)
-            return
-        if self.tip != begin.tip:
-            self._send([sender], self.hello())
+        if commit is not None or self.tip != begin.tip:
+            self._send([sender], commit or self.hello())
             return
         if participant.begin is None:
             participant.enter(sender, begin, buffers, now, relayed=True)

@@ -75,11 +75,13 @@ class _Claim:
 
     Attributes:
         tip: the name of the state.
+        behind: whether this peer's state outranks it: then the member downloads, and does not coordinate.
         ignored_until: before this time the state is not asked for, because no member could send it.
         pause: seconds for which it is ignored the next time.
     """
 
     tip: Tip
+    behind: bool = False
     ignored_until: float = float("-inf")
     pause: float = FIRST_PAUSE
 
@@ -100,7 +102,6 @@ class View:
         self.run_id, self.me, self.reaches = run_id, me, reaches
         self.members: dict[bytes, Member] = {me.key: me}
         self.lost: dict[bytes, None] = {}  # in the order of losing
-        self.behind: dict[bytes, None] = {}  # members at a state that ours outranks: they download, and do not lead
         self._claims: dict[bytes, _Claim] = {}
 
     def learn(self, members: Iterable[Member]) -> list[Member]:
@@ -122,7 +123,6 @@ class View:
         """The connection to the member ended, or cannot be made. Returns whether it was a member."""
         if key == self.me.key:
             return False
-        self.behind.pop(key, None)
         self._claims.pop(key, None)
         self.lost[key] = None
         if len(self.lost) > MAX_MEMBERS:
@@ -158,14 +158,11 @@ class View:
     def told(self, key: bytes, tip: Tip, behind: bool) -> bool:
         """A member has said that it holds the state `tip`, which may be `behind` this peer's. Returns whether that
         makes it a candidate, or ends its being one."""
-        known = key in self.behind
-        if key in self.members:
-            self._claims.setdefault(key, _Claim(tip)).tip = tip
-        if behind and key in self.members:
-            self.behind[key] = None
-        else:
-            self.behind.pop(key, None)
-        return known != (key in self.behind)
+        if key not in self.members:
+            return False
+        claim = self._claims.setdefault(key, _Claim(tip))
+        was_behind, claim.tip, claim.behind = claim.behind, tip, behind
+        return was_behind != behind
 
     def candidates(self, epoch: int) -> list[Member]:
         """The members that may coordinate in this epoch, best first: an order that rotates, and that all peers compute
@@ -174,7 +171,8 @@ class View:
         A candidate can be dialled by others and is, as far as this peer knows, at its state. If there is none, this
         peer is the only candidate.
         """
-        able = [m for m in self.members.values() if m.role is not Role.CLIENT and m.key not in self.behind] or [self.me]
+        behind = {key for key, claim in self._claims.items() if claim.behind}
+        able = [m for m in self.members.values() if m.role is not Role.CLIENT and m.key not in behind] or [self.me]
         prefix = f"{self.run_id}\0{epoch}\0".encode()
         return sorted(able, key=lambda member: blake3(prefix + member.key).digest())
 
@@ -182,11 +180,9 @@ class View:
 
     def advanced(self, keys: Iterable[bytes], before: Tip, after: Tip) -> None:
         """These members were in the round that leads from `before` to `after`."""
-        for key in keys:
-            self.behind.pop(key, None)
-            claim = self._claims.get(key)
-            if claim is not None and claim.tip == before:
-                claim.tip = after
+        for claim in (self._claims[key] for key in keys if key in self._claims):
+            claim.behind = False
+            claim.tip = after if claim.tip == before else claim.tip
 
     def best(self, now: float) -> Tip | None:
         """The best state that a connected member holds, without the states that are ignored. May be called in any
