@@ -40,7 +40,7 @@ class Peer:
 
     Attributes:
         participant: the member's side.
-        lead: the coordinator's side, if it is this peer's turn.
+        lead: the coordinator's side; over unless it is this peer's turn.
         out: the actions to perform, in order.
         news: a counter that grows when the round of this tip is called, when the tip changes, and when this peer hears
             of a state that outranks its own.
@@ -52,11 +52,14 @@ class Peer:
         self.news = self.changes = 0
         self.out: list[Action] = []
         self.participant = Participant(view, Tip.genesis(view.run_id), terms, self.out, silence)
-        self.lead: Coordinator | None = None
         self._me = view.me.key
+        self._lead_nothing()
         self._joining: dict[bytes, msg.Join] = {}  # JOINs that wait for their tip
         self._settled_at = self._all_until = 0.0
         self._met = 1
+
+    def _lead_nothing(self) -> None:
+        self.lead = Coordinator(self._me, self.tip, self.rules, phase=Phase.ABORTED)
 
     @property
     def tip(self) -> Tip:
@@ -97,7 +100,7 @@ class Peer:
                 participant.on_chunk(sender, message, buffers)
             case msg.Begin():
                 participant.on_begin(sender, message, buffers, now)
-                if self.lead is not None and sender == self._me:
+                if sender == self._me:
                     participant.join_to_begin = self.lead.join_to_begin
             case msg.Orphaned():
                 self._on_orphaned(sender, message, buffers, now)
@@ -105,10 +108,10 @@ class Peer:
                 self._on_notice(sender, message, now)
             case msg.Unjoin():
                 self._joining.pop(sender, None)
-                self.out.extend(self.lead.unjoin(sender, now) if self.lead is not None else ())
+                self.out.extend(self.lead.unjoin(sender, now))
             case msg.Elsewhere():
                 self.out.append(Meet(message.coordinator, instead_of=sender))
-                self.out.extend(self.lead.elsewhere(sender, now) if self.lead is not None else ())
+                self.out.extend(self.lead.elsewhere(sender, now))
             case msg.Call():
                 self._on_call(sender, message)
             case msg.Commit():
@@ -127,7 +130,7 @@ class Peer:
     def answered(self, key: bytes, request: msg.Survey | msg.Repair, answer: object, now: float) -> None:
         """A member has answered the coordinator's request; an `answer` that is an exception says why it has not."""
         lead = self.lead
-        if lead is None or lead.over or not lead.is_of(request.round):
+        if lead.over or not lead.is_of(request.round):
             return  # nobody waits for the answer any more
         match answer:
             case Exception():
@@ -160,7 +163,7 @@ class Peer:
         if not tip.outranks(self.tip):
             return
         # The round of this tip was committed without this peer: it begins none, and those that wait here hear where.
-        if self.lead is not None and self.lead.is_before_begin:
+        if self.lead.is_before_begin:
             self._resign(msg.Elsewhere(self.view.members.get(key, self.view.me)))
         if participant.begin is not None and self._coordinator_of_round() is None:
             participant.leave()
@@ -179,8 +182,8 @@ class Peer:
         # A peer that has downloaded the state does not know who else is there, and if it is its turn to coordinate,
         # they have to hear of it first.
         self._all_until = now + SETTLE_SECONDS if downloaded else 0.0
-        if self.lead is not None and self.lead.tip != self.tip:
-            self.lead = None
+        if self.lead.tip != self.tip:
+            self._lead_nothing()
         self.news += 1
 
     def _on_commit(self, sender: bytes, commit: msg.Commit, now: float) -> None:
@@ -300,7 +303,7 @@ class Peer:
         """What to answer to a message to the coordinator of that tip; None if that is this peer."""
         if tip != self.tip or self.participant.missed is not None:
             return self.hello()
-        if self.lead is not None and not self.lead.over:
+        if not self.lead.over:
             return None
         coordinator = self.participant.coordinator()
         return None if coordinator.key == self._me else msg.Elsewhere(coordinator)
@@ -310,13 +313,11 @@ class Peer:
     def settle(self, now: float) -> None:
         """Not everybody may have been found yet (before the first commit of a run, or when this peer was away): BEGIN
         waits."""
-        self._settled_at = now + SETTLE_SECONDS
-        if self.lead is not None:
-            self.lead.settled_at = self._settled_at
+        self._settled_at = self.lead.settled_at = now + SETTLE_SECONDS
 
     def _leading(self, now: float) -> Coordinator:
         """The coordinator of this tip, which this peer is."""
-        if self.lead is None or self.lead.over:
+        if self.lead.over:
             commit = self.participant.commit
             # A member that was put out of the last round is in no view, and is not waited for.
             kept = {member.key for member in commit.view} if commit is not None else set()
@@ -327,16 +328,15 @@ class Peer:
 
     def _resign(self, why: msg.Commit | msg.Elsewhere) -> None:
         """Coordinate this tip no more: those that have reported or joined here hear why."""
-        if self.lead is not None:
-            self._send([key for key in {**self.lead.counts, **self.lead.joins} if key != self._me], why)
-            self.lead = None
+        self._send([key for key in {**self.lead.counts, **self.lead.joins} if key != self._me], why)
+        self._lead_nothing()
 
     def _on_notice(self, sender: bytes, notice: msg.Done | msg.Broken | msg.Waiting, now: float) -> None:
         """A member says how it gets on in a round. Raises Refused if it has no right to say so."""
         lead = self.lead
         if isinstance(notice, msg.Waiting):
             self.participant.on_waiting(sender, notice, now)
-        if lead is None or not lead.is_of(notice.round):
+        if not lead.is_of(notice.round):
             return
         match notice:
             case msg.Done():
@@ -348,12 +348,11 @@ class Peer:
 
     def wake_at(self) -> float | None:
         """When `tick` has something to do if nothing happens before; None if never."""
-        return self.lead.wake_at() if self.lead is not None else None
+        return self.lead.wake_at()
 
     def tick(self, now: float) -> None:
         """Do what is due."""
-        if self.lead is not None:
-            self.out.extend(self.lead.tick(now))
+        self.out.extend(self.lead.tick(now))
 
     # -- who is there
 
@@ -364,7 +363,7 @@ class Peer:
             self.settle(now)
         self._met = len(self.view.members)
         lead = self.lead
-        if lead is None or lead.over:
+        if lead.over:
             return
         coordinator = self.participant.coordinator()
         if lead.begin is not None:
@@ -393,7 +392,7 @@ class Peer:
         ballot, lead = self.participant.ballot, self.lead
         if not self.view.reaches(ballot.coordinator):
             return None
-        if ballot.coordinator == self._me and (lead is None or lead.phase is Phase.ABORTED):
+        if ballot.coordinator == self._me and lead.phase is Phase.ABORTED:
             return None
         return ballot.coordinator
 
@@ -438,14 +437,13 @@ class Peer:
         """See whether the round makes progress and has a coordinator; to be called every second. See
         `Participant.look`."""
         self.participant.look(moved, now)
-        if self.lead is not None:
-            self.lead.saw(self._me, self.participant.silence.signs, now)
+        self.lead.saw(self._me, self.participant.silence.signs, now)
         self.succeed(now)
 
     def awaited(self, now: float) -> list[bytes]:
         """The peers that this one waits for in a round, or on the way to one."""
         lead, participant = self.lead, self.participant
-        if lead is not None and not lead.over and lead.phase is not Phase.COUNTING:
+        if not lead.over and lead.phase is not Phase.COUNTING:
             return lead.live() if lead.begin is not None else list(lead.expected)
         if participant.begin is not None:
             return [participant.ballot.coordinator, *participant.silence.quiet(now)]
@@ -459,13 +457,12 @@ class Peer:
     def _pong(self, ping: msg.Ping) -> msg.Pong:
         """How the round goes in which a member is."""
         participant, lead = self.participant, self.lead
-        leads = lead is not None and not lead.over and lead.is_of(ping.round)
+        leads = not lead.over and lead.is_of(ping.round)
         is_in = participant.begin is not None and participant.begin.round == ping.round
         knows = not ping.round or leads or is_in or participant.commit_of(ping.round) is not None
-        return msg.Pong(knows, participant.silence.signs, lead.signs_of.total() if lead is not None and leads else 0)
+        return msg.Pong(knows, participant.silence.signs, lead.signs_of.total() if leads else 0)
 
     def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
         """A peer has answered a `ping`."""
         self.participant.on_pong(key, ping, pong, now)
-        if self.lead is not None:
-            self.lead.saw(key, pong.signs, now)
+        self.lead.saw(key, pong.signs, now)
