@@ -461,9 +461,7 @@ class Swarm:
             self._tell_news()
         if peer.changes != self._changes_seen:
             self._changes_seen = peer.changes
-            report = self._reported
-            told = (participant.coordinator().key, self.tip)
-            if report is not None and report.tip == self.tip and self._reported_to != told:
+            if self._reported is not None and self._reported_to != (participant.coordinator().key, self.tip):
                 self.node.spawn(self._report_again())
         if participant.input is not None:
             self._be_patient()

@@ -29,12 +29,8 @@ def check_answer(begin: Begin, ballot: Ballot, member: Member, have: Have, said:
         require(repair.round == begin.round, "it follows a repair of another round")
         exist = all(source.chunk < begin.starts[-1] for source in repair.sources)
         require(exist, "it follows a repair of chunks that do not exist")
-    require(said in (None, held(member, have)), "it does not hold what it said it was done with")
-
-
-def held(member: Member, have: Have) -> bytes:
-    """The digest that a member's DONE would have."""
-    return root_of(have.digests) if member.contributes else b""
+    held = root_of(have.digests) if member.contributes else b""
+    require(said in (None, held), "it does not hold what it said it was done with")
 
 
 def repaired(begin: Begin, live: Sequence[bytes], haves: Mapping[bytes, Have]) -> tuple[tuple[Source, ...], bytes]:

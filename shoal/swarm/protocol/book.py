@@ -41,7 +41,7 @@ class Book:
         receives: whether each member contributes and receives the average.
         owners: who reduces each chunk.
         digests: of the averaged chunks; b"" while one is missing.
-        missing: how many averages are missing.
+        missing: the chunks whose averages are missing.
         parts: of each of my chunks, whose part has come.
         out: members that have left the round.
         plan: the ballot under which `owners` stands.
@@ -56,7 +56,7 @@ class Book:
             self.receives[me], self.weights[me] = True, 0.0
         self.owners = [key for i, key in enumerate(self.keys) for _ in range(begin.starts[i], begin.starts[i + 1])]
         self.digests = [b""] * len(chunks)
-        self.missing = len(chunks) if self.receives[me] else 0
+        self.missing = set(range(len(chunks))) if self.receives[me] else set()
         self.parts: dict[int, dict[bytes, None]] = {}
         self.out: dict[bytes, None] = {}
         self._reduced: dict[int, None] = {}
@@ -104,8 +104,7 @@ class Book:
 
     def received(self, chunk: int, digest: bytes) -> None:
         """The average of `chunk` is in place."""
-        if not self.digests[chunk]:
-            self.missing -= 1
+        self.missing.discard(chunk)
         self.digests[chunk] = digest
 
     # -- as a reducer
@@ -154,10 +153,7 @@ class Book:
     @property
     def awaited(self) -> dict[int, bytes]:
         """The chunks whose averages are missing, and the other members that send them."""
-        if not self.receives[self.me]:
-            return {}
-        pairs = enumerate(zip(self.owners, self.digests, strict=True))
-        return {chunk: owner for chunk, (owner, digest) in pairs if not digest and owner != self.me}
+        return {chunk: self.owners[chunk] for chunk in sorted(self.missing) if self.owners[chunk] != self.me}
 
     # -- when somebody leaves
 
@@ -178,9 +174,8 @@ class Book:
             if source.digest:
                 self.owners[chunk] = owner
                 if self.digests[chunk] != source.digest and self.receives[self.me]:
-                    if self.digests[chunk]:
-                        self.digests[chunk] = b""
-                        self.missing += 1
+                    self.digests[chunk] = b""
+                    self.missing.add(chunk)
                     fetches.append(source)
             elif self.owners[chunk] != owner:
                 self._assign(chunk, owner)

@@ -320,8 +320,7 @@ class Peer:
         if self.lead.over:
             commit = self.participant.commit
             # A member that was put out of the last round is in no view, and is not waited for.
-            kept = {member.key for member in commit.view} if commit is not None else set()
-            veterans = frozenset(key for key in commit.members if key in kept) if commit is not None else frozenset()
+            veterans = frozenset(commit.members) & {m.key for m in commit.view} if commit is not None else frozenset()
             self.lead = Coordinator(self._me, self.tip, self.rules, self._settled_at, self._all_until, veterans)
             self.out.extend(self.lead.expect(self.view.connected(), now))
         return self.lead
@@ -389,12 +388,9 @@ class Peer:
 
     def _coordinator_of_round(self) -> bytes | None:
         """The coordinator of the round that this peer is in; None if it is lost, or gave way to another."""
-        ballot, lead = self.participant.ballot, self.lead
-        if not self.view.reaches(ballot.coordinator):
-            return None
-        if ballot.coordinator == self._me and lead.phase is Phase.ABORTED:
-            return None
-        return ballot.coordinator
+        coordinator = self.participant.ballot.coordinator
+        gave_way = coordinator == self._me and self.lead.phase is Phase.ABORTED
+        return coordinator if self.view.reaches(coordinator) and not gave_way else None
 
     def succeed(self, now: float) -> None:
         """If nobody coordinates the round that this peer is in: take over, or tell the member whose turn it is."""
