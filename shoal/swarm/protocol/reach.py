@@ -124,18 +124,14 @@ class Reach:
 
     def lost(self, key: bytes, now: float) -> bool:
         """That member can't be reached any more; returns whether it was reached until now."""
-        member = self._reached.pop(key, None)
-        if member is None:
-            return False
-        if not self._reached:
-            self._lost_everybody(now)
-        self._miss(member, now, was_reached=True)
-        return True
+        member = self._reach_no_more(key, now)
+        if member is not None:
+            self._miss(member, now, was_reached=True)
+        return member is not None
 
     def left(self, key: bytes, now: float) -> None:
         """That member says that it leaves the run."""
-        if self._reached.pop(key, None) is not None and not self._reached:
-            self._lost_everybody(now)
+        self._reach_no_more(key, now)
         self._missing.pop(key, None)
         self._redial.found(PeerID(key))
         self._left[key] = None
@@ -148,11 +144,14 @@ class Reach:
         for missing in self._missing.values():
             self._redial.hurry(missing.member.peer, now)
 
-    def _lost_everybody(self, now: float) -> None:
-        """A warning of somebody else, a short time ago, does not delay the warning of this; one of the same does."""
-        self._alone_since = now
-        if now >= self._quiet_alone_until:
-            self._quiet_until = now + PATIENCE  # then all that are missing are named at once
+    def _reach_no_more(self, key: bytes, now: float) -> Member | None:
+        member = self._reached.pop(key, None)
+        if member is not None and not self._reached:
+            self._alone_since = now
+            # A warning of somebody else, a short time ago, does not delay the warning of this; one of the same does.
+            if now >= self._quiet_alone_until:
+                self._quiet_until = now + PATIENCE  # then all that are missing are named at once
+        return member
 
     def _miss(self, member: Member, now: float, *, was_reached: bool) -> None:
         if len(self._missing) >= MAX_MEMBERS:
