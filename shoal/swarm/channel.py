@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
-import msgspec
+from msgspec import Struct
 
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
@@ -14,7 +14,7 @@ from shoal.p2p.node import Node, Reply, Service
 from shoal.p2p.transport import Buffer
 from shoal.swarm.protocol.view import Member
 
-Body = TypeVar("Body", bound=msgspec.Struct)
+Body = TypeVar("Body", bound=Struct)
 
 
 class Channel:
@@ -28,18 +28,16 @@ class Channel:
     def __init__(self, node: Node, service: Service) -> None:
         self.node, self._service = node, service
 
-    def notify(
-        self, keys: Iterable[bytes], message: msgspec.Struct, buffers: Sequence[Buffer] = (), name: bytes = b""
-    ) -> None:
+    def notify(self, keys: Iterable[bytes], message: Struct, buffers: Sequence[Buffer] = (), name: bytes = b"") -> None:
         """Send `message` to those of these peers that are connected. On return the caller may write to `buffers` again,
         but not to one with a `name` (see `Transport.send`)."""
         self.node.notify([PeerID(key) for key in keys], self._service, message, buffers, name)
 
-    async def call(self, key: bytes, message: msgspec.Struct, expect: type[Body], timeout: float) -> Body:
+    async def call(self, key: bytes, message: Struct, expect: type[Body], timeout: float) -> Body:
         """Send a request and return its reply, connecting first if need be. Raises what `Node.call` does."""
         return await self.node.call(PeerID(key), self._service, message, expect, timeout=timeout)
 
-    async def ask(self, key: bytes, message: msgspec.Struct, timeout: float, buffers: Sequence[Buffer] = ()) -> Reply:
+    async def ask(self, key: bytes, message: Struct, timeout: float, buffers: Sequence[Buffer] = ()) -> Reply:
         """As `call`, for replies of several kinds, or with buffers."""
         return await self.node.call_for_buffers(PeerID(key), self._service, message, timeout=timeout, buffers=buffers)
 

@@ -64,9 +64,8 @@ class Fetching:
                 require(is_it, "its chunks are not those that were committed")
                 check_begin(answer.begin)
                 exchange = open_exchange(answer.begin)
-                missing = await self.fetch(
-                    exchange, (Source(i, key, digest) for i, digest in enumerate(answer.digests))
-                )
+                wanted = [Source(chunk, key, digest) for chunk, digest in enumerate(answer.digests)]
+                missing = await self.fetch(exchange, wanted)
                 if not missing:
                     return exchange
                 failed.update(missing)

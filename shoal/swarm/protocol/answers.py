@@ -40,11 +40,8 @@ def repaired(begin: Begin, live: Sequence[bytes], haves: Mapping[bytes, Have]) -
     Args:
         live: the members that are not out, in member order; `haves` has an answer of each without a flaw.
     """
-    reducers = (
-        [member.key for member in begin.members if member.key in live and member.reduces]
-        or [member.key for member in begin.members if member.key in live and member.addresses]
-        or live
-    )
+    here = [member for member in begin.members if member.key in live]
+    reducers = [m.key for m in here if m.reduces] or [m.key for m in here if m.addresses] or live
     owners = [m.key for i, m in enumerate(begin.members) for _ in range(begin.starts[i], begin.starts[i + 1])]
     original = list(owners)
     followed = max((h.repair for h in haves.values() if h.repair), key=lambda r: r.ballot, default=None)

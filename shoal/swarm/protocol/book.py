@@ -136,10 +136,9 @@ class Book:
 
     def _lacking(self, chunk: int) -> Iterator[bytes]:
         """The remaining members whose parts of my chunk are missing."""
-        came, out = self.parts[chunk], self.out
-        return (
-            key for key in self.keys if key not in came and key not in out and self.receives[key] and key != self.me
-        )
+        came = self.parts[chunk]
+        owing = (key for key in self.keys if key != self.me and key not in self.out and self.receives[key])
+        return (key for key in owing if key not in came)
 
     def reduced(self, chunk: int) -> None:
         """I have averaged one of my chunks."""

@@ -58,6 +58,7 @@ Members = Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 Keys = Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 Round = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Signs = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Start = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS)]
 Chunk = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHUNKS)]
 ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 MaybeDigest = Annotated[bytes, msgspec.Meta(max_length=32)]  # b"" for none
@@ -173,9 +174,7 @@ class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True):
     machines: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     states: Annotated[tuple[MaybeDigest, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     chunk_elements: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_ELEMENTS)]
-    starts: Annotated[
-        tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS)], ...], msgspec.Meta(max_length=MAX_MEMBERS + 1)
-    ]
+    starts: Annotated[tuple[Start, ...], msgspec.Meta(max_length=MAX_MEMBERS + 1)]
     with_state: bool
     timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)]
     options: StepOptions = b""

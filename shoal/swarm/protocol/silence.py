@@ -66,9 +66,7 @@ class Silence:
                 debtor.progressed = now
             debtor.signs = signs
 
-    def look(
-        self, exchange: BytesExchange, moved: Callable[[bytes], int], *, waits: bool, now: float
-    ) -> dict[bytes, str]:
+    def look(self, exchange: BytesExchange, moved: Callable[[bytes], int], waits: bool, now: float) -> dict[bytes, str]:
         """Look again; to be called every second.
 
         Args:

@@ -17,6 +17,7 @@ from shoal.swarm.protocol.tip import Digest, Tip
 
 MAX_ADDRESSES = 8
 MAX_MEMBERS = 1024
+Address = Annotated[str, msgspec.Meta(max_length=MAX_LENGTH)]
 
 
 class Role(Enum):
@@ -39,9 +40,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     """
 
     key: Digest
-    addresses: Annotated[
-        tuple[Annotated[str, msgspec.Meta(max_length=MAX_LENGTH)], ...], msgspec.Meta(max_length=MAX_ADDRESSES)
-    ]
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
     role: Role
     bandwidth: Annotated[float, msgspec.Meta(ge=0, le=1e18)] | None = None
 
