@@ -166,7 +166,7 @@ class Coordinator:
         if the members gather more than fits BEGIN."""
         if not self.is_before_begin:
             self.late[key] = None
-            return self._regroup() if self._is_too_small() else []
+            return self._regroup()
         others = sum(len(data) for other, data in self.gathered.items() if other != key)
         taken = f"gather takes {len(gathered)} bytes, that of the others {others}; all may take {MAX_GATHERED_BYTES}"
         require(others + len(gathered) <= MAX_GATHERED_BYTES, taken)
@@ -374,15 +374,14 @@ class Coordinator:
             return []
         self.out[key] = reason
         told = [Send((key,), msg.Abort(self._round.round, reason[:256]))]
-        return told + (self._regroup() if self._is_too_small() else self.start_survey(now))
-
-    def _is_too_small(self) -> bool:
-        """Whether so many members have left (they cancelled their steps, for example) that the group is too small,
-        while others wait that could replace them."""
-        may_regroup = self._is_running and self.rules.target_samples is None and bool(self.late)
-        return may_regroup and len(self.live()) < self.rules.min_group
+        return told + (self._regroup() or self.start_survey(now))
 
     def _regroup(self) -> list[Send | Ask]:
+        """End the round if so many members have left (they cancelled their steps, for example) that the group is too
+        small, while others wait that could replace them."""
+        is_too_small = len(self.live()) < self.rules.min_group and self.rules.target_samples is None
+        if not (self._is_running and self.late and is_too_small):
+            return []
         return self.abort(f"fewer than {self.rules.min_group} members are left, and others wait: join again")
 
     def start_survey(self, now: float) -> list[Send | Ask]:
