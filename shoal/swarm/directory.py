@@ -63,12 +63,9 @@ class DHTDirectory(Directory):
         self._written = max(self._written, expiration)
         listed = await self._store(member, msgspec.msgpack.encode(member), expiration)
         if not (listed or self._unlisted or self._dht.peer_id in self._dht.node.twins):
-            log.warning(
-                "no node of the DHT keeps the record by which others find this peer (%r, until %s): either none can be "
-                "reached, or this machine's clock is behind, or another process uses this identity",
-                self._key,
-                datetime.fromtimestamp(expiration, UTC).isoformat(timespec="seconds"),
-            )
+            until = datetime.fromtimestamp(expiration, UTC).isoformat(timespec="seconds")
+            why = "either none can be reached, or this machine's clock is behind, or another process uses this identity"
+            log.warning("no node of the DHT keeps this peer's record (%r, until %s): %s", self._key, until, why)
         self._unlisted = not listed
 
     async def withdraw(self, member: Member) -> None:
@@ -118,11 +115,11 @@ class DHTDirectory(Directory):
         """All write RECORD_SECONDS ahead by their own clocks, so what expires later was written by a clock ahead."""
         behind = latest - self._clock() - RECORD_SECONDS
         if behind > MAX_CLOCK_DIFFERENCE and not self._behind:
+            limit = (
+                f"With a difference of {RECORD_SECONDS:.0f} s they do not find each other: set the clock that is wrong"
+            )
             log.warning(
-                "this machine's clock is at least %.0f s behind that of another peer of the run. With a difference of "
-                "%.0f s they do not find each other: set the clock that is wrong",
-                behind,
-                RECORD_SECONDS,
+                "this machine's clock is at least %.0f s behind that of another peer of the run. %s", behind, limit
             )
             self._behind = True
 

@@ -40,7 +40,7 @@ class _Missing:
         member: as it was last heard of.
         since: when it began.
         was_reached: whether it was lost; otherwise it was never reached.
-        seen: when somebody else first showed that it lives, since it is missing; None if nobody did.
+        seen: when somebody else first showed that it lives, since it is missing; infinity if nobody did.
         reason: why it could not be reached, when that was last tried.
         told: whether that was said.
     """
@@ -48,7 +48,7 @@ class _Missing:
     member: Member
     since: float
     was_reached: bool
-    seen: float | None = None
+    seen: float = math.inf
     reason: str = ""
     told: bool = False
 
@@ -101,9 +101,9 @@ class Reach:
                     self._left.pop(member.key, None)
                     self._miss(member, now, was_reached=False)
             elif listed or now - missing.since >= PATIENCE:  # others may notice a loss that much later
-                if missing.seen is None or (listed and missing.member != member):
+                if missing.seen == math.inf or (listed and missing.member != member):
                     self._redial.hurry(member.peer, now)
-                missing.seen = now if missing.seen is None else missing.seen
+                missing.seen = min(missing.seen, now)
                 missing.member = member if listed else missing.member
 
     def reached(self, member: Member) -> bool:
@@ -204,13 +204,10 @@ class Reach:
         if missing.member.role is Role.CLIENT and self._me.role is Role.CLIENT:
             meets_it_at_a_node = any(member.role is not Role.CLIENT for member in self._reached.values())
             return math.inf if meets_it_at_a_node else max(missing.since, self._alone_since) + PATIENCE
-        if not missing.was_reached:
-            return missing.since + PATIENCE
-        if missing.told and missing.seen is not None:
+        if not missing.was_reached or (missing.told and missing.seen < math.inf):
             return missing.since + PATIENCE  # what was said of it holds until it is reached
         since_alone = math.inf if self._reached else max(missing.since, self._alone_since)
-        since_seen = math.inf if missing.seen is None else missing.seen
-        return min(since_alone, since_seen) + PATIENCE
+        return min(since_alone, missing.seen) + PATIENCE
 
     # -- in words
 
