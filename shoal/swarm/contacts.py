@@ -184,6 +184,7 @@ class Contacts:
         self.spoke(hello.sender)
         self._channel.learn(hello.sender)
         self._reach.known(self._out_of_reach(hello.members), self._now(), listed=False)
+        self._reach_changed.set()
         for member in self._view.learn(hello.members):
             self._channel.node.spawn(self.meet(member))
         self._peer.told(peer.key, hello.tip, self._now())

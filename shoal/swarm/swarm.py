@@ -592,8 +592,9 @@ class Swarm:
         if wake_at != self._wake_at:
             if self._timer is not None:
                 self._timer.cancel()
-            loop, self._wake_at = asyncio.get_running_loop(), wake_at
-            self._timer = loop.call_at(max(wake_at, loop.time()), self._tick, wake_at) if wake_at is not None else None
+            self._wake_at, self._timer = wake_at, None
+            if wake_at is not None:
+                self._timer = asyncio.get_running_loop().call_at(max(wake_at, self._now()), self._tick, wake_at)
 
     def _tick(self, due: float) -> None:
         self._timer = self._wake_at = None

@@ -455,7 +455,9 @@ class Peer:
         participant, lead = self.participant, self.lead
         leads = not lead.over and lead.is_of(ping.round)
         is_in = participant.begin is not None and participant.begin.round == ping.round
-        knows = not ping.round or leads or is_in or participant.commit_of(ping.round) is not None
+        if participant.commit_of(ping.round) is not None:
+            return msg.Pong()
+        knows = not ping.round or leads or is_in
         return msg.Pong(knows, participant.silence.signs, lead.signs_of.total() if leads else 0)
 
     def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
