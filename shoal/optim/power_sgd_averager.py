@@ -19,7 +19,7 @@ from shoal.flat import Layout
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.settings import COUNT
 from shoal.optim.state import hash_of
-from shoal.swarm.directory import Unlisted
+from shoal.swarm.directory import Directory
 from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind
 from shoal.swarm.protocol.messages import Begin
@@ -187,7 +187,7 @@ class PowerSGDGradientAverager(GradientAverager):
     def _second_run(self, begin: Begin) -> contextlib.AbstractAsyncContextManager[Swarm]:
         """The run in which the members of a round make another."""
         rules = dataclasses.replace(self._rules, sizes=self._right.sizes, target_group=len(begin.members), min_group=1)
-        return self._runs.joined(f"{self.prefix}/{begin.round.hex()}", Unlisted(), rules, members=begin.members)
+        return self._runs.joined(f"{self.prefix}/{begin.round.hex()}", Directory(), rules, members=begin.members)
 
     def _common_qs(self, begin: Begin) -> Tensors:
         """The Qs of the last step, if all members have the same; otherwise new ones that all make alike."""

@@ -10,14 +10,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from shoal.p2p.errors import P2PError, Refused
+from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Reply
 from shoal.p2p.transport import Buffer, Movement
 from shoal.swarm.channel import Channel
 from shoal.swarm.directory import REFRESH_SECONDS, Directory
+from shoal.swarm.protocol import messages as msg
+from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.errors import Rejected
-from shoal.swarm.protocol.messages import Describe, Description, Hello, Pong, Terms
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.reach import Reach, Reachability
 from shoal.swarm.protocol.tensors import Tensors, difference, encode_tensors
@@ -39,15 +40,26 @@ class _Stranger:
     Attributes:
         terms, tip: as it last told.
         difference: how the terms differ, in words.
-        explained: whether that was logged.
-        describing: asks the peer for its tensors.
+        explaining: asks the peer for its tensors if they differ, and logs the difference.
     """
 
-    terms: Terms
+    terms: msg.Terms
     tip: Tip
     difference: str
-    explained: bool = False
-    describing: asyncio.Task[None] | None = None
+    explaining: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True)
+class _Watch:
+    """A peer that is waited for.
+
+    Attributes:
+        since: when it last gave a sign of life.
+        movement: the bytes on the connection to it.
+    """
+
+    since: float
+    movement: Movement
 
 
 class Contacts:
@@ -68,18 +80,15 @@ class Contacts:
     """
 
     def __init__(
-        self,
-        channel: Channel,
-        peer: Peer,
-        directory: Directory,
-        tensors: Sequence[Tensors],
-        act: Callable[[], None],
+        self, channel: Channel, peer: Peer, directory: Directory, tensors: Sequence[Tensors], act: Callable[[], None]
     ) -> None:
         self._channel, self._peer, self._view = channel, peer, peer.view
         self._directory, self._tensors, self._act = directory, tensors, act
         self.reports: deque[Reachability] = deque(maxlen=MAX_REPORTS)
         self._strangers: dict[bytes, _Stranger] = {}
         self._meeting: set[bytes] = set()
+        self._pinged: dict[bytes, None] = {}  # peers that owe an answer
+        self._watches: dict[bytes, _Watch] = {}
         self._spread: asyncio.TimerHandle | None = None
         self._look_now = asyncio.Event()
         self._seen = asyncio.Event()
@@ -94,7 +103,7 @@ class Contacts:
         listed = await self._directory.read()
         self._reach.known(listed, self._now(), listed=True)
         await asyncio.gather(*map(self.meet, [*self._reach.due(self._now()), *self._connected_only(listed)]))
-        self._tasks = [self._channel.spawn(self._refresh()), self._channel.spawn(self._keep_reaching())]
+        self._tasks = [self._channel.node.spawn(self._refresh()), self._channel.node.spawn(self._keep_reaching())]
 
     def stop(self) -> None:
         """Stay listed no longer than the record lives, and meet no peer any more."""
@@ -126,54 +135,43 @@ class Contacts:
         difference = next(iter(strangers.values())).difference
         raise Rejected(f"the other peers of the run go by other terms: {difference}. Make it equal on all peers")
 
-    def _is_stranger(self, peer: PeerID, hello: Hello, differs_in: str) -> None:
+    def _is_stranger(self, peer: PeerID, hello: msg.Hello, differs_in: str) -> None:
         """A peer of the run has other terms: log that once. Where the tensors differ, the two ask each other which."""
         known = self._strangers.get(peer.key)
         if known is not None and known.terms == hello.terms:
             known.tip = hello.tip
         elif known is not None or len(self._strangers) < MAX_MEMBERS:
             stranger = self._strangers[peer.key] = _Stranger(hello.terms, hello.tip, differs_in)
-            if self._tensors and self._peer.terms.schema != hello.terms.schema:
-                stranger.describing = self._channel.spawn(self._compare_tensors(peer, stranger))
-            else:
-                self._explain(peer, stranger, differs_in)
+            stranger.explaining = self._channel.node.spawn(self._explain(peer, stranger))
 
-    async def _compare_tensors(self, peer: PeerID, stranger: _Stranger) -> None:
-        try:
-            reply = await self._channel.ask(peer.key, Describe(), MEET_TIMEOUT, [encode_tensors(self._tensors)])
-            if isinstance(reply.body, Description) and reply.buffers:
-                self._compare(peer, stranger, reply.buffers[0])
-        except (P2PError, TimeoutError) as error:
-            log.debug("%r did not describe its tensors: %s", peer, error)
-        self._explain(peer, stranger, stranger.difference)
+    async def _explain(self, peer: PeerID, stranger: _Stranger) -> None:
+        if self._tensors and self._peer.terms.schema != stranger.terms.schema:
+            try:
+                reply = await self._channel.ask(peer.key, msg.Describe(), MEET_TIMEOUT, [encode_tensors(self._tensors)])
+                if isinstance(reply.body, msg.Description) and reply.buffers:
+                    self._compare(stranger, reply.buffers[0])
+            except (P2PError, TimeoutError) as error:
+                log.debug("%r did not describe its tensors: %s", peer, error)
+        log.warning("%r is in the run with other terms: %s", peer, stranger.difference)
 
     def on_describe(self, peer: PeerID, theirs: Buffer) -> Reply:
         """A peer asks for this one's tensors, and tells its own."""
         stranger = self._strangers.get(peer.key)
         if stranger is not None:
-            self._compare(peer, stranger, theirs)
-        return Reply(Description(), [encode_tensors(self._tensors)])
+            self._compare(stranger, theirs)
+        return Reply(msg.Description(), [encode_tensors(self._tensors)])
 
-    def _compare(self, peer: PeerID, stranger: _Stranger, theirs: Buffer) -> None:
+    def _compare(self, stranger: _Stranger, theirs: Buffer) -> None:
         try:
-            found = difference(self._tensors, theirs)
+            stranger.difference = difference(self._tensors, theirs) or stranger.difference
         except ValueError as error:
-            log.debug("%r: %s", peer, error)
-            return
-        if found is not None:
-            self._explain(peer, stranger, found)
-
-    def _explain(self, peer: PeerID, stranger: _Stranger, difference: str) -> None:
-        if not stranger.explained:
-            stranger.difference, stranger.explained = difference, True
-            log.warning("%r is in the run with other terms: %s", peer, difference)
+            log.debug("%s", error)
 
     # -- members
 
-    def on_hello(self, peer: PeerID, hello: Hello) -> Hello:
+    def on_hello(self, peer: PeerID, hello: msg.Hello) -> msg.Hello:
         """A peer of the run speaks. Raises Refused if it uses another peer's name."""
-        if hello.sender.key != peer.key:
-            raise Refused("HELLO in the name of another peer")
+        require(hello.sender.key == peer.key, "HELLO in the name of another peer")
         differs_in = self._peer.terms.difference(hello.terms)
         if differs_in is not None:
             self._is_stranger(peer, hello, differs_in)
@@ -185,8 +183,9 @@ class Contacts:
         self.spoke(hello.sender)
         self._channel.learn(hello.sender)
         self._reach.known(self._out_of_reach(hello.members), self._now(), listed=False)
+        self._reach_changed.set()
         for member in self._view.learn(hello.members):
-            self._channel.spawn(self.meet(member))
+            self._channel.node.spawn(self.meet(member))
         self._peer.told(peer.key, hello.tip, self._now())
         seen, self._seen = self._seen, asyncio.Event()
         seen.set()
@@ -195,8 +194,8 @@ class Contacts:
 
     def spoke(self, member: Member) -> None:
         """A member has spoken, so it is there, whatever was known of it before."""
-        self._reach.reached(member)
-        self._reach_changed.set()
+        if self._reach.reached(member):
+            self._reach_changed.set()
         if self._view.returned(member):
             log.debug("%r knows %r now", self._view.me.peer, member.peer)
             self._changed()
@@ -222,28 +221,25 @@ class Contacts:
             await self._greet(member.peer)
         except (P2PError, TimeoutError) as error:
             if not (isinstance(error, TimeoutError) and self._channel.is_connected(member.key)):
-                self.lose(member.key)  # one that is slow to answer is left to `Liveness`
+                self.lose(member.key)  # one that is slow to answer is left to `look_after`
         finally:
             self._meeting.discard(member.key)
 
-    async def meet_peer(self, peer: PeerID) -> bool:
-        """Exchange HELLO with a peer, which may not be known as a member. Returns whether that succeeded."""
-        try:
+    async def meet_peer(self, peer: PeerID) -> None:
+        """Exchange HELLO with a peer, which may not be known as a member, if it can be reached."""
+        with contextlib.suppress(P2PError, TimeoutError):
             await self._greet(peer)
-        except (P2PError, TimeoutError):
-            return False
-        return True
 
     async def _greet(self, peer: PeerID) -> None:
         try:
-            self.on_hello(peer, await self._channel.call(peer.key, self._peer.hello(), Hello, MEET_TIMEOUT))
+            self.on_hello(peer, await self._channel.call(peer.key, self._peer.hello(), msg.Hello, MEET_TIMEOUT))
         except (P2PError, TimeoutError) as error:
             log.debug("%r could not meet %r: %s", self._view.me.peer, peer, error)
             self._reach.failed(peer.key, str(error) or f"no answer within {MEET_TIMEOUT:g} s")
             raise
         stranger = self._strangers.get(peer.key)
-        if stranger is not None and stranger.describing is not None:
-            await asyncio.wait([stranger.describing])
+        if stranger is not None and stranger.explaining is not None:
+            await asyncio.wait([stranger.explaining])
 
     def look(self, *, dial: bool = False) -> None:
         """Read the directory now: a member is missing that may be listed. With `dial`, also dial all missing members:
@@ -269,9 +265,7 @@ class Contacts:
             self._strangers.pop(key, None)
         known = self._view.lose(key)
         if known and was_reached and not is_stranger:
-            connected = len(self._view.connected())
-            are = "member is" if connected == 1 else "members are"
-            log.info("%s is lost; %d %s connected, this peer included", PeerID(key), connected, are)
+            log.info("%s is lost; members connected, with this peer: %d", PeerID(key), len(self._view.connected()))
         if known:
             self._changed()
         return known
@@ -279,6 +273,46 @@ class Contacts:
     def _changed(self) -> None:
         self._peer.members_changed(self._now())
         self._act()
+
+    # -- signs of life
+
+    def forget_watches(self) -> None:
+        """This process stood still: what has arrived meanwhile was not read yet."""
+        self._watches.clear()
+
+    def look_after(self, keys: Iterable[bytes], timeout: float, now: float) -> None:
+        """These peers are waited for; to be called every second. They are pinged. A peer that gives no sign of life for
+        `timeout` seconds is disconnected, and so is lost."""
+        node, before = self._channel.node, self._watches
+        waited_for = dict.fromkeys(key for key in keys if key != node.peer_id.key)
+        self._watches = {}
+        for key in {**waited_for, **self._pinged}:
+            peer = PeerID(key)
+            moved = node.transport.moved(peer)
+            watch = before.get(key) or _Watch(now, Movement(moved))
+            if watch.movement.goes_on(moved):
+                watch.since = now
+            watch.since = max(watch.since, node.heard(peer))
+            if now - watch.since > timeout:
+                log.info("%r: %r does not answer", node.peer_id, peer)
+                node.disconnect(peer, f"it has given no sign of life for {timeout:g} s")
+                continue
+            self._watches[key] = watch
+            if key in waited_for and key not in self._pinged:
+                self._pinged[key] = None
+                self._channel.node.spawn(self._ping(key, timeout))
+
+    async def _ping(self, key: bytes, timeout: float) -> None:
+        ping = self._peer.ping()
+        try:
+            pong = await self._channel.call(key, ping, msg.Pong, timeout)
+        except (P2PError, TimeoutError) as error:
+            log.debug("%r: %s", PeerID(key), error)  # the node reports a lost connection
+        else:
+            self._peer.on_pong(key, ping, pong, self._now())
+            self._act()
+        finally:
+            self._pinged.pop(key, None)
 
     # -- the directory
 
@@ -310,13 +344,11 @@ class Contacts:
             self._reach_changed.clear()
             now = self._now()
             for member in self._reach.due(now):
-                self._channel.spawn(self.meet(member))
-            report = self._reach.notice(now, self._directory.others())
+                self._channel.node.spawn(self.meet(member))
+            report = self._reach.notice(now, self._directory.others)
             if report is not None:
-                if report.advice:
-                    log.warning("%s", report.advice)
-                else:
-                    log.info("all known members of the run are reached or have left: %d peers", report.num_peers)
+                all_well = f"all known members of the run are reached or have left: {report.num_peers} peers"
+                log.log(logging.WARNING if report.advice else logging.INFO, "%s", report.advice or all_well)
                 self.reports.append(report)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._reach.next_time(now)):
@@ -333,73 +365,3 @@ class Contacts:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-@dataclass(slots=True)
-class _Watch:
-    """A peer that is waited for.
-
-    Attributes:
-        since: when it last gave a sign of life.
-        movement: the bytes on the connection to it.
-    """
-
-    since: float
-    movement: Movement
-
-
-class Liveness:
-    """Pings the peers that are waited for. A peer that gives no sign of life is disconnected, and so is lost.
-
-    Args:
-        channel: sends the pings.
-        peer: the machine that hears the answers.
-        timeout: seconds without a sign of life after which a peer counts as lost.
-        act: performs what the machine has decided.
-    """
-
-    def __init__(self, channel: Channel, peer: Peer, timeout: float, act: Callable[[], None]) -> None:
-        self._channel, self._peer, self._timeout, self._act = channel, peer, timeout, act
-        self._asked: dict[bytes, None] = {}  # peers that owe an answer
-        self._watches: dict[bytes, _Watch] = {}
-
-    def forget(self) -> None:
-        """This process stood still: what has arrived meanwhile was not read yet."""
-        self._watches.clear()
-
-    def look_after(self, keys: Iterable[bytes], now: float) -> None:
-        """These peers are waited for; to be called every second."""
-        waited_for = dict.fromkeys(key for key in keys if key != self._channel.node.peer_id.key)
-        watched = {**waited_for, **self._asked}
-        self._watches = {key: watch for key, watch in self._watches.items() if key in watched}
-        for key in watched:
-            self._look_after(key, now, asks=key in waited_for)
-
-    def _look_after(self, key: bytes, now: float, *, asks: bool) -> None:
-        node, peer = self._channel.node, PeerID(key)
-        moved = node.transport.moved(peer)
-        watch = self._watches.setdefault(key, _Watch(now, Movement(moved)))
-        if watch.movement.goes_on(moved):
-            watch.since = now
-        watch.since = max(watch.since, node.heard(peer))
-        if now - watch.since > self._timeout:
-            log.info("%r: %r does not answer", node.peer_id, peer)
-            del self._watches[key]
-            node.disconnect(peer, f"it has given no sign of life for {self._timeout:g} s")
-        elif asks and key not in self._asked:
-            self._asked[key] = None
-            self._channel.spawn(self._ask(key))
-
-    async def _ask(self, key: bytes) -> None:
-        ping = self._peer.ping()
-        try:
-            pong = await self._channel.call(key, ping, Pong, self._timeout)
-        except (P2PError, TimeoutError) as error:
-            log.debug(
-                "%r: %r: %s", self._channel.node.peer_id, PeerID(key), error
-            )  # the node reports a lost connection
-        else:
-            self._peer.on_pong(key, ping, pong, asyncio.get_running_loop().time())
-            self._act()
-        finally:
-            self._asked.pop(key, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import UTC, datetime
 
@@ -21,33 +20,22 @@ REFRESH_SECONDS = 15.0
 MAX_CLOCK_DIFFERENCE = 15.0  # seconds, until it is warned of; from RECORD_SECONDS on a peer is not found
 
 
-class Directory(ABC):
-    """Lists the peers of one run."""
+class Directory:
+    """Lists the peers of one run. This one lists nobody: for a run whose members know each other."""
 
-    @abstractmethod
     async def publish(self, member: Member) -> None:
         """List this peer for the next RECORD_SECONDS."""
 
-    @abstractmethod
     async def read(self) -> list[Member]:
         """The peers that are listed now."""
+        return []
 
-    def gone(self, key: bytes) -> None:  # noqa: B027  # where there is nothing to forget, nothing is to be done
+    def gone(self, key: bytes) -> None:
         """That peer has left or was lost: it counts as listed again when its record is newer than that."""
 
     def others(self) -> int:
         """How many other peers could be listed here, in this run or in others, as far as is known."""
         return 0
-
-
-class Unlisted(Directory):
-    """The directory of a run whose members know each other."""
-
-    async def publish(self, member: Member) -> None:
-        """Nothing to do."""
-
-    async def read(self) -> list[Member]:
-        return []
 
 
 class DHTDirectory(Directory):
@@ -72,22 +60,20 @@ class DHTDirectory(Directory):
 
     async def publish(self, member: Member) -> None:
         expiration = self._clock() + RECORD_SECONDS
-        record = msgspec.msgpack.encode(member)
         self._written = max(self._written, expiration)
-        listed = await self._dht.store(self._key, record, expiration, subkey=owner_marker(member.peer))
+        listed = await self._store(member, msgspec.msgpack.encode(member), expiration)
         if not (listed or self._unlisted or self._dht.peer_id in self._dht.node.twins):
-            log.warning(
-                "no node of the DHT keeps the record by which others find this peer (%r, until %s): either none can be "
-                "reached, or this machine's clock is behind, or another process uses this identity",
-                self._key,
-                datetime.fromtimestamp(expiration, UTC).isoformat(timespec="seconds"),
-            )
+            until = datetime.fromtimestamp(expiration, UTC).isoformat(timespec="seconds")
+            why = "either none can be reached, or this machine's clock is behind, or another process uses this identity"
+            log.warning("no node of the DHT keeps this peer's record (%r, until %s): %s", self._key, until, why)
         self._unlisted = not listed
 
     async def withdraw(self, member: Member) -> None:
         """List this peer no longer."""
-        expiration = self._clock() + RECORD_SECONDS
-        await self._dht.store(self._key, b"", expiration, subkey=owner_marker(member.peer))
+        await self._store(member, b"", self._clock() + RECORD_SECONDS)
+
+    async def _store(self, member: Member, record: bytes, expiration: float) -> bool:
+        return await self._dht.store(self._key, record, expiration, subkey=owner_marker(member.peer))
 
     async def read(self) -> list[Member]:
         found = await self._dht.get(self._key, latest=True)
@@ -129,11 +115,11 @@ class DHTDirectory(Directory):
         """All write RECORD_SECONDS ahead by their own clocks, so what expires later was written by a clock ahead."""
         behind = latest - self._clock() - RECORD_SECONDS
         if behind > MAX_CLOCK_DIFFERENCE and not self._behind:
+            limit = (
+                f"With a difference of {RECORD_SECONDS:.0f} s they do not find each other: set the clock that is wrong"
+            )
             log.warning(
-                "this machine's clock is at least %.0f s behind that of another peer of the run. With a difference of "
-                "%.0f s they do not find each other: set the clock that is wrong",
-                behind,
-                RECORD_SECONDS,
+                "this machine's clock is at least %.0f s behind that of another peer of the run. %s", behind, limit
             )
             self._behind = True
 

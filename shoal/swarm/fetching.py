@@ -4,19 +4,18 @@ round."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
+from shoal.p2p.node import DIAL_TIMEOUT
 from shoal.swarm.channel import Channel
-from shoal.swarm.protocol.book import RuleBroken, check_begin, root_of
+from shoal.swarm.protocol.book import check_begin, require, root_of
 from shoal.swarm.protocol.contribution import BytesExchange
 from shoal.swarm.protocol.errors import ResultLost
-from shoal.swarm.protocol.messages import Begin, Commit, Committed, Digests, Fetch
+from shoal.swarm.protocol.messages import Begin, Commit, Committed, Digests, Fetch, Source
 
 FETCHES = 8  # chunks fetched at a time
-
-Wanted = tuple[bytes, int, bytes]  # holder, chunk, digest
 
 
 class Fetching:
@@ -30,95 +29,59 @@ class Fetching:
 
     def __init__(self, channel: Channel, timeout: float, progressed: Callable[[], None]) -> None:
         self._channel, self._timeout, self._progressed = channel, timeout, progressed
-        self._tasks: dict[asyncio.Task[None], bytes] = {}  # the round that each is for
 
-    def begin(self, exchange: BytesExchange, wanted: list[Wanted], done: Callable[[dict[bytes, str]], None]) -> None:
-        """Begin to `fetch`. Unless it is stopped, `done` is called with the result."""
-
-        async def fetch() -> None:
-            done(await self.fetch(exchange, wanted))
-
-        task = self._channel.spawn(fetch())
-        self._tasks[task] = exchange.book.begin.round
-        task.add_done_callback(lambda task: self._tasks.pop(task, None))
-
-    def stop(self, round_id: bytes) -> None:
-        """The memory into which that round's chunks are fetched is about to be used for something else."""
-        for task in [task for task, fetched in self._tasks.items() if fetched == round_id]:
-            task.cancel()
-
-    async def fetch(self, exchange: BytesExchange, wanted: list[Wanted]) -> dict[bytes, str]:
+    async def fetch(self, exchange: BytesExchange, sources: Iterable[Source]) -> dict[bytes, str]:
         """Fetch chunks, a few at a time, and write them where they belong. Returns the holders that did not send what
         they hold, each with the reason."""
         slots = asyncio.Semaphore(FETCHES)
         failed: dict[bytes, str] = {}
 
-        async def one(holder: bytes, chunk: int, digest: bytes) -> None:
+        async def one(source: Source) -> None:
+            chunk, holder = source.chunk, source.owner
             async with slots:
                 if holder in failed:
                     return
                 request = Fetch(exchange.book.begin.round, chunk)
                 try:
-                    exchange.await_fetched(chunk, holder, self._channel.leases)
+                    exchange.await_fetched(chunk, holder, self._channel.node.transport.leases)
                     reply = await self._channel.ask(holder, request, self._timeout)
-                    if len(reply.buffers) != 1:
-                        raise RuleBroken("it came without its bytes")
-                    exchange.fetched(chunk, digest, memoryview(reply.buffers[0]))
+                    require(len(reply.buffers) == 1, "it came without its bytes")
+                    exchange.fetched(chunk, source.digest, memoryview(reply.buffers[0]))
                     self._progressed()
-                except (P2PError, RuleBroken, TimeoutError) as error:
+                except (P2PError, TimeoutError) as error:
                     failed[holder] = f"chunk {chunk} could not be fetched: {str(error) or 'no answer in time'}"
 
-        await asyncio.gather(*(one(*source) for source in wanted))
+        await asyncio.gather(*map(one, sources))
         return failed
 
     async def fetch_committed(self, commit: Commit, open_exchange: Callable[[Begin], BytesExchange]) -> BytesExchange:
         """Fetch the whole result of a round from one of its members. Raises `ResultLost` if none of them sends it."""
         failed: dict[bytes, str] = {}
-        others = [key for key in commit.members if key != self._channel.node.peer_id.key]
-        connected = [key for key in others if self._channel.is_connected(key)]
-        exchange = await self._fetch_from(connected, commit, open_exchange, failed)
-        if exchange is None:
-            reached = await self._reach([key for key in others if key not in connected], failed)
-            exchange = await self._fetch_from(reached, commit, open_exchange, failed)
-        if exchange is None:
-            reasons = "; ".join(f"{PeerID(key)!r}: {reason}" for key, reason in failed.items())
-            raise ResultLost(
-                f"the round of epoch {commit.tip.epoch} was missed, and nobody brings its result: {reasons}"
-            )
-        return exchange
-
-    async def _reach(self, keys: list[bytes], failed: dict[bytes, str]) -> list[bytes]:
-        """Connect to these members, all at once, since each dial may take long. Returns those that are reached."""
-
-        async def connect(key: bytes) -> None:
-            try:
-                await self._channel.node.connect(PeerID(key))
-            except P2PError as error:
-                failed[key] = str(error)
-
-        await asyncio.gather(*map(connect, keys))
-        return [key for key in keys if key not in failed]
-
-    async def _fetch_from(
-        self,
-        holders: list[bytes],
-        commit: Commit,
-        open_exchange: Callable[[Begin], BytesExchange],
-        failed: dict[bytes, str],
-    ) -> BytesExchange | None:
-        """Fetch the result from the first of these members that sends it. Returns None if none does."""
-        for key in holders:
+        async for key in self._holders(commit, failed):
             try:
                 answer = await self._channel.call(key, Digests(commit.round), Committed, self._timeout)
-                if answer.begin.round != commit.round or root_of(answer.digests) != commit.root:
-                    raise RuleBroken("its chunks are not those that were committed")
+                is_it = answer.begin.round == commit.round and root_of(answer.digests) == commit.root
+                require(is_it, "its chunks are not those that were committed")
                 check_begin(answer.begin)
                 exchange = open_exchange(answer.begin)
-                missing = await self.fetch(exchange, [(key, chunk, d) for chunk, d in enumerate(answer.digests)])
-                if missing:
-                    raise RuleBroken(missing[key])
-            except (P2PError, RuleBroken, TimeoutError) as error:
+                wanted = [Source(chunk, key, digest) for chunk, digest in enumerate(answer.digests)]
+                missing = await self.fetch(exchange, wanted)
+                if not missing:
+                    return exchange
+                failed.update(missing)
+            except (P2PError, TimeoutError) as error:
                 failed[key] = str(error) or "no answer in time"
-            else:
-                return exchange
-        return None
+        reasons = "; ".join(f"{PeerID(key)!r}: {reason}" for key, reason in failed.items())
+        raise ResultLost(f"the round of epoch {commit.tip.epoch} was missed, and nobody brings its result: {reasons}")
+
+    async def _holders(self, commit: Commit, failed: dict[bytes, str]) -> AsyncIterator[bytes]:
+        """The other members of the round: first those that are connected, then those that can be dialled."""
+        others = [key for key in commit.members if key != self._channel.node.peer_id.key]
+        connected = [key for key in others if self._channel.is_connected(key)]
+        for key in connected:
+            yield key
+        missing = [key for key in others if key not in connected]
+        failed.update(await self._channel.connect(dict.fromkeys(missing, DIAL_TIMEOUT)))
+        for key in missing:
+            if key not in failed:
+                yield key

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.p2p.errors import P2PError, Refused, Unavailable
@@ -18,36 +18,20 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Answer, Node, Service
 from shoal.swarm.channel import Channel
-from shoal.swarm.contacts import Contacts, Liveness
+from shoal.swarm.contacts import Contacts
 from shoal.swarm.directory import Directory
 from shoal.swarm.fetching import Fetching
+from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Meet, Send
-from shoal.swarm.protocol.contribution import Contribution, Outcome
+from shoal.swarm.protocol.book import require
+from shoal.swarm.protocol.contribution import Buffers, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, ResultLost
-from shoal.swarm.protocol.messages import (
-    Begin,
-    Broken,
-    Call,
-    Carries,
-    Commit,
-    Count,
-    Describe,
-    Elsewhere,
-    Hello,
-    Join,
-    Joined,
-    Leave,
-    Message,
-    Progress,
-    Terms,
-)
-from shoal.swarm.protocol.participant import Finished
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tensors import Tensors
 from shoal.swarm.protocol.tip import Ballot, Tip
-from shoal.swarm.protocol.view import MAX_ADDRESSES, Member, Role
+from shoal.swarm.protocol.view import MAX_ADDRESSES, Member, Role, View
 
 DEFAULT_CHUNK_TIMEOUT = 15.0  # `next_chunk_timeout` when none is given, in seconds
 JOIN_TIMEOUT = 10.0
@@ -108,7 +92,7 @@ class Swarm:
         addresses: Iterable[Multiaddr],
         directory: Directory,
         run_id: str,
-        terms: Terms,
+        terms: msg.Terms,
         rules: Rules,
         place: Place,
     ) -> None:
@@ -120,29 +104,29 @@ class Swarm:
         reducer_timeout = 2 * sender_timeout if place.reducer_timeout is None else place.reducer_timeout
         self.node, self.rules, self._chunk_timeout = node, rules, chunk_timeout
         self._request_timeout = JOIN_TIMEOUT if place.request_timeout is None else place.request_timeout
-        self.service = Service(f"averaging/{run_id}", Message, self._undecodable)
+        self.service = Service(f"averaging/{run_id}", msg.Message, self._undecodable)
         channel = self._channel = Channel(node, self.service)
-        silence = Silence(sender_timeout, reducer_timeout)
-        reaches, keeps_state = channel.is_connected, place.keeps_state
-        self.peer = Peer(run_id, me, terms, rules, reaches, silence, keeps_state=keeps_state)
+        view, silence = View(run_id, me, channel.is_connected), Silence(sender_timeout, reducer_timeout)
+        self.peer = Peer(view, terms, rules, silence, keeps_state=place.keeps_state)
         self.contacts = Contacts(channel, self.peer, directory, place.tensors, self._act)
-        self._liveness = Liveness(channel, self.peer, chunk_timeout, self._act)
         self._fetching = Fetching(channel, chunk_timeout, self._progressed)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._wake_at: float | None = None  # when the machine has asked for the timer
         self._performing = False
         self._changed = asyncio.Event()  # set when the call of `average` may go on
         self._news = asyncio.Event()
         self._news_told = self._changes_seen = 0
         self._patience: asyncio.Timeout | None = None  # ends the call of `average`
         self._timeout = 0.0  # that patience, in seconds
-        self._round: Begin | None = None  # the one that the call of `average` knows of
-        self._reported: Progress | None = None
+        self._round: msg.Begin | None = None  # the one that the call of `average` knows of
+        self._reported: msg.Progress | None = None
         self._reported_to: tuple[bytes, Tip] | None = None  # the coordinator that has the last report, and its tip
         self._asked: list[bytes] = []  # coordinators that have not answered a report yet
         self._watching: list[bytes] = []
         self._retired = self._stopped = False
         self._tasks: list[asyncio.Task[Any]] = []
+        self._fetches: dict[asyncio.Task[Any], bytes] = {}  # of chunks for a repair, each with its round
         self._stop_listening: Callable[[], None] = lambda: None
 
     # -- what this peer knows
@@ -165,7 +149,7 @@ class Swarm:
     @property
     def behind(self) -> Tip | None:
         """The best state that a connected member holds, if it outranks this peer's."""
-        return self.peer.behind(self._now())
+        return self.peer.participant.behind(self._now())
 
     @property
     def made(self) -> bool:
@@ -223,7 +207,7 @@ class Swarm:
 
     def retire(self) -> None:
         """Leave the run, but until `stop` still tell members that missed the last round what it was."""
-        self._channel.notify(self.peer.view.others(), Leave())
+        self._channel.notify(self.peer.view.others(), msg.Leave())
         self.contacts.stop()
         self._retired = True
 
@@ -243,7 +227,7 @@ class Swarm:
 
     def forget_behind(self) -> None:
         """No member could send a state that outranks this peer's: do not ask for it for a while."""
-        for time in self.peer.ignore_behind(self._now()):
+        for time in self.peer.view.ignore(self.tip, self._now()):
             asyncio.get_running_loop().call_at(time + LATER_SECONDS, self._tell_news)
 
     def _now(self) -> float:
@@ -252,7 +236,7 @@ class Swarm:
 
     # -- samples
 
-    async def report(self, report: Progress) -> Count:
+    async def report(self, report: msg.Progress) -> msg.Count:
         """Tell the coordinator this peer's samples since the tip. Returns what all members have.
 
         Raises: `Behind` if the coordinator is at a state that outranks this peer's, P2PError if it cannot be asked,
@@ -263,7 +247,7 @@ class Swarm:
         self._reported = report
         return await self._report(report)
 
-    async def _report(self, report: Progress) -> Count:
+    async def _report(self, report: msg.Progress) -> msg.Count:
         coordinator = self.peer.participant.coordinator()
         self._reported_to = (coordinator.key, report.tip)
         self._asked.append(coordinator.key)
@@ -271,49 +255,50 @@ class Swarm:
             answer = (await self._channel.ask(coordinator.key, report, self._request_timeout)).body
         finally:
             self._asked.remove(coordinator.key)
+        if isinstance(answer, msg.Count):
+            if answer.called and answer.tip == self.tip and not self.called:
+                self.peer.is_called()
+                self._act()
+            return answer
+        await self._heed(coordinator.key, report.tip, answer)
+        if isinstance(answer, msg.Hello) and answer.tip.outranks(self.tip) and not self.missed:
+            raise Behind(f"the swarm is at epoch {answer.tip.epoch}, this peer at {self.tip.epoch}")
+        return msg.Count(report.tip, report.samples, report.rate, 1, False)
+
+    async def _heed(self, key: bytes, tip: Tip, answer: object) -> None:
+        """A peer has answered a message about a state `tip`, of which it should be the coordinator: that another one
+        is, or HELLO, since it does not know the same members, or is at another state."""
         match answer:
-            case Count():
-                if answer.called and answer.tip == self.tip and not self.called:
-                    self.peer.is_called()
-                    self._act()
-                return answer
-            case Elsewhere():
+            case msg.Elsewhere():
                 await self.contacts.meet(answer.coordinator)
-            case Hello():
-                if answer.tip == report.tip:
-                    await self.contacts.meet_peer(coordinator.peer)  # it has lost this peer
-                else:
-                    self.peer.told(coordinator.key, answer.tip, self._now())
-                    self._act()
-                if answer.tip.outranks(self.tip) and not self.missed:  # a missed result comes first
-                    raise Behind(f"the swarm is at epoch {answer.tip.epoch}, this peer at {self.tip.epoch}")
-        return Count(report.tip, report.samples, report.rate, 1, False)
+            case msg.Hello() if answer.tip == tip:
+                await self.contacts.meet_peer(PeerID(key))
+            case msg.Hello():
+                self.peer.told(key, answer.tip, self._now())
+                self._act()
 
     async def _report_again(self) -> None:
         """Another member counts now."""
-        report = self._reported
-        if report is None or report.tip != self.tip:
-            return  # the epoch has ended meanwhile
         try:
-            await self._report(report)
+            if self._reported is not None and self._reported.tip == self.tip:  # the epoch has not ended meanwhile
+                await self._report(self._reported)
         except (P2PError, AveragingError, TimeoutError) as error:
             log.debug("%r could not report: %s", self.node.peer_id, error)
 
     async def be_awaited(self, tip: Tip, holders: Sequence[PeerID]) -> bool:
         """Tell the coordinator at the state `tip`, as these holders of it know it, that this peer is downloading the
         state. Returns whether the next round waits for that."""
-        loading = Progress(tip, 0.0, 0.0, loading=True)
+        loading = msg.Progress(tip, 0.0, 0.0, loading=True)
         for holder in holders:
             try:
                 answer = (await self._channel.ask(holder.key, loading, self._request_timeout)).body
-                if isinstance(answer, Elsewhere):
+                if isinstance(answer, msg.Elsewhere):
                     await self.contacts.meet(answer.coordinator)
                     answer = (await self._channel.ask(answer.coordinator.key, loading, self._request_timeout)).body
+                if isinstance(answer, msg.Count):
+                    return True
             except (P2PError, TimeoutError) as error:
                 log.debug("could not ask %r to be waited for: %s", holder, error)
-                continue
-            if isinstance(answer, Count):
-                return True
         return False
 
     @contextlib.contextmanager
@@ -347,7 +332,13 @@ class Swarm:
                 self._timeout = timeout
                 while (finished := participant.finished) is None:
                     await self._between_events()
-            return self._outcome(finished, started, sent, received)
+            return replace(
+                finished,
+                matchmaking_seconds=participant.began - started,
+                allreduce_seconds=self._now() - participant.began,
+                bytes_sent=self.node.bytes_sent - sent,
+                bytes_received=self.node.bytes_received - received,
+            )
         except TimeoutError:
             where = "in a round" if participant.begin is not None else "waiting for one"
             peers, seconds = len(self.peer.view.connected()), self._now() - started
@@ -377,19 +368,6 @@ class Swarm:
         elif participant.finished is None and participant.error is None:
             await self._changed.wait()
 
-    def _outcome(self, finished: Finished, started: float, sent: int, received: int) -> Outcome:
-        return Outcome(
-            begin=finished.exchange.book.begin,
-            commit=finished.commit,
-            gathered=finished.gathered,
-            missed=finished.missed,
-            matchmaking_seconds=finished.began - started,
-            allreduce_seconds=self._now() - finished.began,
-            join_to_begin_seconds=self.peer.participant.join_to_begin,
-            bytes_sent=self.node.bytes_sent - sent,
-            bytes_received=self.node.bytes_received - received,
-        )
-
     def rejoin(self) -> None:
         """The content of the JOIN has changed: send it again. Does nothing once the round has begun."""
         self.peer.participant.rejoin()
@@ -408,13 +386,15 @@ class Swarm:
             if until > (patience.when() or 0.0):
                 patience.reschedule(until)
 
-    async def _fetch_result(self, commit: Commit) -> None:
+    async def _fetch_result(self, commit: msg.Commit) -> None:
         """Get the result of a round that this peer has missed, or did not use. If no member sends it, the round is made
         again. Raises `Behind` if a member holds a better state instead."""
         peer, given = self.peer, self.peer.participant.input
         assert given is not None
         is_missed = commit is peer.participant.missed
-        if not peer.recall(commit, self._now()):
+        exchange = peer.participant.recall(commit, self._now())
+        fetched = exchange is None
+        if exchange is None:
             try:
                 exchange = await self._fetching.fetch_committed(
                     commit, lambda begin: given.open(begin, self._channel.notify, lambda key, reason: None)
@@ -431,38 +411,37 @@ class Swarm:
                     raise Behind(f"{error}. Others hold a later state") from error
                 log.warning("%s: the epoch is made again", error)
                 return
-            peer.has_fetched(exchange, commit, self._now())
+        peer.has_result(exchange, commit, self._now(), missed=fetched)
         self._act()
 
     # -- messages
 
-    def _handle(self, peer: PeerID, message: Any, buffers: Sequence[memoryview]) -> Answer | Awaitable[Answer]:
-        if self._retired and isinstance(message, Hello | Progress | Join | Call | Begin):
+    def _handle(self, peer: PeerID, message: Any, buffers: Buffers) -> Answer | Awaitable[Answer]:
+        if self._retired and isinstance(message, msg.Hello | msg.Progress | msg.Join | msg.Call | msg.Begin):
             raise Unavailable("this peer has left the run")
         match message:
-            case Hello():
+            case msg.Hello():
                 return self.contacts.on_hello(peer, message)
-            case Describe():
+            case msg.Describe():
                 return self.contacts.on_describe(peer, buffers[0] if buffers else b"")
-            case Leave():
+            case msg.Leave():
                 self.contacts.left(peer.key)
                 self._lost(peer.key)
                 return None
-            case Join():
+            case msg.Join():
                 return self._on_join(peer, message, buffers)
-            case Progress() if not message.loading:
+            case msg.Progress() if not message.loading:
                 return self._at_tip(peer, message, buffers)
         return self._receive(peer, message, buffers)
 
-    def _receive(self, peer: PeerID, message: Any, buffers: Sequence[memoryview]) -> Answer:
+    def _receive(self, peer: PeerID, message: Any, buffers: Buffers) -> Answer:
         try:
             return self.peer.receive(peer.key, message, buffers, self._now())
         finally:
             self._act()
 
-    def _on_join(self, peer: PeerID, join: Join, buffers: Sequence[memoryview]) -> Answer | Awaitable[Answer]:
-        if join.sender.key != peer.key:
-            raise Refused("JOIN in the name of another peer")
+    def _on_join(self, peer: PeerID, join: msg.Join, buffers: Buffers) -> Answer | Awaitable[Answer]:
+        require(join.sender.key == peer.key, "JOIN in the name of another peer")
         if join.terms.difference(self.peer.terms) is not None:
             return self.peer.hello()  # HELLO tells which of the two gives way
         self._channel.learn(join.sender)
@@ -470,7 +449,7 @@ class Swarm:
         self.peer.expect_join(peer.key, join)
         return self._at_tip(peer, join, buffers)
 
-    async def _at_tip(self, peer: PeerID, message: Join | Progress, buffers: Sequence[memoryview]) -> Answer:
+    async def _at_tip(self, peer: PeerID, message: msg.Join | msg.Progress, buffers: Buffers) -> Answer:
         """Receive a message about a tip, and wait for that tip first if it is the next one."""
         held = [bytes(buffer) for buffer in buffers]
         if message.tip.epoch == self.tip.epoch + 1:
@@ -499,9 +478,7 @@ class Swarm:
             self._tell_news()
         if peer.changes != self._changes_seen:
             self._changes_seen = peer.changes
-            report = self._reported
-            told = (participant.coordinator().key, self.tip)
-            if report is not None and report.tip == self.tip and self._reported_to != told:
+            if self._reported is not None and self._reported_to != (participant.coordinator().key, self.tip):
                 self.node.spawn(self._report_again())
         if participant.input is not None:
             self._be_patient()
@@ -533,27 +510,31 @@ class Swarm:
     def _do(self, action: Action) -> None:
         match action:
             case Send():
-                if isinstance(action.message, Broken):
+                if isinstance(action.message, msg.Broken):
                     broken = action.message
                     log.info("%r cannot go on with %r: %s", self.node.peer_id, PeerID(broken.peer), broken.reason)
                 self._channel.notify(action.to, action.message, action.buffers, action.name)
-            case Ask(message=Join() as join):
-                self.node.spawn(self._join(action.to, join, action.buffers))
-            case Ask():
-                self.node.spawn(self._ask(action))
+            case Ask(message=msg.Join() as join):
+                self.node.spawn(self._join(action.to[0], join, action.buffers))
+            case Ask(message=msg.Survey() | msg.Repair() as request):
+                for key in action.to:
+                    self.node.spawn(self._ask(key, request, action.buffers))
             case Enter():
                 self.node.spawn(self._enter(action.begin))
-            case FetchChunks(exchange=exchange):
-                wanted = [(source.owner, source.chunk, source.digest) for source in action.sources]
-                self._fetching.begin(exchange, wanted, lambda failed: self._fetched(action, failed))
+            case FetchChunks():
+                task = self.node.spawn(self._fetch(action))
+                self._fetches[task] = action.exchange.book.begin.round
+                task.add_done_callback(self._fetches.pop)
             case Cancel():
-                self._fetching.stop(action.round)
-                for carries in (Carries.PART, Carries.RESULT):
-                    self._channel.cancel(action.round + carries.value)
+                for task in [task for task, fetched in self._fetches.items() if fetched == action.round]:
+                    task.cancel()
+                for carries in (msg.Carries.PART, msg.Carries.RESULT):
+                    self.node.transport.cancel(action.round + carries.value)
             case Meet():
                 self.node.spawn(self._meet(action))
 
-    def _fetched(self, action: FetchChunks, failed: dict[bytes, str]) -> None:
+    async def _fetch(self, action: FetchChunks) -> None:
+        failed = await self._fetching.fetch(action.exchange, action.sources)
         self.peer.participant.fetched(action.exchange, failed)
         self._act()
 
@@ -565,25 +546,23 @@ class Swarm:
         else:
             await self.contacts.meet_peer(action.member.peer)
 
-    async def _ask(self, action: Ask) -> None:
+    async def _ask(self, key: bytes, request: msg.Survey | msg.Repair, buffers: Sequence[Any]) -> None:
         """A question of the coordinator."""
-        key, request = action.to, action.message
-        assert not isinstance(request, Join)
+        answer: object
         try:
-            reply = await self._channel.ask(key, request, self._chunk_timeout, action.buffers)
+            answer = (await self._channel.ask(key, request, self._chunk_timeout, buffers)).body
         except (P2PError, TimeoutError) as error:
-            self.peer.not_answered(key, request, str(error), self._now())
-        else:
-            self.peer.answered(key, request, reply.body, self._now())
+            answer = error
+        self.peer.answered(key, request, answer, self._now())
         self._act()
 
-    async def _join(self, key: bytes, join: Join, buffers: Sequence[Any]) -> None:
+    async def _join(self, key: bytes, join: msg.Join, buffers: Sequence[Any]) -> None:
         """Give the coordinator with that key this peer's JOIN."""
         participant, coordinator = self.peer.participant, PeerID(key)
         try:
             answer = (await self._channel.ask(key, join, self._request_timeout, buffers)).body
         except TimeoutError:
-            participant.rejoin(key)  # if it is gone, `Liveness` says so
+            participant.rejoin(key)  # if it is gone, `Contacts` says so
         except Unavailable:
             self._lost(key)
         except Refused as error:
@@ -595,23 +574,17 @@ class Swarm:
             log.debug("%r could not join %r: %s", self.me.peer, coordinator, error)
             self._lost(key)
         else:
-            if isinstance(answer, Joined):
+            if isinstance(answer, msg.Joined):
                 return
-            if isinstance(answer, Hello) and answer.tip == join.tip:
-                # It knows other members than this peer: tell each other, before it begins a round without one of them.
-                await self.contacts.meet_peer(coordinator)
-                participant.introduced(key)
+            await self._heed(key, join.tip, answer)
+            if isinstance(answer, msg.Hello) and answer.tip == join.tip:
+                participant.introduced(key)  # before it begins a round without a member that only this peer knew
             else:
-                if isinstance(answer, Elsewhere):
-                    await self.contacts.meet(answer.coordinator)
-                elif isinstance(answer, Hello):
-                    self.peer.told(key, answer.tip, self._now())
-                    self._act()
                 await asyncio.sleep(DECLINED_SECONDS)
             participant.rejoin(key)
         self._act()
 
-    async def _enter(self, begin: Begin) -> None:
+    async def _enter(self, begin: msg.Begin) -> None:
         """Connect to the reducers of a round, and wait until the input can be read."""
         given, node = self.peer.participant.input, self.node
         missing = [m for m in begin.members if m.addresses and not node.is_connected(m.peer)]
@@ -619,36 +592,29 @@ class Swarm:
             self._channel.learn(member)
         # A member that this peer has tried to reach in vain may be there now, but all wait for this.
         lost = self.peer.view.lost
-        patience = [AGAIN_SECONDS if member.key in lost else self._chunk_timeout for member in missing]
-        results = await asyncio.gather(
-            *(node.connect(member.peer, seconds) for member, seconds in zip(missing, patience, strict=True)),
-            return_exceptions=True,
-        )
-        for member, result in zip(missing, results, strict=True):
-            if isinstance(result, P2PError):
-                self.peer.participant.complain(member.key, str(result), fault=False)
-            elif isinstance(result, BaseException):
-                raise result
+        patience = {member.key: AGAIN_SECONDS if member.key in lost else self._chunk_timeout for member in missing}
+        for key, reason in (await self._channel.connect(patience)).items():
+            self.peer.participant.complain(key, reason, fault=False)
         if given is not None and given.prepare is not None:
             self.peer.participant.ask_to_wait()
             self._act()
             await given.prepare()
-        self.peer.participant.started(begin, self._channel.leases)
+        self.peer.participant.started(begin, self.node.transport.leases)
         self._act()
 
     # -- time
 
     def _set_timer(self) -> None:
         wake_at = None if self._stopped else self.peer.wake_at()
-        if self._timer is not None and (wake_at is None or self._timer.when() != wake_at):
-            self._timer.cancel()
-            self._timer = None
-        if wake_at is not None and self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(max(wake_at, loop.time()), self._tick, wake_at)
+        if wake_at != self._wake_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._wake_at, self._timer = wake_at, None
+            if wake_at is not None:
+                self._timer = asyncio.get_running_loop().call_at(max(wake_at, self._now()), self._tick, wake_at)
 
     def _tick(self, due: float) -> None:
-        self._timer = None
+        self._timer = self._wake_at = None
         self.peer.tick(max(due, self._now()))  # a loop may be early by the resolution of its clock
         self._act()
 
@@ -659,22 +625,18 @@ class Swarm:
             await asyncio.sleep(LOOK_SECONDS)
             now = self._now()
             if now - asleep > 2 * LOOK_SECONDS:
-                self._liveness.forget()
+                self.contacts.forget_watches()
             if now - asleep > LOOK_SECONDS + self._chunk_timeout:
                 # The process was stopped, or the machine asleep. The others may have gone on without this peer: find
                 # them before a round is begun without them.
                 log.info("%r stood still for %.1f s", self.node.peer_id, now - asleep)
                 self.peer.settle(now)
                 self.contacts.look(dial=True)
-            if self._is_short_of_members():
+            connected = len(self.peer.view.connected())
+            least = max(2, self.rules.min_group) if self.peer.participant.input is not None else 0
+            if connected < least or (connected == 1 and self.peer.view.lost):
                 self.contacts.look()
             self.peer.look(lambda key: self.node.transport.moved(PeerID(key)), now)
             self._act()
             awaited = self.peer.awaited(now) or list(self._asked)
-            self._liveness.look_after([*awaited, *self._watching], now)
-
-    def _is_short_of_members(self) -> bool:
-        connected = len(self.peer.view.connected())
-        alone_again = connected == 1 and bool(self.peer.view.lost)
-        waits = self.peer.participant.input is not None
-        return alone_again or (waits and connected < max(2, self.rules.min_group))
+            self.contacts.look_after([*awaited, *self._watching], self._chunk_timeout, now)

@@ -88,7 +88,7 @@ def test_what_cannot_be_read_counts_as_nothing() -> None:
     begin = begin_of(members(1, 2, 3))
     commit = Commit(TIP, begin.round, digest("a"), 3.0, keys(1, 2, 3), members(1, 2, 3))
     gathered = {keys(1)[0]: encode_gathered({"a": 1}), keys(2)[0]: b"\xc1", b"nobody": b"\x01"}
-    outcome = Outcome(begin, commit, gathered, False, 0.0, 0.0, None, 0, 0)
+    outcome = Outcome(begin, commit, gathered, False, None)
     assert told(outcome) == {member(1).peer: {"a": 1}, member(2).peer: None, member(3).peer: None}
 
 

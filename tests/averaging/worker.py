@@ -42,7 +42,7 @@ def die_when(where: str, number: int) -> None:
         nonlocal sent
         if isinstance(action, Send) and isinstance(action.message, kinds[where]):
             if where in ("begin", "commit"):
-                if self.peer.lead is None and where == "begin":
+                if self.peer.lead.begin is None and where == "begin":
                     return perform(self, action)
                 perform(self, dataclasses.replace(action, to=action.to[:number]))
                 time.sleep(0.1)

@@ -26,7 +26,7 @@ def test_a_peer_that_can_not_be_listed_is_told_so_once(caplog: pytest.LogCapture
         directory = DHTDirectory(late, "run", lambda: world.wall_clock() - 61)
         for _ in range(2):
             await directory.publish(member(late))
-        assert caplog.text.count("keeps the record by which others find this peer") == 1
+        assert caplog.text.count("keeps this peer's record") == 1
         assert await DHTDirectory(first, "run", world.wall_clock).read() == []
 
     run(scenario())

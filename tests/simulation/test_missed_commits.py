@@ -246,7 +246,7 @@ def test_the_other_result_of_a_round_is_not_taken_for_the_one_that_a_peer_holds(
         commit = swarm.peer.participant.commit
         assert commit is not None
         other = msgspec.structs.replace(commit, root=bytes(32))
-        assert not swarm.peer.recall(other, 0.0)
+        assert not swarm.peer.participant.recall(other, 0.0)
         with pytest.raises(ResultLost, match="not those that were committed"):
             await swarm._fetching.fetch_committed(other, lambda begin: pytest.fail("it was not asked for"))
 

@@ -174,7 +174,7 @@ def test_the_survivors_are_told_whom_they_lost(caplog: pytest.LogCaptureFixture)
         world.kill(peers[2].node.peer_id)
         await asyncio.sleep(300)
         said = [record.getMessage() for record in caplog.records if " is lost" in record.getMessage()]
-        assert said == [f"{peers[2].node.peer_id} is lost; 2 members are connected, this peer included"] * 2
+        assert said == [f"{peers[2].node.peer_id} is lost; members connected, with this peer: 2"] * 2
         peers[1].swarm.stop()
         await asyncio.sleep(0.1)
         world.kill(peers[1].node.peer_id)

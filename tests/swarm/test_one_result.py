@@ -127,15 +127,18 @@ class Partings(RoundMachine):
 
     @rule(choice=ANY, whom=ANY)
     def put_out(self, choice: int, whom: int) -> None:
-        leads = [key for key in self.wire.living if self.wire.peers[key].lead is not None]
+        leads = [
+            key
+            for key in self.wire.living
+            if self.wire.peers[key].lead.begin is not None or not self.wire.peers[key].lead.over
+        ]
         if not leads:
             return
         chosen = leads[choice % len(leads)]
         peer = self.wire.peers[chosen]
-        assert peer.lead is not None
         keys = [k for k in peer.lead.live() if k != self.hub]
         if keys and peer.lead.phase in (Phase.RUNNING, Phase.SURVEYING):
-            peer._act(peer.lead.put_out(keys[whom % len(keys)], "it is slow", self.wire.now))
+            peer.out.extend(peer.lead.put_out(keys[whom % len(keys)], "it is slow", self.wire.now))
             self.wire.act(chosen)
 
 

@@ -8,21 +8,30 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.swarm.protocol.book import RuleBroken
+from shoal.swarm.protocol.book import Book, RuleBroken
 from shoal.swarm.protocol.contribution import Contribution
-from shoal.swarm.protocol.messages import Begin, Commit, Repair, Survey
+from shoal.swarm.protocol.messages import Begin, Commit, Have, Repair, Source, Survey
 from shoal.swarm.protocol.participant import Participant, State
 from shoal.swarm.protocol.silence import Silence
-from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.swarm.protocol.tip import NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import Role, View
-from tests.swarm.rounds import TERMS, TIP, begin_of, digest, key, member, members
+from tests.swarm.rounds import TERMS, TIP, begin_of, chunks_of, digest, key, member, members
+from tests.swarm.wire import Digests
 
 ME = key(2)
 BEGIN = begin_of(members(1, 2, 3))
 
 
 def follow(participant: Participant, begin: Begin, sender: bytes | None = None, *, relayed: bool = False) -> None:
-    participant.follow_begin(sender or begin.ballot.coordinator, begin, relayed=relayed)
+    participant.enter(sender or begin.ballot.coordinator, begin, [], 0.0, relayed=relayed)
+
+
+def follow_survey(participant: Participant, sender: bytes, survey: Survey) -> None:
+    """Raises RuleBroken if the survey was not followed: its sender is told of a higher ballot, or nothing."""
+    answer = participant.on_survey(sender, survey, [], 0.0)
+    assert isinstance(answer, Have)
+    if answer.ballot != survey.ballot:
+        raise RuleBroken(f"attempt {survey.ballot.number}, and this peer has followed {answer.ballot.number}")
 
 
 def participant_at(tip: Tip, joined: bool = True) -> Participant:
@@ -30,7 +39,9 @@ def participant_at(tip: Tip, joined: bool = True) -> Participant:
     view = View("run", member(2), lambda key: True)
     participant = Participant(view, tip, TERMS, [], Silence(15.0, 30.0))
     if joined:
-        participant.offer(Contribution(1.0, lambda begin, send, fault: pytest.fail("no bytes pass here")))
+        participant.offer(
+            Contribution(1.0, lambda begin, send, fault: Digests(Book(ME, begin, chunks_of(begin)), send))
+        )
     return participant
 
 
@@ -66,7 +77,7 @@ def test_a_round_that_it_has_joined_is_followed() -> None:
     participant = in_round()
     assert participant.begin is BEGIN
     assert participant.ballot == BEGIN.ballot
-    assert participant.attempt == 1
+    assert participant.ballot.number == 1
     assert participant.state is State.IN_ROUND
 
 
@@ -118,14 +129,14 @@ def test_of_two_coordinators_with_unequal_views_the_first_is_followed_and_the_ot
 def test_a_higher_ballot_voids_the_lower_for_good() -> None:
     participant = in_round(begin_of(members(1, 2, 3), attempt=3, coordinator=3))
     participant.leave()
-    assert participant.attempt == 3, "a later JOIN tells it, so that the next ballot is higher"
+    assert participant.ballot.number == 3, "a later JOIN tells it, so that the next ballot is higher"
     for lower in (begin_of(members(1, 2), attempt=2), begin_of(members(1, 2), attempt=3, coordinator=1)):
         with pytest.raises(RuleBroken, match=r"attempt \d, and this peer has followed 3"):
             follow(participant, lower)
     with pytest.raises(RuleBroken, match="has followed 3"):
         follow(participant, begin_of(members(1, 2, 3), attempt=3, coordinator=3))  # the same again
     follow(participant, begin_of(members(1, 2), attempt=4))
-    assert participant.attempt == 4
+    assert participant.ballot.number == 4
 
 
 # -- SURVEY and REPAIR
@@ -133,35 +144,35 @@ def test_a_higher_ballot_voids_the_lower_for_good() -> None:
 
 def test_a_successor_is_followed_and_then_its_predecessor_no_more() -> None:
     participant = in_round()
-    participant.follow_survey(key(3), survey_of(2, 3))
+    follow_survey(participant, key(3), survey_of(2, 3))
     assert participant.ballot == Ballot(2, key(3))
     assert participant.state.name == "SURVEYED", (
         "what it holds is told: it must not say DONE before it hears how to go on"
     )
     with pytest.raises(RuleBroken, match="attempt 1, and this peer has followed 2"):
-        participant.follow_survey(key(1), survey_of(1, 1))
+        follow_survey(participant, key(1), survey_of(1, 1))
     with pytest.raises(RuleBroken, match="attempt 1, and this peer has followed 2"):
-        participant.follow_repair(key(1), Repair(BEGIN.round, BEGIN.ballot, ()))
+        participant.on_repair(key(1), Repair(BEGIN.round, BEGIN.ballot, ()))
     repair = Repair(BEGIN.round, Ballot(2, key(3)), ())
-    participant.follow_repair(key(3), repair)
+    participant.on_repair(key(3), repair)
     assert participant.repair is repair
     assert participant.state is State.IN_ROUND
 
 
 def test_equal_numbers_are_told_apart_by_their_holder() -> None:
     participant = in_round()
-    participant.follow_survey(key(3), survey_of(2, 3))
+    follow_survey(participant, key(3), survey_of(2, 3))
     with pytest.raises(RuleBroken, match="has followed 2"):
-        participant.follow_survey(key(1), survey_of(2, 1))
-    participant.follow_survey(key(3), survey_of(2, 3))  # asked again, it answers again
+        follow_survey(participant, key(1), survey_of(2, 1))
+    follow_survey(participant, key(3), survey_of(2, 3))  # asked again, it answers again
 
 
 @pytest.mark.parametrize(("sender", "holder"), [(1, 3), (9, 9), (9, 3)])
 def test_only_a_member_that_holds_a_ballot_can_use_it(sender: int, holder: int) -> None:
     participant = in_round()
     for follow_it in (
-        lambda: participant.follow_survey(key(sender), survey_of(2, holder)),
-        lambda: participant.follow_repair(key(sender), Repair(BEGIN.round, Ballot(2, key(holder)), ())),
+        lambda: follow_survey(participant, key(sender), survey_of(2, holder)),
+        lambda: participant.on_repair(key(sender), Repair(BEGIN.round, Ballot(2, key(holder)), ())),
     ):
         with pytest.raises(RuleBroken, match="does not hold that ballot"):
             follow_it()
@@ -172,31 +183,40 @@ def test_only_a_member_that_holds_a_ballot_can_use_it(sender: int, holder: int) 
 def test_a_coordinator_that_is_no_member_of_its_round_may_survey_it() -> None:
     participant = in_round(begin_of(members(2, 3), coordinator=9))
     assert participant.begin is not None
-    participant.follow_survey(key(9), survey_of(2, 9, participant.begin))
-    assert participant.attempt == 2
+    follow_survey(participant, key(9), survey_of(2, 9, participant.begin))
+    assert participant.ballot.number == 2
 
 
 def test_another_round_is_not_surveyed_or_repaired_here() -> None:
     other = begin_of(members(1, 2, 3), attempt=2)
     for participant in (in_round(), participant_at(TIP)):
         with pytest.raises(RuleBroken, match="not in that round"):
-            participant.follow_survey(key(1), survey_of(3, 1, other))
+            follow_survey(participant, key(1), survey_of(3, 1, other))
         with pytest.raises(RuleBroken, match="not in that round"):
-            participant.follow_repair(key(1), Repair(other.round, Ballot(3, key(1)), ()))
+            participant.on_repair(key(1), Repair(other.round, Ballot(3, key(1)), ()))
+
+
+def test_a_repair_of_a_chunk_that_does_not_exist_changes_nothing() -> None:
+    participant = in_round()
+    before = traces(participant)
+    sources = (Source(7, key(1), b""), Source(8, key(1), b""))
+    with pytest.raises(RuleBroken, match="a repair of chunks that do not exist"):
+        participant.on_repair(key(1), Repair(BEGIN.round, BEGIN.ballot, sources))
+    assert traces(participant) == before
 
 
 def test_who_is_counted_out_does_not_answer() -> None:
     with pytest.raises(RuleBroken, match="counts this peer as out"):
-        in_round().follow_survey(key(1), survey_of(2, 1, out=(ME,)))
+        follow_survey(in_round(), key(1), survey_of(2, 1, out=(ME,)))
 
 
 def test_a_ballot_that_a_member_has_followed_voids_lower_ones_here_too() -> None:
     participant = in_round()
     participant.heard_of(Ballot(5, key(1)))
     participant.heard_of(Ballot(4, key(3)))
-    assert participant.attempt == 5
+    assert participant.ballot.number == 5
     with pytest.raises(RuleBroken, match="has followed 5"):
-        participant.follow_survey(key(3), survey_of(4, 3))
+        follow_survey(participant, key(3), survey_of(4, 3))
 
 
 # -- DONE and COMMIT
@@ -205,17 +225,17 @@ def test_a_ballot_that_a_member_has_followed_voids_lower_ones_here_too() -> None
 def test_done_is_said_under_the_ballot_that_is_followed() -> None:
     participant = in_round()
     has_all(participant)
-    participant.follow_survey(key(3), survey_of(2, 3))
+    follow_survey(participant, key(3), survey_of(2, 3))
     assert participant.done == Ballot(1, key(1)), "a successor must hear under which ballot this was complete"
-    participant.follow_repair(key(3), Repair(BEGIN.round, Ballot(2, key(3)), ()))
+    participant.on_repair(key(3), Repair(BEGIN.round, Ballot(2, key(3)), ()))
     assert participant.state is State.IN_ROUND, "it says DONE again, under the new ballot"
 
 
 def test_a_new_round_begins_with_a_clean_sheet() -> None:
     participant = in_round()
     has_all(participant)
-    participant.follow_survey(key(3), survey_of(2, 3))
-    participant.follow_repair(key(3), Repair(BEGIN.round, Ballot(2, key(3)), ()))
+    follow_survey(participant, key(3), survey_of(2, 3))
+    participant.on_repair(key(3), Repair(BEGIN.round, Ballot(2, key(3)), ()))
     participant.leave()
     assert (participant.begin, participant.repair, participant.done) == (None, None, None)
     follow(participant, begin_of(members(1, 2), attempt=3))
@@ -228,11 +248,13 @@ def test_a_commit_moves_it_on_and_what_was_of_the_old_tip_is_void() -> None:
     participant.advance(commit)
     assert participant.tip == TIP.after(commit.round + digest("r"), 3.0)
     assert participant.commit is commit
-    assert (participant.begin, participant.ballot, participant.attempt) == (None, None, 0)
+    assert (participant.begin, participant.ballot) == (None, NO_BALLOT)
     with pytest.raises(RuleBroken, match="another state"):
         follow(participant, begin_of(members(1, 2, 3), attempt=9))
-    with pytest.raises(RuleBroken, match="not in that round"):
-        participant.follow_survey(key(3), survey_of(9, 3))
+    assert participant.on_survey(key(3), survey_of(9, 3), [], 0.0) == Have(
+        Ballot(9, key(3)), (), None, (), None, commit
+    )
+    assert participant.ballot == NO_BALLOT
     follow(participant, begin_of(members(1, 2, 3), tip=participant.tip))
 
 
@@ -248,22 +270,20 @@ def test_after_a_download_the_last_commit_is_not_its_own_any_more() -> None:
 def test_the_rules_are_the_same_for_all_roles(role: Role) -> None:
     group = (member(1), member(2, role), member(3))
     participant = in_round(begin_of(group))
-    participant.follow_survey(key(3), survey_of(2, 3, begin_of(group)))
-    assert participant.attempt == 2
+    follow_survey(participant, key(3), survey_of(2, 3, begin_of(group)))
+    assert participant.ballot.number == 2
 
 
 def test_the_ballot_never_goes_down_at_one_tip() -> None:
     participant = in_round()
     highest = participant.ballot
-    assert highest is not None
     for number, holder in product((4, 2, 3, 1, 5), (3, 1)):
         try:
-            participant.follow_survey(key(holder), survey_of(number, holder))
+            follow_survey(participant, key(holder), survey_of(number, holder))
         except RuleBroken:
             assert Ballot(number, key(holder)) < highest
         else:
             assert Ballot(number, key(holder)) >= highest
-        assert participant.ballot is not None
         assert participant.ballot >= highest
         highest = participant.ballot
     assert highest == Ballot(5, key(3))

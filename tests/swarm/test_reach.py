@@ -29,7 +29,7 @@ def play(reach: Reach, start: float, stop: float, reason: str = "nobody listens 
         for dialled in reach.due(now):
             played.dialled.append((now, dialled))
             reach.failed(dialled.key, reason)
-        if (report := reach.notice(now, others)) is not None:
+        if (report := reach.notice(now, lambda: others)) is not None:
             played.reports.append((now, report))
         following = reach.next_time(now)
         if following is None:
@@ -189,8 +189,8 @@ def test_when_all_are_reached_or_have_left_that_is_told_once() -> None:
     reach.reached(member(1))
     assert play(reach, 20.0, 30.0).reports == []
     reach.left(key(2), 0.0)
-    assert reach.notice(31.0, 5) == Reachability(2, (), "")
-    assert reach.notice(32.0, 5) is None
+    assert reach.notice(31.0, lambda: 5) == Reachability(2, (), "")
+    assert reach.notice(32.0, lambda: 5) is None
 
 
 def test_a_member_that_dies_is_dialled_and_not_warned_of() -> None:
@@ -231,7 +231,7 @@ def test_what_was_said_of_a_lost_member_holds_when_it_is_seen_to_live() -> None:
     reach.known([member(1)], 20.0, listed=True)
     assert play(reach, 20.0, 100.0).reports == []
     reach.reached(member(1))
-    assert reach.notice(100.0, 0) == Reachability(2, (), "")
+    assert reach.notice(100.0, lambda: 0) == Reachability(2, (), "")
 
 
 def test_the_loss_of_everybody_is_told_although_another_warning_was_just_given() -> None:
@@ -253,7 +253,7 @@ def test_who_loses_everybody_again_and_again_is_told_once_in_60_s() -> None:
     told = []
     for start in range(0, 180, 15):
         reach.reached(member(1))
-        reach.notice(start, 0)
+        reach.notice(start, lambda: 0)
         reach.lost(key(1), float(start))
         told += [when for when, report in play(reach, float(start), start + 14.0).reports if report.advice]
     assert told == [10.0, 70.0, 130.0]
@@ -343,16 +343,16 @@ def test_a_warning_names_a_bounded_number() -> None:
 def test_one_that_is_alone_in_its_run_while_the_dht_has_others_is_told_so_once() -> None:
     reach = reach_of()
     assert play(reach, 0.0, 9.9, others=3).reports == []
-    report = reach.notice(10.0, 3)
+    report = reach.notice(10.0, lambda: 3)
     assert report is not None
     assert report.num_peers == 1
     assert "this peer is alone in the run 'run', while the DHT has 3 other nodes" in report.advice
     assert "the same run_id" in report.advice
-    assert reach.notice(11.0, 3) is None
+    assert reach.notice(11.0, lambda: 3) is None
     reach.known([member(1)], 12.0, listed=True)
-    assert reach.notice(12.0, 3) is None
+    assert reach.notice(12.0, lambda: 3) is None
     reach.reached(member(1))
-    assert reach.notice(13.0, 3) == Reachability(2, (), "")
+    assert reach.notice(13.0, lambda: 3) == Reachability(2, (), "")
 
 
 def test_one_that_is_alone_in_the_dht_too_began_it() -> None:
@@ -360,4 +360,4 @@ def test_one_that_is_alone_in_the_dht_too_began_it() -> None:
     reach = reach_of()
     reach.reached(member(1))
     reach.left(key(1), 0.0)
-    assert reach.notice(1000.0, 3) is None, "the others have left: nothing is wrong"
+    assert reach.notice(1000.0, lambda: 3) is None, "the others have left: nothing is wrong"

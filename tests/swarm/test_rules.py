@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from shoal.swarm.protocol.messages import Join
-from shoal.swarm.protocol.rules import Rules, usual_options
+from shoal.swarm.protocol.rules import Rules
 from tests.swarm.rounds import digest, join_of, member
 
 RULES = Rules(sizes=(64,), matchmaking_time=1.0, round_timeout=1.0, due_sizes=(8,), state_sizes=(16, 32))
@@ -80,7 +80,6 @@ def test_the_options_that_most_hold(told: list[tuple[bytes, float]], chosen: byt
         msgspec.structs.replace(join_of(member(number), weight=weight), options=options)
         for number, (options, weight) in enumerate(told, 1)
     ]
-    assert usual_options(asked) == chosen
     assert RULES.options(asked) == chosen
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role, View
-from tests.swarm.rounds import key, member, members
+from tests.swarm.rounds import TIP, key, member, members
 
 ME = member(0)
 
@@ -120,14 +120,14 @@ def test_clients_do_not_coordinate_but_for_want_of_anybody() -> None:
 
 def test_a_member_that_is_behind_does_not_coordinate_until_it_has_caught_up() -> None:
     view = known(1, 2)
-    assert view.told(key(1), behind=True)
-    assert not view.told(key(1), behind=True)
+    assert view.told(key(1), TIP, behind=True)
+    assert not view.told(key(1), TIP, behind=True)
     assert member(1) not in view.candidates(3)
     assert member(1) in view.snapshot(), "it is a member all the same"
-    assert view.told(key(1), behind=False)
-    assert not view.told(key(1), behind=False)
+    assert view.told(key(1), TIP, behind=False)
+    assert not view.told(key(1), TIP, behind=False)
     assert member(1) in view.candidates(3)
-    view.told(key(2), behind=True)
+    view.told(key(2), TIP, behind=True)
     view.lose(key(2))
     view.returned(member(2))
     assert member(2) in view.candidates(3), "what was known of it before it was lost is forgotten"

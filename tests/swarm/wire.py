@@ -20,7 +20,7 @@ from shoal.swarm.protocol.messages import Begin, Commit, Fetch, Join, Part, Repa
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
-from shoal.swarm.protocol.view import Member
+from shoal.swarm.protocol.view import Member, View
 from tests.swarm.rounds import TERMS, chunks_of
 
 
@@ -117,7 +117,9 @@ class Wire:
         self.results: dict[bytes, set[bytes]] = {member.key: set() for member in members}  # of the first tip
         self.peers: dict[bytes, Peer] = {}
         for member in members:
-            peer = Peer("run", member, TERMS, rules, self._reaches(member.key), Silence(1e9, 1e9), keeps_state=True)
+            peer = Peer(
+                View("run", member, self._reaches(member.key)), TERMS, rules, Silence(1e9, 1e9), keeps_state=True
+            )
             peer.view.learn(members)
             self.peers[member.key] = peer
 
@@ -155,7 +157,8 @@ class Wire:
                     for target in action.to:
                         self._send(key, target, (message, [memoryview(bytes(data)) for data in action.buffers]))
                 case Ask(message=message):
-                    self._send(key, action.to, Request(message, action.buffers, action))
+                    for target in action.to:
+                        self._send(key, target, Request(message, action.buffers, action))
                 case Enter():
                     self._send(key, key, action)
                 case FetchChunks(exchange=exchange):
@@ -212,10 +215,7 @@ class Wire:
                 about.exchange.fetched(chunk, digest, memoryview(response.answer.buffers[0]))
             peer.participant.fetched(about.exchange, failed)
         elif not isinstance(about.message, Join):
-            if refused:
-                peer.not_answered(source, about.message, refused, self.now)
-            else:
-                peer.answered(source, about.message, response.answer, self.now)
+            peer.answered(source, about.message, Refused(refused) if refused else response.answer, self.now)
 
     # -- what goes wrong
 

@@ -25,9 +25,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Send a request to the peer with this key. Its answer, or why there is none, is the machine's next event."""
+    """Send a request to the peers with these keys. Each answer, or why there is none, is an event of the machine."""
 
-    to: bytes
+    to: tuple[bytes, ...]
     message: Join | Survey | Repair
     buffers: Sequence[Buffer] = ()
 

@@ -6,40 +6,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from shoal.swarm.protocol.book import root_of
+from shoal.swarm.protocol.book import RuleBroken, require, root_of
 from shoal.swarm.protocol.messages import Begin, Have, Source
 from shoal.swarm.protocol.tip import Ballot
 from shoal.swarm.protocol.view import Member
 
 
-def flaw(begin: Begin, ballot: Ballot, member: Member, have: Have, said: bytes | None) -> str | None:
-    """Why a member's answer to the survey of `ballot` cannot be true; None if it can.
+def check_answer(begin: Begin, ballot: Ballot, member: Member, have: Have, said: bytes | None) -> None:
+    """Raises RuleBroken, with the reason, if a member's answer to the survey of `ballot` cannot be true.
 
     Args:
         said: the digest of its DONE, if it has received no other chunks since.
     """
-    chunks = begin.starts[-1] if member.contributes else 0
-    repair = have.repair
-    if have.commit is not None:
-        return "it has a commit of another round"
-    if len(have.digests) != chunks:
-        return f"it listed {len(have.digests)} chunks of {chunks}"
+    chunks, repair = begin.starts[-1] if member.contributes else 0, have.repair
+    require(have.commit is None, "it has a commit of another round")
+    require(len(have.digests) == chunks, f"it listed {len(have.digests)} chunks of {chunks}")
     for earlier in (have.done, repair.ballot if repair is not None else None):
         # A member that answers follows no ballot below `ballot` any more, and `ballot` is new.
         if earlier is not None and not begin.ballot <= earlier < ballot:
-            return f"it followed attempt {earlier.number}, which nobody made before attempt {ballot.number}"
-    if repair is not None and repair.round != begin.round:
-        return "it follows a repair of another round"
-    if repair is not None and any(source.chunk >= begin.starts[-1] for source in repair.sources):
-        return "it follows a repair of chunks that do not exist"
-    if said is not None and said != held(member, have):
-        return "it does not hold what it said it was done with"
-    return None
-
-
-def held(member: Member, have: Have) -> bytes:
-    """The digest that a member's DONE would have."""
-    return root_of(have.digests) if member.contributes else b""
+            raise RuleBroken(f"it followed attempt {earlier.number}, which nobody made before attempt {ballot.number}")
+    if repair is not None:
+        require(repair.round == begin.round, "it follows a repair of another round")
+        exist = all(source.chunk < begin.starts[-1] for source in repair.sources)
+        require(exist, "it follows a repair of chunks that do not exist")
+    held = root_of(have.digests) if member.contributes else b""
+    require(said in (None, held), "it does not hold what it said it was done with")
 
 
 def repaired(begin: Begin, live: Sequence[bytes], haves: Mapping[bytes, Have]) -> tuple[tuple[Source, ...], bytes]:
@@ -49,11 +40,8 @@ def repaired(begin: Begin, live: Sequence[bytes], haves: Mapping[bytes, Have]) -
     Args:
         live: the members that are not out, in member order; `haves` has an answer of each without a flaw.
     """
-    reducers = (
-        [member.key for member in begin.members if member.key in live and member.reduces]
-        or [member.key for member in begin.members if member.key in live and member.addresses]
-        or live
-    )
+    here = [member for member in begin.members if member.key in live]
+    reducers = [m.key for m in here if m.reduces] or [m.key for m in here if m.addresses] or live
     owners = [m.key for i, m in enumerate(begin.members) for _ in range(begin.starts[i], begin.starts[i + 1])]
     original = list(owners)
     followed = max((h.repair for h in haves.values() if h.repair), key=lambda r: r.ballot, default=None)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 
 from blake3 import blake3
 
@@ -18,11 +17,16 @@ from shoal.swarm.protocol.tip import Ballot
 WINDOW = 4
 
 
-class RuleBroken(Exception):
+class RuleBroken(Refused):
     """What a member sent does not belong there; the text says why."""
 
 
-@dataclass
+def require(is_obeyed: bool, rule: str) -> None:
+    """Raises RuleBroken if that rule is not obeyed; the text says how it is broken."""
+    if not is_obeyed:
+        raise RuleBroken(rule)
+
+
 class Book:
     """The chunks of a round, as one member knows them.
 
@@ -30,38 +34,44 @@ class Book:
         me: the member's key.
         begin: the round.
         chunks: its chunk table.
+
+    Attributes:
+        keys: the members, in their order.
+        weights: what the parts of each member weigh.
+        receives: whether each member contributes and receives the average.
+        owners: who reduces each chunk.
+        digests: of the averaged chunks; b"" while one is missing.
+        missing: the chunks whose averages are missing.
+        parts: of each of my chunks, whose part has come.
+        out: members that have left the round.
+        plan: the ballot under which `owners` stands.
     """
 
-    me: bytes
-    begin: Begin
-    chunks: list[ChunkSpan]
-    owners: list[bytes] = field(init=False)
-    digests: list[bytes] = field(init=False)  # of the averaged chunks; b"" while missing
-    out: dict[bytes, None] = field(default_factory=dict)
-    parts: dict[int, dict[bytes, None]] = field(default_factory=dict)  # of my chunks: whose part has come
-    missing: int = field(init=False)
-    plan: Ballot = field(init=False)  # under which `owners` stands
-    _reduced: dict[int, None] = field(default_factory=dict)
-    _weighed: dict[bytes, float] = field(default_factory=dict)  # what a member's parts weigh, once one has come
-
-    def __post_init__(self) -> None:
-        begin = self.begin
-        self.plan = begin.ballot
+    def __init__(self, me: bytes, begin: Begin, chunks: list[ChunkSpan]) -> None:
+        self.me, self.begin, self.chunks, self.plan = me, begin, chunks, begin.ballot
         self.keys = [member.key for member in begin.members]
         self.weights = dict(zip(self.keys, begin.weights, strict=True))
         self.receives = {m.key: m.contributes for m in begin.members}
-        if self.me not in self.receives:  # it missed the round, and fetches the result
-            self.receives[self.me], self.weights[self.me] = True, 0.0
+        if me not in self.receives:  # it missed the round, and fetches the result
+            self.receives[me], self.weights[me] = True, 0.0
         self.owners = [key for i, key in enumerate(self.keys) for _ in range(begin.starts[i], begin.starts[i + 1])]
-        self.digests = [b""] * len(self.chunks)
-        self.missing = len(self.chunks) if self.receives[self.me] else 0
-        self._queues: dict[bytes, deque[int]] = {}
-        self._under_way: dict[bytes, int] = {}
+        self.digests = [b""] * len(chunks)
+        self.missing = set(range(len(chunks))) if self.receives[me] else set()
+        self.parts: dict[int, dict[bytes, None]] = {}
+        self.out: dict[bytes, None] = {}
+        self._reduced: dict[int, None] = {}
+        self._weighed: dict[bytes, float] = {}  # what a member's parts weigh, once one has come
+        self._queues: defaultdict[bytes, deque[int]] = defaultdict(deque)  # parts that are not sent yet, by reducer
+        self._under_way: Counter[bytes] = Counter()
         for chunk, owner in enumerate(self.owners):
-            if owner == self.me:
-                self.parts[chunk] = {}
-            elif self.receives[self.me]:
-                self._queues.setdefault(owner, deque()).append(chunk)
+            self._assign(chunk, owner)
+
+    def _assign(self, chunk: int, owner: bytes) -> None:
+        self.owners[chunk] = owner
+        if owner == self.me:
+            self.parts[chunk] = {}
+        elif self.receives[self.me]:
+            self._queues[owner].append(chunk)
 
     # -- as a sender
 
@@ -73,12 +83,11 @@ class Book:
         order = [key for key in self.keys[mine:] + self.keys[:mine] if self._queues.get(key)]
         while order:
             for owner in list(order):
-                if not self._queues[owner] or self._under_way.get(owner, 0) >= WINDOW:
+                if not self._queues[owner] or self._under_way[owner] >= WINDOW:
                     order.remove(owner)
                     continue
-                chunk = self._queues[owner].popleft()
-                self._under_way[owner] = self._under_way.get(owner, 0) + 1
-                parts.append((owner, chunk))
+                self._under_way[owner] += 1
+                parts.append((owner, self._queues[owner].popleft()))
         return parts
 
     def result_arrived(self, sender: bytes, chunk: int, plan: Ballot) -> bool:
@@ -86,7 +95,7 @@ class Book:
         the chunk is not the sender's to reduce."""
         if chunk >= len(self.chunks):
             raise RuleBroken(f"a result of chunk {chunk}; the round has {len(self.chunks)}")
-        self._under_way[sender] = max(0, self._under_way.get(sender, 0) - 1)
+        self._under_way[sender] = max(0, self._under_way[sender] - 1)
         if self.owners[chunk] != sender:
             if plan < self.plan:
                 return False  # on its way when the chunk was given to another
@@ -95,8 +104,7 @@ class Book:
 
     def received(self, chunk: int, digest: bytes) -> None:
         """The average of `chunk` is in place."""
-        if not self.digests[chunk]:
-            self.missing -= 1
+        self.missing.discard(chunk)
         self.digests[chunk] = digest
 
     # -- as a reducer
@@ -124,14 +132,13 @@ class Book:
 
     def is_ready(self, chunk: int) -> bool:
         """Whether my chunk can be reduced: the parts of all remaining members have arrived."""
-        return (
-            chunk in self.parts
-            and chunk not in self._reduced
-            and all(key in self.parts[chunk] for key in self.keys if self._owes_part(key))
-        )
+        return chunk in self.parts and chunk not in self._reduced and not any(self._lacking(chunk))
 
-    def _owes_part(self, key: bytes) -> bool:
-        return key != self.me and key not in self.out and self.receives[key]
+    def _lacking(self, chunk: int) -> Iterator[bytes]:
+        """The remaining members whose parts of my chunk are missing."""
+        came = self.parts[chunk]
+        owing = (key for key in self.keys if key != self.me and key not in self.out and self.receives[key])
+        return (key for key in owing if key not in came)
 
     def reduced(self, chunk: int) -> None:
         """I have averaged one of my chunks."""
@@ -139,23 +146,13 @@ class Book:
 
     def waiting_for(self) -> dict[bytes, None]:
         """The members that hold up a chunk which I reduce: their parts are missing."""
-        late: dict[bytes, None] = {}
-        for chunk, came in self.parts.items():
-            if chunk not in self._reduced:
-                late.update((key, None) for key in self.keys if self._owes_part(key) and key not in came)
-        return late
+        unreduced = (chunk for chunk in self.parts if chunk not in self._reduced)
+        return {key: None for chunk in unreduced for key in self._lacking(chunk)}
 
     @property
     def awaited(self) -> dict[int, bytes]:
         """The chunks whose averages are missing, and the other members that send them."""
-        if not self.receives[self.me]:
-            return {}
-        pairs = enumerate(zip(self.owners, self.digests, strict=True))
-        return {chunk: owner for chunk, (owner, digest) in pairs if not digest and owner != self.me}
-
-    def owed_results(self) -> dict[bytes, None]:
-        """The reducers whose results are missing."""
-        return dict.fromkeys(self.awaited.values())
+        return {chunk: self.owners[chunk] for chunk in sorted(self.missing) if self.owners[chunk] != self.me}
 
     # -- when somebody leaves
 
@@ -168,35 +165,25 @@ class Book:
         return [chunk for chunk in self.parts if self.is_ready(chunk)]
 
     def repair(self, repair: Repair) -> tuple[list[Source], list[int]]:
-        """Follow a repair. Returns the chunks to fetch, and my new chunks that can be reduced now."""
+        """Follow a repair of chunks that exist. Returns those to fetch, and my new ones that can be reduced now."""
         fetches = []
-        for source in repair.sources:
-            if source.chunk >= len(self.chunks):
-                raise RuleBroken(f"a repair of chunk {source.chunk}; the round has {len(self.chunks)}")
         self.plan = repair.ballot
         for source in repair.sources:
             chunk, owner = source.chunk, source.owner
             if source.digest:
                 self.owners[chunk] = owner
                 if self.digests[chunk] != source.digest and self.receives[self.me]:
-                    if self.digests[chunk]:
-                        self.digests[chunk] = b""
-                        self.missing += 1
+                    self.digests[chunk] = b""
+                    self.missing.add(chunk)
                     fetches.append(source)
             elif self.owners[chunk] != owner:
-                self.owners[chunk] = owner
-                if owner == self.me:
-                    self.parts[chunk] = {}
-                elif self.receives[self.me]:
-                    self._queues.setdefault(owner, deque()).append(chunk)
+                self._assign(chunk, owner)
         return fetches, [chunk for chunk in self.parts if self.is_ready(chunk)]
 
     @property
     def complete(self) -> bool:
         """Whether this member has every average, or, if it receives none, has reduced all of its chunks."""
-        if not self.receives[self.me]:
-            return len(self._reduced) == len(self.parts)
-        return not self.missing
+        return not self.missing if self.receives[self.me] else len(self._reduced) == len(self.parts)
 
     def root(self) -> bytes:
         """The digest of all chunk digests, 32 bytes; b"" of a member that does not receive the result."""
@@ -205,15 +192,13 @@ class Book:
 
 def check_begin(begin: Begin) -> None:
     """Raises RuleBroken, with the reason, for a BEGIN that contradicts itself: nothing opens one unchecked."""
-    if not begin.members:
-        raise RuleBroken("BEGIN without members")
-    if not len(begin.members) == len(begin.weights) == len(begin.machines) == len(begin.states):
-        raise RuleBroken("BEGIN with lists of unequal length")
-    keys = [member.key for member in begin.members]
-    if keys != sorted(set(keys)):
-        raise RuleBroken("BEGIN with members out of order")
-    if len(begin.starts) != len(keys) + 1 or begin.starts[0] != 0 or list(begin.starts) != sorted(begin.starts):
-        raise RuleBroken("BEGIN with a plan that does not divide the chunks")
+    keys, starts = [member.key for member in begin.members], list(begin.starts)
+    lengths = {len(keys), len(begin.weights), len(begin.machines), len(begin.states)}
+    require(bool(keys), "BEGIN without members")
+    require(len(lengths) == 1, "BEGIN with lists of unequal length")
+    require(keys == sorted(set(keys)), "BEGIN with members out of order")
+    divides = len(starts) == len(keys) + 1 and starts[0] == 0 and starts == sorted(starts)
+    require(divides, "BEGIN with a plan that does not divide the chunks")
 
 
 def root_of(digests: Iterable[bytes]) -> bytes:
@@ -234,10 +219,10 @@ class EarlyChunks:
         self._kept: list[Chunk] = []
 
     def keep(self, peer: bytes, message: Part | Result, buffers: Sequence[memoryview]) -> None:
-        """Raises Refused if they are too many, or too large."""
+        """Raises RuleBroken if they are too many, or too large."""
         nbytes = sum(buffer.nbytes for _, _, held in [*self._kept, (peer, message, buffers)] for buffer in held)
-        if sum(sender == peer for sender, _, _ in self._kept) >= MAX_EARLY or nbytes > MAX_EARLY_BYTES:
-            raise Refused("too many chunks by a plan that this peer does not have")
+        fits = sum(sender == peer for sender, _, _ in self._kept) < MAX_EARLY and nbytes <= MAX_EARLY_BYTES
+        require(fits, "too many chunks by a plan that this peer does not have")
         # Copies, since these must not take the memory in which chunks come for as long as that lasts.
         self._kept.append((peer, message, [memoryview(bytearray(buffer)) for buffer in buffers]))
 
@@ -245,7 +230,3 @@ class EarlyChunks:
         """The chunks of that round, in the order in which they came; the others belong nowhere any more."""
         kept, self._kept = self._kept, []
         return [chunk for chunk in kept if chunk[1].round == round_id]
-
-    def clear(self) -> None:
-        """No plan is waited for."""
-        self._kept.clear()

@@ -16,13 +16,16 @@ from shoal.swarm.protocol.messages import MAX_GATHER_BYTES, Begin, Commit, Part,
 from shoal.swarm.protocol.tip import Tip
 
 Fault = Callable[[bytes, str], None]
+Buffers = Sequence[memoryview]
+
+log = logging.getLogger(__name__)
 
 
 class SendTo(Protocol):
     """Sends a chunk to members."""
 
     def __call__(
-        self, keys: Sequence[bytes], message: Part | Result, buffers: Sequence[memoryview] = (), name: bytes = b""
+        self, keys: Sequence[bytes], message: Part | Result, buffers: Buffers = (), name: bytes = b""
     ) -> None: ...
 
 
@@ -42,10 +45,10 @@ class BytesExchange(Protocol):
         """Send the first parts. `weight` is the weight of this member's input. Until `close`, memory of the output
         waits in `leases` for what others send."""
 
-    def part(self, sender: bytes, part: Part, buffers: Sequence[memoryview]) -> None:
+    def part(self, sender: bytes, part: Part, buffers: Buffers) -> None:
         """A member's part of a chunk has arrived. Raises RuleBroken if it does not belong here."""
 
-    def result(self, sender: bytes, result: Result, buffers: Sequence[memoryview]) -> None:
+    def result(self, sender: bytes, result: Result, buffers: Buffers) -> None:
         """The average of a chunk has arrived. Raises RuleBroken if it does not belong here."""
 
     def put_out(self, keys: Sequence[bytes]) -> None:
@@ -107,9 +110,9 @@ class Outcome:
         commit: its COMMIT.
         gathered: what the members brought, by key.
         missed: whether this peer was not in the round, and fetched the result afterwards.
+        join_to_begin_seconds: from the last JOIN to BEGIN; None if this peer did not coordinate.
         matchmaking_seconds: from the call of `average` to BEGIN.
         allreduce_seconds: from BEGIN to COMMIT.
-        join_to_begin_seconds: from the last JOIN to BEGIN; None if this peer did not coordinate.
         bytes_sent, bytes_received: payload bytes of this peer in the round.
     """
 
@@ -117,18 +120,15 @@ class Outcome:
     commit: Commit
     gathered: dict[bytes, bytes]
     missed: bool
-    matchmaking_seconds: float
-    allreduce_seconds: float
     join_to_begin_seconds: float | None
-    bytes_sent: int
-    bytes_received: int
+    matchmaking_seconds: float = 0.0
+    allreduce_seconds: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
     @property
     def coordinator(self) -> PeerID:
         return PeerID(self.begin.ballot.coordinator)
-
-
-log = logging.getLogger(__name__)
 
 
 def encode_gathered(value: Any) -> bytes:
@@ -137,17 +137,23 @@ def encode_gathered(value: Any) -> bytes:
         data = msgspec.msgpack.encode(value)
     except (TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"gather must be plain data that msgpack can write: {error}") from error
-    if len(data) > MAX_GATHER_BYTES:
-        raise ValueError(f"gather takes {len(data)} bytes; at most {MAX_GATHER_BYTES} are allowed")
+    _check_size(data)
     return data
 
 
 def decode_gathered(data: bytes) -> Any:
-    """What `data`, which comes from another peer, says; None for b"". Raises ValueError if it is not plain data."""
+    """What `data`, which comes from another peer, says; None for b"". Raises ValueError if it is not plain data, or
+    takes more than 64 KiB."""
+    _check_size(data)
     try:
         return msgspec.msgpack.decode(data) if data else None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"what it gathers is not plain data in msgpack: {error}") from error
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MAX_GATHER_BYTES:
+        raise ValueError(f"gather takes {len(data)} bytes; at most {MAX_GATHER_BYTES} are allowed")
 
 
 def told(outcome: Outcome) -> dict[PeerID, Any]:

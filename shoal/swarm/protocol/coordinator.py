@@ -18,7 +18,7 @@ possible only in a partition, where no member of the one is asked for the other:
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,27 +26,14 @@ from enum import Enum
 import msgspec
 
 from shoal.p2p.transport import MAX_BUFFER_BYTES
-from shoal.swarm.protocol.actions import Send
-from shoal.swarm.protocol.answers import flaw, repaired
-from shoal.swarm.protocol.book import RuleBroken, root_of
-from shoal.swarm.protocol.messages import (
-    Abort,
-    Begin,
-    Broken,
-    Call,
-    Commit,
-    Count,
-    Done,
-    Have,
-    Join,
-    Progress,
-    Repair,
-    Survey,
-)
+from shoal.swarm.protocol import messages as msg
+from shoal.swarm.protocol.actions import Ask, Send
+from shoal.swarm.protocol.answers import check_answer, repaired
+from shoal.swarm.protocol.book import RuleBroken, require, root_of
 from shoal.swarm.protocol.pace import Pace
 from shoal.swarm.protocol.plan import can_divide, chunk_elements, chunk_table, divide
 from shoal.swarm.protocol.rules import Rules
-from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.swarm.protocol.tip import NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member
 
 NOTICE_SECONDS = 0.5  # after which all members have noticed that one is lost
@@ -82,7 +69,7 @@ class _Judgement:
 
 @dataclass
 class Coordinator:
-    """Coordinates the round of one tip. Events in, `Send`s out; time is an argument, in seconds of any clock.
+    """Coordinates the round of one tip. Events in, actions out; time is an argument, in seconds of any clock.
 
     Args:
         me: the key of the peer that runs this.
@@ -104,26 +91,25 @@ class Coordinator:
     veterans: frozenset[bytes] = frozenset()
     phase: Phase = Phase.COUNTING
     expected: dict[bytes, Member] = field(default_factory=dict)  # connected members: BEGIN waits for them
-    joins: dict[bytes, Join] = field(default_factory=dict)
+    joins: dict[bytes, msg.Join] = field(default_factory=dict)
     gathered: dict[bytes, bytes] = field(default_factory=dict)
     late: dict[bytes, None] = field(default_factory=dict)  # members that joined after BEGIN; they wait for the COMMIT
-    counts: dict[bytes, Progress] = field(default_factory=dict)
-    begin: Begin | None = None
-    ballot: Ballot | None = None
+    counts: dict[bytes, msg.Progress] = field(default_factory=dict)
+    begin: msg.Begin | None = None
+    ballot: Ballot = NO_BALLOT
     out: dict[bytes, str] = field(default_factory=dict)  # members put out of the round, and why
     done: dict[bytes, bytes] = field(default_factory=dict)
-    have: dict[bytes, Have] = field(default_factory=dict)
+    have: dict[bytes, msg.Have] = field(default_factory=dict)
     disputed: dict[bytes, bytes] = field(default_factory=dict)  # the digests of DONE, by member, when they differed
     settled: bytes = b""  # the digest of the result, once every member has every chunk in some version
-    commit: Commit | None = None
-    deadline: float | None = None  # of the phase
+    deadline: float = math.inf  # of the phase
     wait_until: dict[bytes, float] = field(default_factory=dict)  # how long members that joined want to wait
     took_over: bool = False
     reminded: bool = False  # whether members that have not joined were called once more
     pace: Pace = field(init=False)
     complaints: dict[bytes, dict[bytes, str]] = field(default_factory=dict)  # of each member: of whom, and why
-    refused_repairs: dict[bytes, int] = field(default_factory=dict)  # how many, by member
-    signs_of: dict[bytes, int] = field(default_factory=dict)  # how often each member has seen the round make progress
+    refused_repairs: Counter[bytes] = field(default_factory=Counter)  # how many, by member
+    signs_of: Counter[bytes] = field(default_factory=Counter)  # how often each member has seen the round make progress
     last_join_at: float | None = None
     join_to_begin: float | None = None  # seconds from the last JOIN to BEGIN
     _judgements: deque[_Judgement] = field(default_factory=deque)  # the next one first
@@ -132,12 +118,10 @@ class Coordinator:
         self.pace = Pace(math.inf if self.rules.target_samples is None else self.rules.target_samples)
 
     @classmethod
-    def successor(cls, me: bytes, begin: Begin, attempt: int, lost: Iterable[bytes], rules: Rules) -> Coordinator:
+    def successor(cls, me: bytes, begin: msg.Begin, attempt: int, lost: Iterable[bytes], rules: Rules) -> Coordinator:
         """The coordinator that takes over the round of a lost one. Call `start_survey` first."""
-        coordinator = cls(me, begin.tip, rules, phase=Phase.SURVEYING, begin=begin, took_over=True)
-        coordinator.ballot = Ballot(attempt, me)
-        coordinator.out = dict.fromkeys(lost, "lost")
-        return coordinator
+        out, ballot = dict.fromkeys(lost, "lost"), Ballot(attempt, me)
+        return cls(me, begin.tip, rules, phase=Phase.SURVEYING, begin=begin, ballot=ballot, out=out, took_over=True)
 
     # -- before BEGIN
 
@@ -151,60 +135,49 @@ class Coordinator:
         """Whether members can still join and leave."""
         return self.phase in (Phase.COUNTING, Phase.GATHERING)
 
-    def expect(self, members: Iterable[Member], now: float) -> list[Send]:
+    def expect(self, members: Iterable[Member], now: float) -> list[Send | Ask]:
         """Exactly these members are connected now."""
         self.expected = {member.key: member for member in members}
-        gone = [key for key in (*self.joins, *self.counts) if key not in self.expected and key != self.me]
         if self.is_before_begin:
-            for key in gone:
+            for key in {**self.joins, **self.counts}.keys() - self.expected.keys() - {self.me}:
                 self._forget_join(key)
                 self.counts.pop(key, None)
                 self.pace.lost(key)
         return self.tick(now)
 
-    def progress(self, key: bytes, report: Progress, now: float) -> tuple[Count, list[Send]]:
+    def progress(self, key: bytes, report: msg.Progress, now: float) -> tuple[msg.Count, list[Send | Ask]]:
         """A member reports its samples. Returns the answer, and what else to send. Only reported samples call the
         round, never estimates."""
-        before = self.counts.get(key)
+        before, target = self.counts.get(key), self.rules.target_samples
         if report.counted:
             self.counts[key] = msgspec.structs.replace(report, asks=False)
         samples = sum(count.samples for count in self.counts.values())
-        actions: list[Send] = []
-        target = self.rules.target_samples
-        if self.phase is Phase.COUNTING and target is not None and samples >= target:
-            actions = self._gather(now + self.rules.matchmaking_time)
+        is_due = self.phase is Phase.COUNTING and target is not None and samples >= target
+        actions = self._gather(now + self.rules.matchmaking_time) if is_due else []
         rate = sum(count.rate for count in self.counts.values())
-        called = self.phase is not Phase.COUNTING
-        wait = 0.0
+        called, wait = self.phase is not Phase.COUNTING, 0.0
         if report.counted and (report.asks or self.counts[key] != before):  # else it repeats an earlier report
             wait = self.pace.reported(key, report.samples, report.step, report.seconds, report.asks and not called, now)
         others = self.pace.under_way(but=key)
-        return Count(self.tip, samples, rate, len(self.counts), called, others, wait), actions
+        return msg.Count(self.tip, samples, rate, len(self.counts), called, others, wait), actions
 
-    def join(self, key: bytes, join: Join, gathered: bytes, now: float) -> list[Send]:
+    def join(self, key: bytes, join: msg.Join, gathered: bytes, now: float) -> list[Send | Ask]:
         """A member's input is ready. It may join again (after a lost answer); the last JOIN counts. Raises RuleBroken
         if the members gather more than fits BEGIN."""
         if not self.is_before_begin:
             self.late[key] = None
-            return self._regroup() if self._is_too_small() else []
+            return self._regroup()
         others = sum(len(data) for other, data in self.gathered.items() if other != key)
-        if others + len(gathered) > MAX_GATHERED_BYTES:
-            raise RuleBroken(
-                f"gather takes {len(gathered)} bytes, and that of the others {others}; at most {MAX_GATHERED_BYTES} "
-                f"are allowed in a round"
-            )
-        self.joins[key] = join
-        self.gathered[key] = gathered
+        taken = f"gather takes {len(gathered)} bytes, that of the others {others}; all may take {MAX_GATHERED_BYTES}"
+        require(others + len(gathered) <= MAX_GATHERED_BYTES, taken)
+        self.joins[key], self.gathered[key], self.wait_until[key] = join, gathered, now + join.patience
         self.last_join_at = now
-        actions: list[Send] = []
-        self.wait_until[key] = now + join.patience
         if self.phase is Phase.COUNTING:
-            actions = self._gather(now + join.patience)
-        else:
-            self._follow_the_first()  # its JOIN may have changed
-        return actions + self.tick(now)
+            return self._gather(now + join.patience) + self.tick(now)
+        self._follow_the_first()  # its JOIN may have changed
+        return self.tick(now)
 
-    def unjoin(self, key: bytes, now: float) -> list[Send]:
+    def unjoin(self, key: bytes, now: float) -> list[Send | Ask]:
         """A member withdraws its JOIN."""
         self.late.pop(key, None)
         if self.phase is not Phase.GATHERING:
@@ -214,71 +187,63 @@ class Coordinator:
         return self.tick(now)
 
     def _forget_join(self, key: bytes) -> None:
-        self.joins.pop(key, None)
-        self.gathered.pop(key, None)
-        self.wait_until.pop(key, None)
+        for of_members in (self.joins, self.gathered, self.wait_until):
+            of_members.pop(key, None)
 
     def _follow_the_first(self) -> None:
         """Where samples are not counted, the first member that joined says how long all wait."""
-        if self.rules.target_samples is not None:
-            return
-        if not self.wait_until:
-            self.phase, self.deadline, self.reminded = Phase.COUNTING, None, False
-            return
-        if not self.reminded:
+        if self.rules.target_samples is None and not self.wait_until:
+            self.phase, self.deadline, self.reminded = Phase.COUNTING, math.inf, False
+        elif self.rules.target_samples is None and not self.reminded:
             self.deadline = next(iter(self.wait_until.values()))
 
-    def _gather(self, deadline: float) -> list[Send]:
+    def _gather(self, deadline: float) -> list[Send | Ask]:
         self.phase, self.deadline = Phase.GATHERING, deadline
-        return [Send(tuple(self.expected), Call(self.tip))]
+        return [Send(tuple(self.expected), msg.Call(self.tip))]
 
-    def tick(self, now: float) -> list[Send]:
+    def tick(self, now: float) -> list[Send | Ask]:
         """Do what is due at `now`; to be called at `wake_at` and after every event."""
         if self._judgements and self._judgements[0].at <= now:
             return self._judge(self._judgements.popleft(), now)
-        if self.phase is Phase.GATHERING and self._may_begin(now):
+        if self.phase is Phase.GATHERING and now >= self._begins_at():
             missing = tuple(key for key in self.expected if key not in self.joins and self._waits_for(key))
             if missing and not self._is_full() and not self.reminded:
                 # They may be in a round of another coordinator, or past one: without them there could be two results.
                 self.reminded, self.deadline = True, now + REMINDER_SECONDS
-                return [Send(missing, Call(self.tip))]
+                return [Send(missing, msg.Call(self.tip))]
             return self._begin(now)
-        if self.phase in (Phase.RUNNING, Phase.SURVEYING) and self.deadline is not None and now >= self.deadline:
-            return self.abort(f"the round has not got on for {self._round_timeout:g} s")
+        if self._is_running and now >= self.deadline:
+            return self.abort(f"the round has not got on for {self._round.timeout:g} s")
         return []
 
-    def postpone(self, now: float) -> list[Send]:
-        """A member that was called is in a round of another coordinator: wait until that ends, then call again."""
-        if self.phase is Phase.GATHERING:
-            self.deadline, self.reminded = now + REMINDER_SECONDS, False
-        return []
-
-    def wait(self, now: float) -> list[Send]:
+    def wait(self, now: float) -> None:
         """A member's user lets the others wait, so the time of the round starts again. Not where samples are counted:
         users do not control rounds there."""
-        return self.gets_on(now) if self.rules.target_samples is None else []
+        if self.rules.target_samples is None:
+            self._gets_on(now)
 
-    def gets_on(self, now: float) -> list[Send]:
-        """A member has seen the round make progress, so its time starts again."""
-        if self.phase in (Phase.RUNNING, Phase.SURVEYING):
-            self.deadline = now + self._round_timeout
-        return []
+    def _gets_on(self, now: float) -> None:
+        if self._is_running:
+            self.deadline = now + self._round.timeout
 
     def wake_at(self) -> float | None:
         """When `tick` is due if nothing else happens; None if never."""
-        times = [self._judgements[0].at] if self._judgements else []
-        deadline = self._wake_at()
-        return min([*times, deadline]) if deadline is not None else min(times, default=None)
+        times = [judgement.at for judgement in self._judgements]
+        if self.phase is Phase.GATHERING or self._is_running:
+            times.append(self.deadline if self._is_running else self._begins_at())
+        return min((time for time in times if time < math.inf), default=None)
 
-    def _wake_at(self) -> float | None:
-        if self.phase is Phase.GATHERING and self.deadline is not None:
-            if not self._are_enough():
-                return None  # the next JOIN decides
-            return min(self.deadline, self._settled()) if self._all_joined() else self.deadline
-        return self.deadline if self.phase in (Phase.RUNNING, Phase.SURVEYING) else None
-
-    def _all_joined(self) -> bool:
-        return all(key in self.joins for key in self.expected if self._waits_for(key))
+    def _begins_at(self) -> float:
+        """When the round begins if nobody else joins or leaves; infinity if it cannot begin."""
+        if not self._are_enough():
+            return math.inf
+        if self._is_full():
+            return -math.inf
+        if any(self._waits_for(key) and key not in self.joins for key in self.expected):
+            return self.deadline
+        # Until then some members may not have been found yet.
+        all_are_here = all(key in self.joins for key in self.expected)
+        return min(self.deadline, self.settled_at if all_are_here else max(self.settled_at, self.all_until))
 
     def _waits_for(self, key: bytes) -> bool:
         return self.rules.target_samples is None or key in self.counts or key in self.veterans
@@ -286,8 +251,8 @@ class Coordinator:
     def _are_enough(self) -> bool:
         """Whether the members that joined can make a round: they are enough, and one of them can reduce."""
         chosen = [self.joins[key].sender for key in self._chosen()]
-        counted = chosen if self.rules.target_samples is None else [sender for sender in chosen if sender.contributes]
-        return len(counted) >= max(1, self.rules.min_group) and can_divide(chosen)
+        count = sum(self.rules.target_samples is None or sender.contributes for sender in chosen)
+        return count >= max(1, self.rules.min_group) and can_divide(chosen)
 
     def _chosen(self) -> list[bytes]:
         """The first members that joined, as many as a group may have, with one that can reduce if there is any."""
@@ -297,17 +262,7 @@ class Coordinator:
     def _is_full(self) -> bool:
         return self.rules.target_group is not None and len(self.joins) >= self.rules.target_group
 
-    def _may_begin(self, now: float) -> bool:
-        if not self._are_enough() or self.deadline is None:
-            return False
-        return self._is_full() or now >= self.deadline or (now >= self._settled() and self._all_joined())
-
-    def _settled(self) -> float:
-        """The time after which BEGIN does not wait for members that may not have been found yet."""
-        here = all(key in self.joins for key in self.expected)
-        return self.settled_at if here else max(self.settled_at, self.all_until)
-
-    def _begin(self, now: float) -> list[Send]:
+    def _begin(self, now: float) -> list[Send | Ask]:
         chosen = self._chosen()
         self.late = dict.fromkeys(key for key in self.joins if key not in chosen)
         members = tuple(self.joins[key].sender for key in sorted(chosen))
@@ -316,9 +271,8 @@ class Coordinator:
         with_state = self.rules.averages_state(self.tip.epoch, joins)
         sizes = self.rules.vector(self.tip.epoch, with_state)
         elements = chunk_elements(sum(sizes), reducers, self.rules.chunk_elements)
-        starts = divide(len(chunk_table(sizes, elements)), members, self.rules.smallest_span / elements)
         self.ballot = Ballot(1 + max(join.attempt for join in joins), self.me)
-        self.begin = Begin(
+        self.begin = msg.Begin(
             tip=self.tip,
             ballot=self.ballot,
             members=members,
@@ -326,50 +280,46 @@ class Coordinator:
             machines=tuple(join.machine for join in joins),
             states=tuple(join.state for join in joins),
             chunk_elements=elements,
-            starts=starts,
+            starts=divide(len(chunk_table(sizes, elements)), members, self.rules.smallest_span / elements),
             with_state=with_state,
             timeout=self.rules.round_timeout,
             options=self.rules.options(joins),
         )
-        self.phase = Phase.RUNNING
-        self.deadline = now + self.rules.round_timeout
+        self.phase, self.deadline = Phase.RUNNING, now + self.rules.round_timeout
         self.join_to_begin = None if self.last_join_at is None else now - self.last_join_at
         return [Send(tuple(member.key for member in members), self.begin, [self.gathered_of_all()])]
 
     def gathered_of_all(self) -> bytes:
         """What the members of the round want to tell each other, as one buffer."""
-        assert self.begin is not None
-        return msgspec.msgpack.encode({m.key: self.gathered.get(m.key, b"") for m in self.begin.members})
+        return msgspec.msgpack.encode({m.key: self.gathered.get(m.key, b"") for m in self._round.members})
 
     # -- after BEGIN
+
+    @property
+    def _round(self) -> msg.Begin:
+        """The round that was begun, by this peer or by the one whose round it took over."""
+        assert self.begin is not None
+        return self.begin
+
+    @property
+    def _is_running(self) -> bool:
+        return self.phase in (Phase.RUNNING, Phase.SURVEYING)
 
     def is_of(self, round_id: bytes) -> bool:
         """Whether this coordinates the round of that name."""
         return self.begin is not None and self.begin.round == round_id
 
-    @property
-    def watched(self) -> list[bytes]:
-        """The members that this round waits for, or may wait for."""
-        return self.live() if self.begin is not None else list(self.expected)
+    def saw(self, key: bytes, signs: int, now: float) -> None:
+        """A member has seen the round make progress so often: the time of the round starts again if that is news."""
+        if self.begin is not None and signs > self.signs_of[key]:
+            self.signs_of[key] = signs
+            self._gets_on(now)
 
-    @property
-    def signs(self) -> int:
-        """How often the members together have seen the round make progress."""
-        return sum(self.signs_of.values())
-
-    def saw(self, key: bytes, signs: int, now: float) -> list[Send]:
-        """A member has seen the round make progress so often."""
-        if self.begin is None or signs <= self.signs_of.get(key, 0):
-            return []
-        self.signs_of[key] = signs
-        return self.gets_on(now)
-
-    def broken(self, key: bytes, broken: Broken, reachable: bool, now: float) -> list[Send]:
+    def broken(self, key: bytes, broken: msg.Broken, reachable: bool, now: float) -> list[Send | Ask]:
         """A member cannot go on with another. The other is put out at once if it broke a rule, if it is not `reachable`
         from here either, or if it speaks of itself; else the two are judged. Raises RuleBroken for a complaint of a
         peer that is not in the round."""
-        if key not in self.live():
-            raise RuleBroken("only a member of the round can complain of another")
+        require(key in self.live(), "only a member of the round can complain of another")
         if broken.fault or broken.peer == key or not reachable:
             return self.put_out(broken.peer, broken.reason, now)
         complaints = self.complaints.setdefault(key, {})
@@ -378,7 +328,7 @@ class Coordinator:
             self._judgements.append(_Judgement(now + NOTICE_SECONDS, key, broken.peer, False))
         return []
 
-    def _judge(self, judgement: _Judgement, now: float) -> list[Send]:
+    def _judge(self, judgement: _Judgement, now: float) -> list[Send | Ask]:
         """Of two members that cannot reach each other, put out the one that complains of several, else the other."""
         complainer, other, live = judgement.complainer, judgement.other, self.live()
         if self.over or complainer not in live or other not in live:
@@ -390,77 +340,65 @@ class Coordinator:
         key = other if len([k for k in reasons if k in live]) == 1 else complainer
         return self.put_out(key, reasons[other], now)
 
-    def not_surveyed(self, key: bytes, ballot: Ballot, reason: str, now: float) -> list[Send]:
-        """A member has not answered the survey of `ballot`."""
-        return self.put_out(key, reason, now) if self.ballot == ballot else []
-
-    def not_repaired(self, key: bytes, ballot: Ballot, reason: str, now: float) -> list[Send]:
-        """A member does not follow the repair of `ballot`."""
-        if self.ballot != ballot or self.phase is not Phase.RUNNING:
+    def unanswered(self, key: bytes, request: msg.Survey | msg.Repair, reason: str, now: float) -> list[Send | Ask]:
+        """A member has not answered a survey in time, or does not follow a repair."""
+        if self.ballot != request.ballot:
             return []
-        self.refused_repairs[key] = self.refused_repairs.get(key, 0) + 1
+        if isinstance(request, msg.Survey):
+            return self.put_out(key, f"no answer to a survey: {reason}", now)
+        if self.phase is not Phase.RUNNING:
+            return []
+        self.refused_repairs[key] += 1
         if self.refused_repairs[key] > MAX_REFUSED_REPAIRS:
             return self.put_out(key, f"it does not follow repairs: {reason}", now)
         return self.start_survey(now)  # it may follow a higher ballot, or have a commit: a survey tells
 
-    def elsewhere(self, key: bytes, now: float) -> list[Send]:
+    def elsewhere(self, key: bytes, now: float) -> list[Send | Ask]:
         """A member that was called is in a round of another coordinator. To go on without it might give this tip two
         results, so this round waits or, if it has begun, ends."""
-        if self.begin is None:
-            return self.postpone(now)
-        if not self.over and key in self.live():
+        if self.phase is Phase.GATHERING:
+            self.deadline, self.reminded = now + REMINDER_SECONDS, False  # then it is called again
+        if self._is_running and key in self.live():
             return self.abort("a member is in a round of another coordinator")
         return []
-
-    @property
-    def _round_timeout(self) -> float:
-        """The time-out in the round's BEGIN, which another peer may have sent."""
-        assert self.begin is not None
-        return self.begin.timeout
 
     def live(self) -> list[bytes]:
         """The keys of the members of the round that are not out, in member order."""
         return [] if self.begin is None else [m.key for m in self.begin.members if m.key not in self.out]
 
-    def put_out(self, key: bytes, reason: str, now: float) -> list[Send]:
+    def put_out(self, key: bytes, reason: str, now: float) -> list[Send | Ask]:
         """A member was lost or broke a rule: continue without it."""
         if self.is_before_begin:
             return self.expect([m for m in self.expected.values() if m.key != key], now)
-        if self.phase in (Phase.COMMITTED, Phase.ABORTED) or key not in self.live():
+        if self.over or key not in self.live():
             return []
-        assert self.begin is not None
         self.out[key] = reason
-        told = [Send((key,), Abort(self.begin.round, reason[:256]))]
-        return told + (self._regroup() if self._is_too_small() else self.start_survey(now))
+        told = [Send((key,), msg.Abort(self._round.round, reason[:256]))]
+        return told + (self._regroup() or self.start_survey(now))
 
-    def _is_too_small(self) -> bool:
-        """Whether so many members have left (they cancelled their steps, for example) that the group is too small,
-        while others wait that could replace them."""
-        if self.phase not in (Phase.RUNNING, Phase.SURVEYING) or self.rules.target_samples is not None:
-            return False
-        return bool(self.late) and len(self.live()) < self.rules.min_group
-
-    def _regroup(self) -> list[Send]:
+    def _regroup(self) -> list[Send | Ask]:
+        """End the round if so many members have left (they cancelled their steps, for example) that the group is too
+        small, while others wait that could replace them."""
+        is_too_small = len(self.live()) < self.rules.min_group and self.rules.target_samples is None
+        if not (self._is_running and self.late and is_too_small):
+            return []
         return self.abort(f"fewer than {self.rules.min_group} members are left, and others wait: join again")
 
-    def start_survey(self, now: float) -> list[Send]:
+    def start_survey(self, now: float) -> list[Send | Ask]:
         """Ask the remaining members what they hold, under a new ballot."""
-        assert self.begin is not None
-        assert self.ballot is not None
         if not self.live():
             return self.abort("no member is left")
         self.phase = Phase.SURVEYING
-        self.deadline = self.deadline or now + self._round_timeout
+        self.deadline = min(self.deadline, now + self._round.timeout)
         self.ballot = Ballot(self.ballot.number + 1, self.me)
         self.have, self.done = {}, {}
-        begin = self.begin if self.took_over else None
-        buffers = [self.gathered_of_all()] if self.took_over else []
-        survey = Survey(self.tip, self.begin.round, self.ballot, tuple(self.out), begin)
-        return [Send(tuple(self.live()), survey, buffers)]
+        begin, buffers = (self.begin, [self.gathered_of_all()]) if self.took_over else (None, [])
+        survey = msg.Survey(self.tip, self._round.round, self.ballot, tuple(self.out), begin)
+        return [Ask(tuple(self.live()), survey, buffers)]
 
-    def outbid(self, ballot: Ballot, reachable: bool, now: float) -> list[Send]:
+    def outbid(self, ballot: Ballot, reachable: bool, now: float) -> list[Send | Ask]:
         """A member follows a higher ballot: give way to its holder if that is `reachable`, else bid higher."""
-        if self.phase is not Phase.SURVEYING or self.ballot is None or ballot <= self.ballot:
+        if self.phase is not Phase.SURVEYING or ballot <= self.ballot:
             return []
         if reachable:
             self.phase = Phase.ABORTED
@@ -468,17 +406,17 @@ class Coordinator:
         self.ballot = Ballot(ballot.number, self.me)
         return self.start_survey(now)
 
-    def surveyed(self, key: bytes, ballot: Ballot, have: Have, now: float) -> list[Send]:
+    def surveyed(self, key: bytes, ballot: Ballot, have: msg.Have, now: float) -> list[Send | Ask]:
         """A member's answer to the survey of `ballot`."""
         if self.phase is not Phase.SURVEYING or ballot != self.ballot or key not in self.live():
             return []
-        assert self.begin is not None
-        if have.commit is not None and (have.commit.tip, have.commit.round) == (self.tip, self.begin.round):
+        if have.commit is not None and (have.commit.tip, have.commit.round) == (self.tip, self._round.round):
             return self._commit(have.commit)
-        member = next(member for member in self.begin.members if member.key == key)
-        wrong = flaw(self.begin, ballot, member, have, self.disputed.get(key))
-        if wrong is not None:
-            return self.put_out(key, wrong, now)
+        member = next(member for member in self._round.members if member.key == key)
+        try:
+            check_answer(self._round, ballot, member, have, self.disputed.get(key))
+        except RuleBroken as error:
+            return self.put_out(key, str(error), now)
         self.have[key] = have
         if len(self.have) < len(self.live()):
             return []
@@ -488,16 +426,14 @@ class Coordinator:
         if unknown:
             self.out.update((other, "put out by an earlier coordinator") for other in unknown)
             return self.start_survey(now)
-        self.phase = Phase.RUNNING
-        self.disputed = {}
-        sources, self.settled = repaired(self.begin, live, self.have)
-        return [Send(tuple(live), Repair(self.begin.round, self.ballot, sources))]
+        self.phase, self.disputed = Phase.RUNNING, {}
+        sources, self.settled = repaired(self._round, live, self.have)
+        return [Ask(tuple(live), msg.Repair(self._round.round, ballot, sources))]
 
-    def finished(self, key: bytes, done: Done, view: Collection[Member], now: float) -> list[Send]:
+    def finished(self, key: bytes, done: msg.Done, view: Collection[Member], now: float) -> list[Send | Ask]:
         """A member has all chunks. `view` are the members that the next round expects."""
         if self.phase is not Phase.RUNNING or done.ballot != self.ballot or key not in self.live():
             return []
-        assert self.begin is not None
         if done.root and self.settled and done.root != self.settled:
             # Without this, a member that never follows a repair would make the others repair for ever.
             return self.put_out(key, "it is done with another result than the repair makes", now)
@@ -509,20 +445,17 @@ class Coordinator:
             self.disputed = self.done
             return self.start_survey(now)
         root = roots.pop() if roots else root_of(())  # all members are auxiliary, and average nothing
-        samples = sum(self.begin.weights)
-        keys = tuple(member.key for member in self.begin.members)
-        kept = tuple(member for member in view if member.key not in self.out)
-        return self._commit(Commit(self.tip, self.begin.round, root, samples, keys, kept))
+        begin, kept = self._round, tuple(member for member in view if member.key not in self.out)
+        keys = tuple(member.key for member in begin.members)
+        return self._commit(msg.Commit(self.tip, begin.round, root, sum(begin.weights), keys, kept))
 
-    def _commit(self, commit: Commit) -> list[Send]:
+    def _commit(self, commit: msg.Commit) -> list[Send | Ask]:
         self.phase = Phase.COMMITTED
-        self.commit = commit
-        in_round = self.begin.members if self.begin is not None else ()
-        to = dict.fromkeys(member.key for member in (*in_round, *commit.view))
+        to = dict.fromkeys(member.key for member in (*self._round.members, *commit.view))
         return [Send(tuple(to), commit)]
 
-    def abort(self, reason: str) -> list[Send]:
+    def abort(self, reason: str) -> list[Send | Ask]:
         """End the round without a result."""
         self.phase = Phase.ABORTED
         to = tuple(dict.fromkeys([*self.live(), *self.late]))
-        return [Send(to, Abort(self.begin.round, reason[:256]))] if self.begin is not None else []
+        return [Send(to, msg.Abort(self.begin.round, reason[:256]))] if self.begin is not None else []

@@ -57,20 +57,18 @@ def name_of(round_id: bytes, carries: Carries, chunk: int) -> bytes:
 Members = Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 Keys = Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 Round = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-MaybeRound = Annotated[bytes, msgspec.Meta(max_length=16)]  # b"" for none
 Signs = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Start = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS)]
 Chunk = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHUNKS)]
 ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 MaybeDigest = Annotated[bytes, msgspec.Meta(max_length=32)]  # b"" for none
 StepOptions = Annotated[bytes, msgspec.Meta(max_length=MAX_OPTIONS_BYTES)]  # b"" for none
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
-Options = Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=MAX_OPTIONS)]
 
 
 class Terms(msgspec.Struct, array_like=True, frozen=True):
     """What must be equal in a run: options by name, and the hash of the layout of what is averaged."""
 
-    options: Options
+    options: Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=MAX_OPTIONS)]
     schema: Digest
 
     def difference(self, theirs: Terms) -> str | None:
@@ -176,11 +174,9 @@ class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True):
     machines: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     states: Annotated[tuple[MaybeDigest, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     chunk_elements: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_ELEMENTS)]
-    starts: Annotated[
-        tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS)], ...], msgspec.Meta(max_length=MAX_MEMBERS + 1)
-    ]
+    starts: Annotated[tuple[Start, ...], msgspec.Meta(max_length=MAX_MEMBERS + 1)]
     with_state: bool
-    timeout: Seconds
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)]
     options: StepOptions = b""
 
     @property
@@ -299,7 +295,7 @@ class Abort(msgspec.Struct, tag=18, array_like=True, frozen=True):
 class Ping(msgspec.Struct, tag=19, array_like=True, frozen=True):
     """Answered by the reactor itself, so an answer shows that it runs. `round`: in which the sender is, or b""."""
 
-    round: MaybeRound = b""
+    round: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
 
 
 class Pong(msgspec.Struct, tag=20, array_like=True, frozen=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 
 import msgspec
@@ -13,38 +12,13 @@ from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Leases
 from shoal.p2p.node import Reply
+from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Send
-from shoal.swarm.protocol.book import EarlyChunks, RuleBroken, check_begin
-from shoal.swarm.protocol.contribution import BytesExchange, Contribution
+from shoal.swarm.protocol.book import EarlyChunks, RuleBroken, check_begin, require
+from shoal.swarm.protocol.contribution import Buffers, BytesExchange, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
-from shoal.swarm.protocol.messages import (
-    MAX_GATHER_BYTES,
-    Abort,
-    Begin,
-    Broken,
-    Carries,
-    Commit,
-    Committed,
-    Digests,
-    Done,
-    Elsewhere,
-    Fetch,
-    Follows,
-    Have,
-    Join,
-    Part,
-    Ping,
-    Pong,
-    Repair,
-    Result,
-    Survey,
-    Terms,
-    Unjoin,
-    Waiting,
-    name_of,
-)
 from shoal.swarm.protocol.silence import Silence
-from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.swarm.protocol.tip import NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import Member, View
 
 log = logging.getLogger(__name__)
@@ -55,33 +29,12 @@ class State(Enum):
     download to IDLE or WAITING at another."""
 
     IDLE = auto()  # It has no input. → WAITING: `offer`.
-    WAITING = (
-        auto()
-    )  # An input waits, and no JOIN stands. → JOINED: `next_step`. → IN_ROUND: BEGIN. → IDLE: `withdraw`.
+    WAITING = auto()  # No JOIN of its input stands. → JOINED: `next_step`. → IN_ROUND: BEGIN. → IDLE: `withdraw`.
     JOINED = auto()  # → IN_ROUND: BEGIN. → WAITING: its coordinator is lost, declines or resigns. → IDLE: `withdraw`.
     IN_ROUND = auto()  # Chunks pass. → SURVEYED: SURVEY. → COMPLETE: every chunk is here. → WAITING: ABORT.
     SURVEYED = auto()  # It has said what it holds. → IN_ROUND: REPAIR says where missing chunks come from.
     COMPLETE = auto()  # It has said DONE. → SURVEYED: a member was lost, or the digests differ.
     MISSED = auto()  # The round was committed and its result is not here. → WAITING or IDLE: no member can send it.
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The round that an input was for is committed, and its result is here.
-
-    Attributes:
-        exchange: holds the result.
-        commit: of the round.
-        gathered: what the members brought, by key; empty if the result was fetched.
-        missed: whether this peer fetched the result afterwards.
-        began: when the round began here, or the result was asked for.
-    """
-
-    exchange: BytesExchange
-    commit: Commit
-    gathered: dict[bytes, bytes]
-    missed: bool
-    began: float
 
 
 class Participant:
@@ -110,28 +63,29 @@ class Participant:
         made: whether this peer has completed an epoch since it started: then it is no newcomer any more.
         input: what it brings to the next round.
         exchange: the bytes of the round that it is in.
-        finished: the result of the round that the input was for.
+        finished: the round that the input was for, once its result is here; without what only the driver knows.
         error: why there is none.
         progressed_at: when a round was last seen to make progress.
         joined: the coordinator that has this peer's JOIN, if one stands.
         gathered: what the members of the round brought, by key.
+        began: when the round began here, or the result of a missed one was asked for.
         join_to_begin: seconds from the last JOIN to BEGIN of the round, if this peer coordinates it.
     """
 
-    def __init__(self, view: View, tip: Tip, terms: Terms, out: list[Action], silence: Silence) -> None:
-        self.view, self.tip, self.terms, self.silence = view, tip, terms, silence
-        self._out = out
+    def __init__(self, view: View, tip: Tip, terms: msg.Terms, out: list[Action], silence: Silence) -> None:
+        self.view, self.tip, self.terms, self.silence, self._out = view, tip, terms, silence, out
+        self.me = view.me.key
         self.state = State.IDLE
-        self.ballot: Ballot | None = None
-        self.begin: Begin | None = None
-        self.repair: Repair | None = None
+        self.ballot = NO_BALLOT
+        self.begin: msg.Begin | None = None
+        self.repair: msg.Repair | None = None
         self.done: Ballot | None = None
-        self.commit: Commit | None = None
-        self.missed: Commit | None = None
+        self.commit: msg.Commit | None = None
+        self.missed: msg.Commit | None = None
         self.called = self.made = False
         self.input: Contribution | None = None
         self.exchange: BytesExchange | None = None
-        self.finished: Finished | None = None
+        self.finished: Outcome | None = None
         self.error: AveragingError | None = None
         self.progressed_at = float("-inf")
         self.joined = b""  # the coordinator that has the JOIN
@@ -139,20 +93,13 @@ class Participant:
         self._declined: dict[bytes, Tip] = {}  # coordinators that do not take this peer, and at which tip
         self.gathered: dict[bytes, bytes] = {}
         self.join_to_begin: float | None = None
-        self._began = 0.0
+        self.began = 0.0
         self._signs_of_all = 0
         self._early = EarlyChunks()
         self._last: BytesExchange | None = None  # of the last commit, for members that missed it
         self._left = b""  # the round that this peer was in last, and left
 
-    @property
-    def me(self) -> bytes:
-        """This peer's key."""
-        return self.view.me.key
-
-    def _send(
-        self, keys: Sequence[bytes], message: msgspec.Struct, buffers: Sequence[memoryview] = (), name: bytes = b""
-    ) -> None:
+    def _send(self, keys: Sequence[bytes], message: msgspec.Struct, buffers: Buffers = (), name: bytes = b"") -> None:
         self._out.append(Send(tuple(keys), message, buffers, name))
 
     # -- what it knows
@@ -163,32 +110,18 @@ class Participant:
 
     def other_coordinator(self, key: bytes) -> Member | None:
         """The coordinator of the round that this peer is in, if that is not the peer with this key."""
-        if self.begin is None or self.ballot is None or self.ballot.coordinator == key:
+        if self.begin is None or self.ballot.coordinator == key:
             return None
         return next((member for member in self.begin.members if member.key == self.ballot.coordinator), None)
 
     @property
-    def is_joined(self) -> bool:
-        """Whether a JOIN of this peer stands."""
-        return self.state is State.JOINED
-
-    @property
-    def commits(self) -> list[Commit]:
+    def commits(self) -> list[msg.Commit]:
         """The commits that this peer can tell others of."""
         return [commit for commit in (self.commit, self.missed) if commit is not None]
 
-    def commit_of(self, round_id: bytes) -> Commit | None:
+    def commit_of(self, round_id: bytes) -> msg.Commit | None:
         """The commit of that round, if this peer knows it."""
         return next((commit for commit in self.commits if commit.round == round_id), None)
-
-    def is_followed_by(self, key: bytes, tip: Tip) -> bool:
-        """Whether a member at that tip was in the round which ended it: then the commit is on its way to it."""
-        return self.commit is not None and self.commit.tip == tip and key in self.commit.members
-
-    @property
-    def attempt(self) -> int:
-        """The number of the highest ballot that this peer has followed at this tip."""
-        return self.ballot.number if self.ballot is not None else 0
 
     def behind(self, now: float) -> Tip | None:
         """The best state that a connected member holds, if it outranks this peer's. The result of a missed round is
@@ -210,10 +143,6 @@ class Participant:
         """An input waits for the next round. Raises AveragingError if another one waits."""
         if self.input is not None:
             raise AveragingError("this peer is in a round already")
-        if len(contribution.gathered) > MAX_GATHER_BYTES:
-            raise ValueError(
-                f"gather is {len(contribution.gathered)} bytes long; at most {MAX_GATHER_BYTES} are allowed"
-            )
         self.input, self.finished, self.error = contribution, None, None
         self.gathered, self._introduced = {}, None
         if self.state is State.IDLE:
@@ -225,14 +154,14 @@ class Participant:
             self.complain(self.me, "it gave up", fault=False)
             self.leave()
         elif self.state is State.JOINED:
-            self._send([self.joined], Unjoin())
+            self._send([self.joined], msg.Unjoin())
         if self.finished is not None:
-            self._forget(self.finished.exchange)
+            self._forget(self._last)
         self.input = None
         self._rest()
-        self._early.clear()
+        self._early = EarlyChunks()
 
-    def next_step(self, now: float) -> Commit | None:
+    def next_step(self, now: float) -> msg.Commit | None:
         """Continue between rounds: send a JOIN if one is due. Returns the commit whose result is to be fetched first.
 
         Raises Behind if the input was computed from a state that the swarm has left."""
@@ -258,20 +187,13 @@ class Participant:
     def _join(self, coordinator: Member) -> None:
         given, view = self.input, self.view.fingerprint()
         assert given is not None
-        join = Join(
-            tip=self.tip,
-            sender=self.view.me,
-            terms=self.terms,
-            weight=given.weight,
-            machine=given.machine,
-            state=given.state,
-            attempt=self.attempt,
-            patience=given.patience,
-            view=b"" if self._introduced == (coordinator.key, view) else view,
-            options=given.options,
+        me, terms, machine, attempt = self.view.me, self.terms, given.machine, self.ballot.number
+        news = b"" if self._introduced == (coordinator.key, view) else view
+        join = msg.Join(
+            self.tip, me, terms, given.weight, machine, given.state, attempt, given.patience, news, given.options
         )
         self.state, self.joined = State.JOINED, coordinator.key
-        self._out.append(Ask(coordinator.key, join, [given.gathered] if given.gathered else []))
+        self._out.append(Ask((coordinator.key,), join, [given.gathered] if given.gathered else []))
 
     def introduced(self, key: bytes) -> None:
         """The coordinator with that key and this peer have told each other which members they know."""
@@ -304,93 +226,72 @@ class Participant:
 
     # -- promises
 
-    def follow_begin(self, sender: bytes, begin: Begin, *, relayed: bool) -> None:
-        """Enter a round; `relayed` by another member after its coordinator was lost. Raises RuleBroken if this BEGIN
-        must not be followed."""
-        if self.missed is not None:
-            raise RuleBroken("this tip's round was committed")
-        if begin.tip != self.tip:
-            raise RuleBroken(f"BEGIN of epoch {begin.tip.epoch}, and this peer is at another state")
-        if begin.ballot.coordinator != sender and not (relayed and any(m.key == sender for m in begin.members)):
-            raise RuleBroken("BEGIN under the ballot of another peer")
-        if self.input is None or all(member.key != self.me for member in begin.members):
-            raise RuleBroken("BEGIN without a JOIN of this peer")
-        if self.begin is not None:
-            raise RuleBroken("this peer is in a round already")
-        if self.ballot is not None and begin.ballot <= self.ballot:
-            raise RuleBroken(f"attempt {begin.ballot.number}, and this peer has followed {self.ballot.number}")
+    def _may_follow(self, sender: bytes, begin: msg.Begin, *, relayed: bool) -> None:
+        """Raises RuleBroken if this BEGIN must not be followed."""
+        given, keys = self.input, [member.key for member in begin.members]
+        require(self.missed is None, "this tip's round was committed")
+        require(begin.tip == self.tip, f"BEGIN of epoch {begin.tip.epoch}, and this peer is at another state")
+        is_from_it = begin.ballot.coordinator == sender or (relayed and sender in keys)
+        require(is_from_it, "BEGIN under the ballot of another peer")
+        has_joined = given is not None and given.tip in (None, begin.tip) and self.me in keys
+        require(has_joined, "BEGIN without a JOIN of this peer")
+        require(self.begin is None, "this peer is in a round already")
+        higher = f"attempt {begin.ballot.number}, and this peer has followed {self.ballot.number}"
+        require(begin.ballot > self.ballot, higher)
         check_begin(begin)
-        if self.input.tip not in (None, begin.tip):
-            raise RuleBroken("BEGIN of a state that this peer's input was not made from")
-        self.ballot, self.begin, self.state = begin.ballot, begin, State.IN_ROUND
-        self.repair = self.done = self.join_to_begin = None
 
-    def follow_survey(self, sender: bytes, survey: Survey) -> None:
-        """Follow a coordinator's new ballot in the round. Raises RuleBroken if it must not be followed."""
-        self._follow(sender, survey.round, survey.ballot)
-        if self.me in survey.out:
-            raise RuleBroken("a survey that counts this peer as out")
-
-    def follow_repair(self, sender: bytes, repair: Repair) -> None:
-        """Follow a repair. Raises RuleBroken if it must not be followed."""
-        if self.begin is not None and any(source.chunk >= self.begin.starts[-1] for source in repair.sources):
-            raise RuleBroken("a repair of chunks that do not exist")
-        self._follow(sender, repair.round, repair.ballot)
-        self.repair, self.state = repair, State.IN_ROUND
-
-    def _follow(self, sender: bytes, round_id: bytes, ballot: Ballot) -> None:
-        if self.begin is None or self.begin.round != round_id:
+    def _follow(self, sender: bytes, round_id: bytes, ballot: Ballot) -> BytesExchange:
+        """Follow a coordinator's ballot in the round. Raises RuleBroken if it must not be followed."""
+        if self.begin is None or self.exchange is None or self.begin.round != round_id:
             raise RuleBroken("this peer is not in that round")
         # A coordinator that is no member of its own round can begin it, but only a member can take it over.
         may_lead = [self.begin.ballot.coordinator, *(member.key for member in self.begin.members)]
-        if ballot.coordinator != sender or sender not in may_lead:
-            raise RuleBroken("the sender does not hold that ballot")
-        if self.ballot is not None and ballot < self.ballot:
-            raise RuleBroken(f"attempt {ballot.number}, and this peer has followed {self.ballot.number}")
+        require(ballot.coordinator == sender and sender in may_lead, "the sender does not hold that ballot")
+        require(ballot >= self.ballot, f"attempt {ballot.number}, and this peer has followed {self.ballot.number}")
         self.heard_of(ballot)
+        return self.exchange
 
     def heard_of(self, ballot: Ballot) -> None:
         """A member of this peer's round has followed that ballot: lower ones are void, and what this peer holds is
         asked for before it may say DONE."""
-        if self.ballot is None or ballot > self.ballot:
+        if ballot > self.ballot:
             self.ballot = ballot
             if self.begin is not None:
                 self.state = State.SURVEYED
 
     # -- in a round
 
-    def on_begin(self, sender: bytes, begin: Begin, buffers: Sequence[memoryview], now: float) -> None:
-        """The coordinator begins a round with this peer in it. Raises Refused if this peer must not follow."""
+    def on_begin(self, sender: bytes, begin: msg.Begin, buffers: Buffers, now: float) -> None:
+        """The coordinator begins a round with this peer in it. Raises RuleBroken if this peer must not follow."""
         try:
-            if sender not in self.view.members:
-                raise RuleBroken("BEGIN from a peer that is no member")
-            self.enter(sender, begin, buffers, now, relayed=False)
+            require(sender in self.view.members, "BEGIN from a peer that is no member")
+            self.enter(sender, begin, buffers, now)
         except RuleBroken as error:
             # The coordinator waits for this peer now: it must hear that it waits in vain, and for whom it would have
             # to.
             other = self.other_coordinator(sender) if sender in self.view.members else None
-            broken = Broken(begin.round, self.me, False, str(error)[:256])
-            self._send([sender], broken if other is None else Elsewhere(other))
-            raise Refused(str(error)) from error
+            broken = msg.Broken(begin.round, self.me, False, str(error)[:256])
+            self._send([sender], broken if other is None else msg.Elsewhere(other))
+            raise
 
-    def enter(self, sender: bytes, begin: Begin, buffers: Sequence[memoryview], now: float, *, relayed: bool) -> None:
-        """Enter a round; `relayed` by another than its coordinator. Raises RuleBroken if this peer must not follow."""
-        self.follow_begin(sender, begin, relayed=relayed)
+    def enter(self, sender: bytes, begin: msg.Begin, buffers: Buffers, now: float, *, relayed: bool = False) -> None:
+        """Enter a round; `relayed` by another member after its coordinator was lost. Raises RuleBroken if this BEGIN
+        must not be followed."""
+        self._may_follow(sender, begin, relayed=relayed)
         assert self.input is not None
+        self.ballot, self.begin, self.state = begin.ballot, begin, State.IN_ROUND
+        self.repair = self.done = self.join_to_begin = None
         try:
             self.gathered = _gathered.decode(buffers[0]) if buffers else {}
-            self._forget(self.exchange)
             self.exchange = self.input.open(begin, self._send, self.complain)
         except (RuleBroken, msgspec.MsgspecError) as error:
             self.leave()
             raise RuleBroken(str(error)) from error
         self._forget(self._last)  # its memory is written again
-        self._last, self._began, self._signs_of_all = None, now, 0
-        self.silence.begin(now)
-        self.progressed_at = now
+        self._last, self.began, self._signs_of_all, self.progressed_at = None, now, 0, now
         self._out.append(Enter(begin))
 
-    def started(self, begin: Begin, leases: Leases) -> None:
+    def started(self, begin: msg.Begin, leases: Leases) -> None:
         """The reducers of the round are connected, and the input can be read: send the first parts."""
         if self.begin is begin and self.exchange is not None and self.input is not None:
             self.exchange.start(self.input.weight, leases)
@@ -405,8 +306,8 @@ class Participant:
                 log.warning("%r refused a chunk of %r: %s", self.view.me.peer, PeerID(sender), error)
         self._check_done()
 
-    def on_chunk(self, sender: bytes, message: Part | Result, buffers: Sequence[memoryview]) -> None:
-        """A chunk has arrived. Raises Refused, and complains of the sender, if it does not belong here."""
+    def on_chunk(self, sender: bytes, message: msg.Part | msg.Result, buffers: Buffers) -> None:
+        """A chunk has arrived. Raises RuleBroken, and complains of the sender, if it does not belong here."""
         exchange = self.exchange
         if exchange is None or exchange.book.begin.round != message.round:
             # Chunks pass beside other messages: the message that says of which round they are may arrive later, or
@@ -422,63 +323,55 @@ class Participant:
             self._keep_early(sender, message, buffers)
             return
         try:
-            if isinstance(message, Part):
+            if isinstance(message, msg.Part):
                 exchange.part(sender, message, buffers)
             else:
                 exchange.result(sender, message, buffers)
         except RuleBroken as error:
             self.complain(sender, str(error))
-            raise Refused(str(error)) from error
+            raise
         self._check_done()
 
-    def _keep_early(self, sender: bytes, message: Part | Result, buffers: Sequence[memoryview]) -> None:
-        if sender not in self.view.members and not self.is_with(sender):
-            raise Refused("a chunk from a peer that is no member")
+    def _keep_early(self, sender: bytes, message: msg.Part | msg.Result, buffers: Buffers) -> None:
+        require(sender in self.view.members or self.is_with(sender), "a chunk from a peer that is no member")
         self._early.keep(sender, message, buffers)
 
     def _check_done(self) -> None:
         if self.state is State.IN_ROUND and self.exchange is not None and self.exchange.book.complete:
-            assert self.ballot is not None
             self.state, self.done = State.COMPLETE, self.ballot
             book = self.exchange.book
-            self._send([self.ballot.coordinator], Done(book.begin.round, self.ballot, book.root()))
+            self._send([self.ballot.coordinator], msg.Done(book.begin.round, self.ballot, book.root()))
 
-    def on_survey(self, sender: bytes, survey: Survey, buffers: Sequence[memoryview], now: float) -> Have | Elsewhere:
-        """A coordinator puts members out and asks what the others hold. Raises Refused if it must not be followed."""
+    def on_survey(self, sender: bytes, survey: msg.Survey, buffers: Buffers, now: float) -> msg.Have | msg.Elsewhere:
+        """A coordinator puts members out, and asks what the others hold. Raises RuleBroken if this peer must not
+        follow."""
         if (commit := self.commit_of(survey.round)) is not None:
-            return Have(survey.ballot, (), None, (), None, commit)
-        try:
-            if self.begin is None and survey.begin is not None and survey.begin.round == survey.round:
-                self.enter(sender, survey.begin, buffers, now, relayed=True)
+            return msg.Have(survey.ballot, (), None, (), None, commit)
+        if self.begin is None and survey.begin is not None and survey.begin.round == survey.round:
+            self.enter(sender, survey.begin, buffers, now, relayed=True)
+        if self.begin is not None and self.begin.round != survey.round:
             other = self.other_coordinator(sender)
-            if self.begin is not None and self.begin.round != survey.round and other is not None:
-                return Elsewhere(other)  # its round can't commit without this peer, which is in another of this tip
-            in_it = self.begin is not None and self.begin.round == survey.round
-            if in_it and self.ballot is not None and self.ballot > survey.ballot:
-                return Have(self.ballot, (), None, (), None, None)
-            self.follow_survey(sender, survey)
-        except RuleBroken as error:
-            raise Refused(str(error)) from error
-        if self.exchange is None:
-            raise Refused("this peer has left the round")
-        self.exchange.put_out(survey.out)
-        book = self.exchange.book
+            if other is not None:
+                return msg.Elsewhere(other)  # its round can't commit without this peer, which is in another of this tip
+        elif self.begin is not None and self.ballot > survey.ballot:
+            return msg.Have(self.ballot, (), None, (), None, None)
+        exchange = self._follow(sender, survey.round, survey.ballot)
+        require(self.me not in survey.out, "a survey that counts this peer as out")
+        exchange.put_out(survey.out)
+        book = exchange.book
         digests = tuple(book.digests) if book.receives[self.me] else ()
-        return Have(survey.ballot, digests, self.done, tuple(book.out), self.repair, None)
+        return msg.Have(survey.ballot, digests, self.done, tuple(book.out), self.repair, None)
 
-    def on_repair(self, sender: bytes, repair: Repair) -> Follows:
-        """A coordinator says where chunks come from now. Raises Refused if it must not be followed."""
-        try:
-            self.follow_repair(sender, repair)
-            if self.exchange is None:
-                raise RuleBroken("this peer has left the round")
-            sources = self.exchange.repair(repair)
-        except RuleBroken as error:
-            raise Refused(str(error)) from error
-        if sources:
-            self._out.append(FetchChunks(self.exchange, sources))
+    def on_repair(self, sender: bytes, repair: msg.Repair) -> msg.Follows:
+        """A coordinator says where chunks come from now. Raises RuleBroken if it must not be followed."""
+        chunks = self.begin.starts[-1] if self.begin is not None else msg.MAX_CHUNKS
+        require(all(source.chunk < chunks for source in repair.sources), "a repair of chunks that do not exist")
+        exchange = self._follow(sender, repair.round, repair.ballot)
+        self.repair, self.state = repair, State.IN_ROUND
+        if sources := exchange.repair(repair):
+            self._out.append(FetchChunks(exchange, sources))
         self._follow_plan(repair.round)
-        return Follows(repair.ballot)
+        return msg.Follows(repair.ballot)
 
     def fetched(self, exchange: BytesExchange, failed: dict[bytes, str]) -> None:
         """Chunks of a repair are here, but for those of holders that `failed`, each for a reason."""
@@ -487,46 +380,43 @@ class Participant:
                 self.complain(holder, reason, fault=False)
             self._check_done()
 
-    def on_fetch(self, message: Fetch | Digests) -> Reply | Committed:
+    def on_fetch(self, message: msg.Fetch | msg.Digests) -> Reply | msg.Committed:
         """Another peer asks for what this one holds of a round. Raises Refused for what is not here."""
         exchange = self.exchange or self._last
         if exchange is None or exchange.book.begin.round != message.round:
             raise Refused("this peer does not have that round's result any more")
         book = exchange.book
-        if isinstance(message, Digests):
-            if not all(book.digests):  # else they can be had, even if this peer has not heard of the COMMIT yet
-                raise Refused("that round's result is not complete here")
-            return Committed(book.begin, tuple(book.digests))
-        if message.chunk >= len(book.chunks) or not book.digests[message.chunk]:
-            raise Refused(f"chunk {message.chunk} is not here")
-        name = name_of(message.round, Carries.FETCHED, message.chunk)
+        if isinstance(message, msg.Digests):
+            # If all are here, they can be had, even if this peer has not heard of the COMMIT yet.
+            require(all(book.digests), "that round's result is not complete here")
+            return msg.Committed(book.begin, tuple(book.digests))
+        chunk = message.chunk
+        require(chunk < len(book.chunks) and book.digests[chunk] != b"", f"chunk {chunk} is not here")
+        name = msg.name_of(message.round, msg.Carries.FETCHED, message.chunk)
         # A copy: the next round may write there before it has left, and who asked would wait for it in vain.
         data = bytes(exchange.chunk_bytes(message.chunk))
-        return Reply(Result(message.round, message.chunk, book.plan), [data], name)
+        return Reply(msg.Result(message.round, message.chunk, book.plan), [data], name)
 
-    def on_abort(self, sender: bytes, abort: Abort) -> None:
+    def on_abort(self, sender: bytes, abort: msg.Abort) -> None:
         """The coordinator ends the round, or this peer's part in it. Raises Refused if it is not the coordinator."""
         if self.begin is not None and self.begin.round == abort.round:
-            if self.ballot is None or self.ballot.coordinator != sender:
-                raise Refused("ABORT from a peer that does not coordinate the round")
+            require(self.ballot.coordinator == sender, "ABORT from a peer that does not coordinate the round")
             self.fail(AveragingError(f"the round was ended by {PeerID(sender)!r}: {abort.reason}"))
         self.rejoin(sender)
 
     def complain(self, key: bytes, reason: str, fault: bool = True) -> None:
         """Tell the coordinator that this peer cannot go on with that member; `fault` if it has broken a rule."""
-        if self.begin is not None and self.ballot is not None:
-            self._send([self.ballot.coordinator], Broken(self.begin.round, key, fault, reason[:256]))
+        if self.begin is not None:
+            self._send([self.ballot.coordinator], msg.Broken(self.begin.round, key, fault, reason[:256]))
 
     # -- does it make progress
 
-    def on_waiting(self, sender: bytes, message: Waiting, now: float) -> None:
+    def on_waiting(self, sender: bytes, message: msg.Waiting, now: float) -> None:
         """A member's user has not allowed the round yet. Raises Refused if it has no right to say so."""
         if self.input is None or self.begin is None or self.begin.round != message.round:
             return  # the round has ended meanwhile, or its BEGIN is still on its way
-        if not self.is_with(sender):
-            raise Refused("only a member of a round can ask for patience in it")
-        if self.input.tip is not None:
-            raise Refused("in a round of a training run nobody's user is waited for")
+        require(self.is_with(sender), "only a member of a round can ask for patience in it")
+        require(self.input.tip is None, "in a round of a training run nobody's user is waited for")
         self.silence.excuse(now)
 
     def progressed(self, now: float) -> None:
@@ -538,7 +428,7 @@ class Participant:
         if self.begin is None or self.input is None or not self.input.excused():
             return False
         others = {self.begin.ballot.coordinator, *(member.key for member in self.begin.members)} - {self.me}
-        self._send(sorted(others), Waiting(self.begin.round))
+        self._send(sorted(others), msg.Waiting(self.begin.round))
         return True
 
     def look(self, moved: Callable[[bytes], int], now: float) -> None:
@@ -556,11 +446,11 @@ class Participant:
         if self.silence.signs != before:
             self.progressed_at = now
 
-    def on_pong(self, key: bytes, ping: Ping, pong: Pong, now: float) -> None:
+    def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
         """A member that was asked how a round goes has answered."""
         self.silence.answered(key, pong.signs, now)
         in_it = self.begin is not None and self.begin.round == ping.round
-        if not in_it or self.ballot is None or self.ballot.coordinator != key:
+        if not in_it or self.ballot.coordinator != key:
             return
         if not pong.knows:
             # It was started anew, or has given the round up, and this peer has missed that.
@@ -599,51 +489,45 @@ class Participant:
         if self.input is not None and self.finished is None:
             self.error = error
 
-    def holds(self, commit: Commit) -> bool:
+    def holds(self, commit: msg.Commit) -> bool:
         """Whether the result of that commit is here, from the round that this peer is in."""
         exchange = self.exchange
         if exchange is None or exchange.book.begin.round != commit.round:
             return False
         return exchange.book.complete and exchange.book.root() in (commit.root, b"")
 
-    def advance(self, commit: Commit) -> None:
+    def advance(self, commit: msg.Commit) -> None:
         """Go on to the state after a commit, with its result if that is here."""
         if self.holds(commit) and self.exchange is not None:
-            self._finish(self.exchange, commit, missed=False)
+            self.has_result(self.exchange, commit)
         self.move(commit.next_tip)
         self.commit, self.made = commit, True
 
-    def _finish(self, exchange: BytesExchange, commit: Commit, *, missed: bool) -> None:
+    def has_result(self, exchange: BytesExchange, commit: msg.Commit, *, missed: bool = False) -> None:
+        """The result of that commit is here: from its round, or fetched because this peer has `missed` the round."""
         self._last = exchange
         if exchange is self.exchange:
             self.exchange = None
         if self.input is not None:
-            self.finished = Finished(exchange, commit, {} if missed else self.gathered, missed, self._began)
+            gathered = {} if missed else self.gathered
+            self.finished = Outcome(exchange.book.begin, commit, gathered, missed, self.join_to_begin)
 
-    def miss(self, commit: Commit) -> None:
+    def miss(self, commit: msg.Commit) -> None:
         """This tip's round was committed, and its result is not here. This peer stays at the tip until it has the
         result, and follows no other round of it meanwhile."""
         self.missed = commit
         self.called = True
         self.leave()
 
-    def recall(self, commit: Commit, now: float) -> bool:
-        """Whether the result of that commit is still here from its round: then the input has it. Otherwise it is to be
-        fetched into memory that nothing else is written to from now on."""
-        self._forget(self.exchange)
+    def recall(self, commit: msg.Commit, now: float) -> BytesExchange | None:
+        """The bytes of that commit's round, if its result is still here. Otherwise it is to be fetched into memory that
+        nothing else is written to from now on."""
         self._forget(self._last)
-        exchange, self._last, self._began = self._last, None, now
+        exchange, self._last, self.began = self._last, None, now
         # The two sides of a partition may commit two results of one round.
         if exchange is None or exchange.book.begin.round != commit.round:
-            return False
-        if exchange.book.root() not in (commit.root, b""):
-            return False
-        self._finish(exchange, commit, missed=False)
-        return True
-
-    def has_fetched(self, exchange: BytesExchange, commit: Commit) -> None:
-        """The result of that commit was fetched from another member."""
-        self._finish(exchange, commit, missed=True)
+            return None
+        return exchange if exchange.book.root() in (commit.root, b"") else None
 
     def give_up_missed(self) -> None:
         """No member can send the result of the missed round: the round is made again."""
@@ -652,7 +536,7 @@ class Participant:
 
     def move(self, tip: Tip) -> None:
         """Be at another state."""
-        self.tip, self.ballot, self.commit, self.missed, self.called = tip, None, None, None, False
+        self.tip, self.ballot, self.commit, self.missed, self.called = tip, NO_BALLOT, None, None, False
         self.leave()
 
 

@@ -10,45 +10,17 @@ import msgspec
 
 from shoal.p2p.errors import Refused
 from shoal.p2p.node import Answer
-from shoal.swarm.protocol.actions import Action, Ask, Meet, Send
-from shoal.swarm.protocol.book import RuleBroken
-from shoal.swarm.protocol.contribution import BytesExchange, decode_gathered
+from shoal.swarm.protocol import messages as msg
+from shoal.swarm.protocol.actions import Action, Meet, Send
+from shoal.swarm.protocol.book import require
+from shoal.swarm.protocol.contribution import Buffers, BytesExchange, decode_gathered
 from shoal.swarm.protocol.coordinator import Coordinator, Phase
 from shoal.swarm.protocol.errors import AveragingError
-from shoal.swarm.protocol.messages import (
-    MAX_GATHER_BYTES,
-    Abort,
-    Begin,
-    Broken,
-    Call,
-    Commit,
-    Count,
-    Digests,
-    Done,
-    Elsewhere,
-    Fetch,
-    Follows,
-    Have,
-    Hello,
-    Join,
-    Joined,
-    Orphaned,
-    Part,
-    Ping,
-    Pong,
-    Progress,
-    Repair,
-    Result,
-    Survey,
-    Terms,
-    Unjoin,
-    Waiting,
-)
-from shoal.swarm.protocol.participant import Participant
+from shoal.swarm.protocol.participant import Participant, State
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.protocol.view import Member, Role, View
+from shoal.swarm.protocol.view import Role, View
 
 SETTLE_SECONDS = 1.0  # BEGIN waits until nobody new was found for so long, while not everybody may have been found
 
@@ -59,102 +31,92 @@ class Peer:
     Events are method calls, with the time as an argument; the driver performs the actions in `out` after each.
 
     Args:
-        run_id: the name of the run.
-        me: this peer as a member.
+        view: the members that this peer knows.
         terms: what must be equal in the run.
         rules: when a round begins.
-        reaches: whether a message to the peer with that key can be sent now; true of this peer itself.
         silence: watches the members that owe something in a round.
         keeps_state: whether a tip names a state that this peer keeps. Then it goes on to the next tip only when it
             holds the result of the round between them.
 
     Attributes:
-        view: the members that this peer knows.
         participant: the member's side.
-        lead: the coordinator's side, if it is this peer's turn.
+        lead: the coordinator's side; over unless it is this peer's turn.
         out: the actions to perform, in order.
         news: a counter that grows when the round of this tip is called, when the tip changes, and when this peer hears
             of a state that outranks its own.
         changes: a counter that grows when members come or go.
     """
 
-    def __init__(
-        self,
-        run_id: str,
-        me: Member,
-        terms: Terms,
-        rules: Rules,
-        reaches: Callable[[bytes], bool],
-        silence: Silence,
-        *,
-        keeps_state: bool = False,
-    ) -> None:
-        self.terms, self.rules, self.keeps_state = terms, rules, keeps_state
+    def __init__(self, view: View, terms: msg.Terms, rules: Rules, silence: Silence, *, keeps_state: bool) -> None:
+        self.view, self.terms, self.rules, self.keeps_state = view, terms, rules, keeps_state
         self.news = self.changes = 0
         self.out: list[Action] = []
-        self.view = View(run_id, me, reaches)
-        self.participant = Participant(self.view, Tip.genesis(run_id), terms, self.out, silence)
-        self.lead: Coordinator | None = None
-        self._me = me.key
-        self._joining: dict[bytes, Join] = {}  # JOINs that wait for their tip
+        self.participant = Participant(view, Tip.genesis(view.run_id), terms, self.out, silence)
+        self._me = view.me.key
+        self._lead_nothing()
+        self._joining: dict[bytes, msg.Join] = {}  # JOINs that wait for their tip
         self._settled_at = self._all_until = 0.0
         self._met = 1
+
+    def _lead_nothing(self) -> None:
+        self.lead = Coordinator(self._me, self.tip, self.rules, phase=Phase.ABORTED)
 
     @property
     def tip(self) -> Tip:
         """The state that this peer is at."""
         return self.participant.tip
 
-    def hello(self) -> Hello:
+    def hello(self) -> msg.Hello:
         """What this peer says of itself, and of the members that it knows."""
-        return Hello(self.view.me, self.terms, self.tip, self.view.snapshot())
+        return msg.Hello(self.view.me, self.terms, self.tip, self.view.snapshot())
 
     def _send(self, to: Iterable[bytes], message: msgspec.Struct, buffers: Sequence[bytes] = ()) -> None:
         self.out.append(Send(tuple(to), message, buffers))
 
-    def _act(self, actions: Iterable[Send]) -> None:
-        """Do what the coordinator wants done."""
-        for action in actions:
-            if isinstance(action.message, Survey | Repair):
-                self.out.extend(Ask(key, action.message, action.buffers) for key in action.to)
-            else:
-                self.out.append(action)
-
     # -- messages
 
-    def receive(self, sender: bytes, message: Any, buffers: Sequence[memoryview], now: float) -> Answer:
+    def receive(self, sender: bytes, message: Any, buffers: Buffers, now: float) -> Answer:
         """A message has arrived; returns the answer to a request. Raises Refused if it must not be followed."""
         participant = self.participant
+        asks_of_round = isinstance(message, msg.Done | msg.Broken | msg.Waiting | msg.Ping) and sender != self._me
+        if asks_of_round and (commit := participant.commit_of(message.round)) is not None:
+            self._send([sender], commit)  # it has missed that
         match message:
-            case Progress():
+            case msg.Progress():
                 return self._on_progress(sender, message, now)
-            case Join():
+            case msg.Join():
                 return self._on_join(sender, message, bytes(buffers[0]) if buffers else b"", now)
-            case Survey() if message.tip != self.tip and participant.commit_of(message.round) is None:
+            case msg.Survey() if message.tip != self.tip and participant.commit_of(message.round) is None:
                 return self.hello()
-            case Survey():
+            case msg.Survey():
                 return participant.on_survey(sender, message, buffers, now)
-            case Repair():
+            case msg.Repair():
                 return participant.on_repair(sender, message)
-            case Fetch() | Digests():
+            case msg.Fetch() | msg.Digests():
                 return participant.on_fetch(message)
-            case Ping():
-                return self._pong(sender, message)
-            case Part() | Result():
+            case msg.Ping():
+                return self._pong(message)
+            case msg.Part() | msg.Result():
                 participant.on_chunk(sender, message, buffers)
-            case Begin():
+            case msg.Begin():
                 participant.on_begin(sender, message, buffers, now)
-                if self.lead is not None and sender == self._me:
+                if sender == self._me:
                     participant.join_to_begin = self.lead.join_to_begin
-            case Orphaned():
+            case msg.Orphaned():
                 self._on_orphaned(sender, message, buffers, now)
-            case Done() | Broken() | Unjoin() | Waiting() | Elsewhere():
+            case msg.Done() | msg.Broken() | msg.Waiting():
                 self._on_notice(sender, message, now)
-            case Call():
+            case msg.Unjoin():
+                self._joining.pop(sender, None)
+                self.out.extend(self.lead.unjoin(sender, now))
+            case msg.Elsewhere():
+                self.out.append(Meet(message.coordinator, instead_of=sender))
+                self.out.extend(self.lead.elsewhere(sender, now))
+            case msg.Call():
                 self._on_call(sender, message)
-            case Commit():
+            case msg.Commit():
                 self._on_commit(sender, message, now)
-            case Abort():
+            case msg.Abort():
                 participant.on_abort(sender, message)
             case _:
                 raise Refused(f"{type(message).__name__} is an answer, and nothing was asked")
@@ -165,60 +127,44 @@ class Peer:
         if self.participant.is_with(sender):
             self.participant.complain(sender, reason)
 
-    def answered(self, key: bytes, request: Survey | Repair, answer: object, now: float) -> None:
-        """A request of the coordinator was answered."""
-        lead = self._asking(request)
-        if lead is None:
-            return
+    def answered(self, key: bytes, request: msg.Survey | msg.Repair, answer: object, now: float) -> None:
+        """A member has answered the coordinator's request; an `answer` that is an exception says why it has not."""
+        lead = self.lead
+        if lead.over or not lead.is_of(request.round):
+            return  # nobody waits for the answer any more
         match answer:
-            case Follows() if isinstance(request, Repair):
-                return
-            case _ if isinstance(request, Repair):
-                self.not_answered(key, request, "it answers something else", now)
-            case Have(ballot=ballot) if ballot > request.ballot:
-                self._act(lead.outbid(ballot, self.view.reaches(ballot.coordinator), now))
-            case Have():
-                self._act(lead.surveyed(key, request.ballot, answer, now))
-            case Elsewhere():
-                self._act(lead.abort("a member is in the round of another coordinator"))
-            case Hello(tip=tip) if tip.outranks(lead.tip):
+            case Exception():
+                self.out.extend(lead.unanswered(key, request, str(answer), now))
+            case _ if isinstance(request, msg.Repair):
+                if not isinstance(answer, msg.Follows):
+                    self.out.extend(lead.unanswered(key, request, "it answers something else", now))
+            case msg.Have(ballot=ballot) if ballot > request.ballot:
+                self.out.extend(lead.outbid(ballot, self.view.reaches(ballot.coordinator), now))
+            case msg.Have():
+                self.out.extend(lead.surveyed(key, request.ballot, answer, now))
+            case msg.Elsewhere():
+                self.out.extend(lead.abort("a member is in the round of another coordinator"))
+            case msg.Hello(tip=tip) if tip.outranks(lead.tip):
                 # The round was committed without this peer, and its members have gone on since.
-                self._act(lead.abort("others are past this round"))
+                self.out.extend(lead.abort("others are past this round"))
                 self.told(key, tip, now)
             case _:
-                self._act(lead.put_out(key, "it is not at this state", now))
-
-    def not_answered(self, key: bytes, request: Survey | Repair, reason: str, now: float) -> None:
-        """A request of the coordinator was refused, or not answered in time."""
-        lead = self._asking(request)
-        if lead is not None and isinstance(request, Survey):
-            self._act(lead.not_surveyed(key, request.ballot, f"no answer to a survey: {reason}", now))
-        elif lead is not None:
-            self._act(lead.not_repaired(key, request.ballot, reason, now))
-
-    def _asking(self, request: Survey | Repair) -> Coordinator | None:
-        """The coordinator that has asked this; None if it does not wait for the answer any more."""
-        lead = self.lead
-        return lead if lead is not None and lead.is_of(request.round) and not lead.over else None
+                self.out.extend(lead.put_out(key, "it is not at this state", now))
 
     # -- states
 
-    def behind(self, now: float) -> Tip | None:
-        """The best state that a connected member holds, if it outranks this peer's."""
-        return self.participant.behind(now)
-
     def told(self, key: bytes, tip: Tip, now: float) -> None:
         """A member has said at which state it is."""
-        participant = self.participant
-        behind = self.tip.outranks(tip) and not participant.is_followed_by(key, tip)
-        if self.view.told(key, behind):
+        participant, commit = self.participant, self.participant.commit
+        # If it was in the round that ended its tip, the commit is on its way to it.
+        follows = commit is not None and commit.tip == tip and key in commit.members
+        if self.view.told(key, tip, self.tip.outranks(tip) and not follows):
             self.members_changed(now)
-        self.view.claims(key, tip)
         if not tip.outranks(self.tip):
             return
         # The round of this tip was committed without this peer: it begins none, and those that wait here hear where.
-        if self.lead is not None and self.lead.is_before_begin:
-            self._resign(self.view.members.get(key, self.view.me))
+        if self.lead.is_before_begin:
+            self._resign(msg.Elsewhere(self.view.members.get(key, self.view.me)))
         if participant.begin is not None and self._coordinator_of_round() is None:
             participant.leave()
         if participant.begin is None and participant.input is not None and participant.input.tip is None:
@@ -236,21 +182,16 @@ class Peer:
         # A peer that has downloaded the state does not know who else is there, and if it is its turn to coordinate,
         # they have to hear of it first.
         self._all_until = now + SETTLE_SECONDS if downloaded else 0.0
-        if self.lead is not None and self.lead.tip != self.tip:
-            self.lead = None
+        if self.lead.tip != self.tip:
+            self._lead_nothing()
         self.news += 1
 
-    def ignore_behind(self, now: float) -> list[float]:
-        """No member could send a state that outranks this peer's; see `View.ignore`."""
-        return self.view.ignore(self.tip, now)
-
-    def _on_commit(self, sender: bytes, commit: Commit, now: float) -> None:
+    def _on_commit(self, sender: bytes, commit: msg.Commit, now: float) -> None:
         participant = self.participant
         if commit.tip != self.tip or participant.missed is not None:
             return  # passed on by another member before, or of a state that this peer does not have
         begin = participant.begin
-        if not participant.is_with(sender) and sender not in self.view.members:
-            raise Refused("COMMIT from a peer that is no member")
+        require(participant.is_with(sender) or sender in self.view.members, "COMMIT from a peer that is no member")
         if begin is not None and begin.round != commit.round:
             # Another round of this tip than the one that this peer is in, whose members must hear that it is void.
             self._send([m.key for m in begin.members if m.key != self._me], commit)
@@ -262,30 +203,17 @@ class Peer:
             self._advance(commit, now)
             return
         participant.miss(commit)
-        if self.lead is not None:  # those that wait for this peer's round hear why there is none
-            self._send(self._counted(self.lead), commit)
-            self.lead = None
+        self._resign(commit)
         self.news += 1
 
-    def _advance(self, commit: Commit, now: float) -> None:
+    def _advance(self, commit: msg.Commit, now: float) -> None:
         self.participant.advance(commit)
         self.view.advanced(commit.members, commit.tip, commit.next_tip)
         self._new_tip(now)
 
-    def recall(self, commit: Commit, now: float) -> bool:
-        """Whether the result of a round that this peer has missed, or did not use, is still here; see
-        `Participant.recall`."""
-        found = self.participant.recall(commit, now)
-        if found:
-            self._has_result(commit, now)
-        return found
-
-    def has_fetched(self, exchange: BytesExchange, commit: Commit, now: float) -> None:
-        """The result of a round that this peer has missed, or did not use, was fetched."""
-        self.participant.has_fetched(exchange, commit)
-        self._has_result(commit, now)
-
-    def _has_result(self, commit: Commit, now: float) -> None:
+    def has_result(self, exchange: BytesExchange, commit: msg.Commit, now: float, *, missed: bool) -> None:
+        """The result of a round that this peer has missed, or did not use, is here; see `Participant.has_result`."""
+        self.participant.has_result(exchange, commit, missed=missed)
         if commit is self.participant.missed:
             self._advance(commit, now)
             # Those that were in the round believe that this peer is behind.
@@ -298,17 +226,17 @@ class Peer:
 
     # -- calls and samples
 
-    def _on_call(self, sender: bytes, call: Call) -> None:
+    def _on_call(self, sender: bytes, call: msg.Call) -> None:
         """A peer that takes itself for the coordinator calls the round of a tip."""
         participant = self.participant
         if call.tip != self.tip:
             self._send([sender], self.hello())
         elif participant.missed is not None:
             self._send([sender], participant.missed)
-        elif participant.begin is not None and participant.ballot is not None:
+        elif participant.begin is not None:
             coordinator = self.view.members.get(participant.ballot.coordinator)
             if coordinator is not None and coordinator.key != sender:
-                self._send([sender], Elsewhere(coordinator))
+                self._send([sender], msg.Elsewhere(coordinator))
         else:
             self.is_called()
             if self.participant.coordinator().key != sender and sender in self.view.members:
@@ -320,138 +248,110 @@ class Peer:
         self.participant.called = True
         self.news += 1
 
-    def _on_progress(self, sender: bytes, report: Progress, now: float) -> Answer:
-        """A member reports its samples. The answer is what all members have, or where to report instead."""
+    def _on_progress(self, sender: bytes, report: msg.Progress, now: float) -> Answer:
+        """A member reports its samples, or that it is loading the state. The answer is what all members have, or where
+        to report instead."""
         if sender not in self.view.members:
             return self.hello()
-        if report.loading:
-            return self._on_loading(sender, report, now)
-        elsewhere = self._answer_for(sender, report.tip, now)
-        return self._count(sender, report, now) if elsewhere is None else elsewhere
-
-    def _on_loading(self, sender: bytes, report: Progress, now: float) -> Answer:
-        """A member downloads the state of that tip. It is counted only if the round that follows can still wait."""
-        if report.tip != self.tip or self.participant.missed is not None:
-            return self.hello()
-        coordinator = self.participant.coordinator()
-        if coordinator.key != self._me:
-            return Elsewhere(coordinator)
-        return self._count(sender, report, now) if self._leading(now).is_before_begin else self.hello()
-
-    def _count(self, sender: bytes, report: Progress, now: float) -> Count:
-        answer, actions = self._leading(now).progress(sender, report, now)
-        self._act(actions)
+        if not report.loading:
+            self._hear_tip(sender, report.tip, now)
+        elsewhere = self._elsewhere(report.tip)
+        if elsewhere is not None:
+            return elsewhere
+        lead = self._leading(now)
+        if report.loading and not lead.is_before_begin:
+            return self.hello()  # the round that follows its state can't wait for it any more
+        answer, actions = lead.progress(sender, report, now)
+        self.out.extend(actions)
         return answer
 
-    def expect_join(self, sender: bytes, join: Join) -> None:
+    def expect_join(self, sender: bytes, join: msg.Join) -> None:
         """A JOIN has arrived, and waits for its tip."""
         self._joining[sender] = join
 
-    def _on_join(self, sender: bytes, join: Join, gathered: bytes, now: float) -> Answer:
+    def _on_join(self, sender: bytes, join: msg.Join, gathered: bytes, now: float) -> Answer:
         """A member's input is ready. The JOIN is void if the member has said otherwise since it was expected. Raises
         Refused for a JOIN that breaks a rule."""
         is_void = self._joining.get(sender) is not join
         if not is_void:
             del self._joining[sender]
-        if len(gathered) > MAX_GATHER_BYTES:
-            raise Refused(f"gather is {len(gathered)} bytes long; at most {MAX_GATHER_BYTES} are allowed")
-        elsewhere = self._answer_for(sender, join.tip, now)
+        self._hear_tip(sender, join.tip, now)
+        elsewhere = self._elsewhere(join.tip)
         if elsewhere is not None:
             return elsewhere
         if join.view and join.view != self.view.fingerprint():
             return self.hello()
         if not is_void:
             try:
-                decode_gathered(gathered)
-                lead = self._leading(now)
-                lead.expected.setdefault(sender, join.sender)
-                self._act(lead.join(sender, join, gathered, now))
-            except (ValueError, RuleBroken) as error:
+                if gathered:
+                    decode_gathered(gathered)
+            except ValueError as error:
                 raise Refused(str(error)) from error
-        return Joined(self.tip)
+            lead = self._leading(now)
+            lead.expected.setdefault(sender, join.sender)
+            self.out.extend(lead.join(sender, join, gathered, now))
+        return msg.Joined(self.tip)
 
-    def _answer_for(self, sender: bytes, tip: Tip, now: float) -> Answer:
-        """What to answer to a member that reports to, or joins, the coordinator of that tip; None if that is this
-        peer."""
+    def _hear_tip(self, sender: bytes, tip: Tip, now: float) -> None:
+        """A member reports to, or joins, the coordinator of that tip."""
         self.told(sender, tip, now)
         for commit in self.participant.commits:
             if commit.tip == tip and sender != self._me:
                 self._send([sender], commit)  # it has missed that
+
+    def _elsewhere(self, tip: Tip) -> Answer:
+        """What to answer to a message to the coordinator of that tip; None if that is this peer."""
         if tip != self.tip or self.participant.missed is not None:
             return self.hello()
-        if self.lead is not None and not self.lead.over:
+        if not self.lead.over:
             return None
         coordinator = self.participant.coordinator()
-        return None if coordinator.key == self._me else Elsewhere(coordinator)
+        return None if coordinator.key == self._me else msg.Elsewhere(coordinator)
 
     # -- coordinating
 
     def settle(self, now: float) -> None:
         """Not everybody may have been found yet (before the first commit of a run, or when this peer was away): BEGIN
         waits."""
-        self._settled_at = now + SETTLE_SECONDS
-        if self.lead is not None:
-            self.lead.settled_at = self._settled_at
+        self._settled_at = self.lead.settled_at = now + SETTLE_SECONDS
 
     def _leading(self, now: float) -> Coordinator:
         """The coordinator of this tip, which this peer is."""
-        if self.lead is None or self.lead.over:
+        if self.lead.over:
             commit = self.participant.commit
             # A member that was put out of the last round is in no view, and is not waited for.
-            kept = {member.key for member in commit.view} if commit is not None else set()
-            veterans = frozenset(key for key in commit.members if key in kept) if commit is not None else frozenset()
+            veterans = frozenset(commit.members) & {m.key for m in commit.view} if commit is not None else frozenset()
             self.lead = Coordinator(self._me, self.tip, self.rules, self._settled_at, self._all_until, veterans)
-            self._act(self.lead.expect(self.view.connected(), now))
+            self.out.extend(self.lead.expect(self.view.connected(), now))
         return self.lead
 
-    def _counted(self, lead: Coordinator) -> list[bytes]:
-        """The others that have reported or joined here."""
-        return [key for key in {**lead.counts, **lead.joins} if key != self._me]
+    def _resign(self, why: msg.Commit | msg.Elsewhere) -> None:
+        """Coordinate this tip no more: those that have reported or joined here hear why."""
+        self._send([key for key in {**self.lead.counts, **self.lead.joins} if key != self._me], why)
+        self._lead_nothing()
 
-    def _resign(self, other: Member) -> None:
-        """Coordinate this tip no more: those that have reported or joined here are sent to `other`."""
-        assert self.lead is not None
-        self._send(self._counted(self.lead), Elsewhere(other))
-        self.lead = None
-
-    def _on_notice(self, sender: bytes, notice: Done | Broken | Unjoin | Waiting | Elsewhere, now: float) -> None:
-        """A member says how it gets on in the round that this peer coordinates, or that another peer coordinates."""
-        lead, participant = self.lead, self.participant
-        if isinstance(notice, Unjoin):
-            self._joining.pop(sender, None)
-        if isinstance(notice, Waiting):
-            participant.on_waiting(sender, notice, now)
-        if isinstance(notice, Done | Broken | Waiting):
-            commit = participant.commit_of(notice.round)
-            if commit is not None and sender != self._me:
-                self._send([sender], commit)
-        if isinstance(notice, Elsewhere):
-            self.out.append(Meet(notice.coordinator, instead_of=sender))
-        if lead is None:
+    def _on_notice(self, sender: bytes, notice: msg.Done | msg.Broken | msg.Waiting, now: float) -> None:
+        """A member says how it gets on in a round. Raises Refused if it has no right to say so."""
+        lead = self.lead
+        if isinstance(notice, msg.Waiting):
+            self.participant.on_waiting(sender, notice, now)
+        if not lead.is_of(notice.round):
             return
         match notice:
-            case Done() if lead.begin is not None:
-                self._act(lead.finished(sender, notice, self.view.connected(), now))
-            case Broken() if lead.is_of(notice.round):
-                try:
-                    self._act(lead.broken(sender, notice, self.view.reaches(notice.peer), now))
-                except RuleBroken as error:
-                    raise Refused(str(error)) from error
-            case Unjoin():
-                self._act(lead.unjoin(sender, now))
-            case Waiting() if lead.is_of(notice.round) and sender in lead.live():
-                self._act(lead.wait(now))
-            case Elsewhere():
-                self._act(lead.elsewhere(sender, now))
+            case msg.Done():
+                self.out.extend(lead.finished(sender, notice, self.view.connected(), now))
+            case msg.Broken():
+                self.out.extend(lead.broken(sender, notice, self.view.reaches(notice.peer), now))
+            case msg.Waiting() if sender in lead.live():
+                lead.wait(now)
 
     def wake_at(self) -> float | None:
         """When `tick` has something to do if nothing happens before; None if never."""
-        return self.lead.wake_at() if self.lead is not None else None
+        return self.lead.wake_at()
 
     def tick(self, now: float) -> None:
         """Do what is due."""
-        if self.lead is not None:
-            self._act(self.lead.tick(now))
+        self.out.extend(self.lead.tick(now))
 
     # -- who is there
 
@@ -462,17 +362,17 @@ class Peer:
             self.settle(now)
         self._met = len(self.view.members)
         lead = self.lead
-        if lead is None or lead.over:
+        if lead.over:
             return
         coordinator = self.participant.coordinator()
         if lead.begin is not None:
             for key in lead.live():
                 if not self.view.reaches(key):
-                    self._act(lead.put_out(key, "the connection to it was lost", now))
+                    self.out.extend(lead.put_out(key, "the connection to it was lost", now))
         elif coordinator.key != self._me and lead.is_before_begin:
-            self._resign(coordinator)  # a member before this peer in the order has appeared
+            self._resign(msg.Elsewhere(coordinator))  # a member before this peer in the order has appeared
         else:
-            self._act(lead.expect(self.view.connected(), now))
+            self.out.extend(lead.expect(self.view.connected(), now))
 
     def lost(self, key: bytes, known: bool, now: float) -> None:
         """A peer is gone; `known` as a member until now."""
@@ -488,51 +388,41 @@ class Peer:
 
     def _coordinator_of_round(self) -> bytes | None:
         """The coordinator of the round that this peer is in; None if it is lost, or gave way to another."""
-        ballot, lead = self.participant.ballot, self.lead
-        if ballot is None or not self.view.reaches(ballot.coordinator):
-            return None
-        if ballot.coordinator == self._me and (lead is None or lead.phase is Phase.ABORTED):
-            return None
-        return ballot.coordinator
+        coordinator = self.participant.ballot.coordinator
+        gave_way = coordinator == self._me and self.lead.phase is Phase.ABORTED
+        return coordinator if self.view.reaches(coordinator) and not gave_way else None
 
     def succeed(self, now: float) -> None:
         """If nobody coordinates the round that this peer is in: take over, or tell the member whose turn it is."""
         participant = self.participant
         begin, ballot = participant.begin, participant.ballot
-        if begin is None or ballot is None or self._coordinator_of_round() is not None:
+        if begin is None or self._coordinator_of_round() is not None:
             return
         keys = {member.key for member in begin.members}
         able = (m.key for m in self.view.candidates(begin.tip.epoch) if m.key in keys and m.role is not Role.CLIENT)
         successor = next((key for key in able if self.view.reaches(key)), None)
         if successor == self._me:
             lost = [key for key in keys if not self.view.reaches(key)]
-            self.lead = Coordinator.successor(self._me, begin, participant.attempt, lost, self.rules)
+            self.lead = Coordinator.successor(self._me, begin, ballot.number, lost, self.rules)
             self.lead.gathered = dict(participant.gathered)
-            self._act(self.lead.start_survey(now))
+            self.out.extend(self.lead.start_survey(now))
         elif successor is not None:
             # It may not even have the BEGIN.
             gathered = msgspec.msgpack.encode(participant.gathered)
-            self._send([successor], Orphaned(begin, ballot), [gathered])
+            self._send([successor], msg.Orphaned(begin, ballot), [gathered])
         else:
             participant.fail(AveragingError("its coordinator is lost, and nobody in reach can take the round over"))
 
-    def _on_orphaned(self, sender: bytes, orphaned: Orphaned, buffers: Sequence[memoryview], now: float) -> None:
+    def _on_orphaned(self, sender: bytes, orphaned: msg.Orphaned, buffers: Buffers, now: float) -> None:
         """A member of a round has lost its coordinator and takes this peer for the successor."""
         begin, participant = orphaned.begin, self.participant
-        if all(member.key != sender for member in begin.members):
-            raise Refused("only a member of a round can ask to take it over")
+        require(any(m.key == sender for m in begin.members), "only a member of a round can ask to take it over")
         commit = participant.commit_of(begin.round)
-        if commit is not None:
-            self._send([sender], commit)
-            return
-        if self.tip != begin.tip:
-            self._send([sender], self.hello())
+        if commit is not None or self.tip != begin.tip:
+            self._send([sender], commit or self.hello())
             return
         if participant.begin is None:
-            try:
-                participant.enter(sender, begin, buffers, now, relayed=True)
-            except RuleBroken as error:
-                raise Refused(str(error)) from error
+            participant.enter(sender, begin, buffers, now, relayed=True)
         if participant.begin is not None and participant.begin.round == begin.round:
             participant.heard_of(orphaned.ballot)
             self.succeed(now)  # unless the coordinator is still there for this peer
@@ -543,38 +433,34 @@ class Peer:
         """See whether the round makes progress and has a coordinator; to be called every second. See
         `Participant.look`."""
         self.participant.look(moved, now)
-        if self.lead is not None:
-            self._act(self.lead.saw(self._me, self.participant.silence.signs, now))
+        self.lead.saw(self._me, self.participant.silence.signs, now)
         self.succeed(now)
 
     def awaited(self, now: float) -> list[bytes]:
         """The peers that this one waits for in a round, or on the way to one."""
         lead, participant = self.lead, self.participant
-        if lead is not None and not lead.over and lead.phase is not Phase.COUNTING:
-            return lead.watched
-        if participant.begin is not None and participant.ballot is not None:
+        if not lead.over and lead.phase is not Phase.COUNTING:
+            return lead.live() if lead.begin is not None else list(lead.expected)
+        if participant.begin is not None:
             return [participant.ballot.coordinator, *participant.silence.quiet(now)]
-        return [participant.joined] if participant.is_joined else []
+        return [participant.joined] if participant.state is State.JOINED else []
 
-    def ping(self) -> Ping:
+    def ping(self) -> msg.Ping:
         """What to ask a peer that this one waits for."""
         begin = self.participant.begin
-        return Ping(begin.round if begin is not None else b"")
+        return msg.Ping(begin.round if begin is not None else b"")
 
-    def _pong(self, sender: bytes, ping: Ping) -> Pong:
-        """How the round goes in which a member is. A committed one is told once more."""
-        begin, lead = self.participant.begin, self.lead
-        commit = self.participant.commit_of(ping.round)
-        if commit is not None:
-            self._send([sender], commit)
-            return Pong()
-        leads = lead is not None and not lead.over and lead.is_of(ping.round)
-        knows = not ping.round or leads or (begin is not None and begin.round == ping.round)
-        signs = self.participant.silence.signs
-        return Pong(knows, signs, lead.signs if lead is not None and leads else 0)
+    def _pong(self, ping: msg.Ping) -> msg.Pong:
+        """How the round goes in which a member is."""
+        participant, lead = self.participant, self.lead
+        leads = not lead.over and lead.is_of(ping.round)
+        is_in = participant.begin is not None and participant.begin.round == ping.round
+        if participant.commit_of(ping.round) is not None:
+            return msg.Pong()
+        knows = not ping.round or leads or is_in
+        return msg.Pong(knows, participant.silence.signs, lead.signs_of.total() if leads else 0)
 
-    def on_pong(self, key: bytes, ping: Ping, pong: Pong, now: float) -> None:
+    def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
         """A peer has answered a `ping`."""
         self.participant.on_pong(key, ping, pong, now)
-        if self.lead is not None:
-            self._act(self.lead.saw(key, pong.signs, now))
+        self.lead.saw(key, pong.signs, now)

@@ -150,11 +150,8 @@ class ChunkSpan:
 def chunk_table(sizes: Sequence[int], elements: int) -> list[ChunkSpan]:
     """The chunks of buffers with so many elements, in order; none of an empty buffer. Raises ValueError if there are
     more than MAX_CHUNKS."""
-    table = [
-        ChunkSpan(buffer, start, min(start + elements, size))
-        for buffer, size in enumerate(sizes)
-        for start in range(0, size, elements)
-    ]
+    starts = ((buffer, start, size) for buffer, size in enumerate(sizes) for start in range(0, size, elements))
+    table = [ChunkSpan(buffer, start, min(start + elements, size)) for buffer, start, size in starts]
     if len(table) > MAX_CHUNKS:
         raise ValueError(
             f"{sum(sizes)} elements make {len(table)} chunks of {elements}; at most {MAX_CHUNKS} are allowed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from shoal.p2p.identity import PeerID
@@ -40,7 +40,7 @@ class _Missing:
         member: as it was last heard of.
         since: when it began.
         was_reached: whether it was lost; otherwise it was never reached.
-        seen: when somebody else first showed that it lives, since it is missing; None if nobody did.
+        seen: when somebody else first showed that it lives, since it is missing; infinity if nobody did.
         reason: why it could not be reached, when that was last tried.
         told: whether that was said.
     """
@@ -48,7 +48,7 @@ class _Missing:
     member: Member
     since: float
     was_reached: bool
-    seen: float | None = None
+    seen: float = math.inf
     reason: str = ""
     told: bool = False
 
@@ -101,22 +101,21 @@ class Reach:
                     self._left.pop(member.key, None)
                     self._miss(member, now, was_reached=False)
             elif listed or now - missing.since >= PATIENCE:  # others may notice a loss that much later
-                if missing.seen is None or (listed and missing.member != member):
+                if missing.seen == math.inf or (listed and missing.member != member):
                     self._redial.hurry(member.peer, now)
-                if missing.seen is None:
-                    missing.seen = now
-                if listed:
-                    missing.member = member
+                missing.seen = min(missing.seen, now)
+                missing.member = member if listed else missing.member
 
-    def reached(self, member: Member) -> None:
-        """The member has spoken."""
-        if member.key == self._me.key:
-            return  # it coordinates, and has joined itself
+    def reached(self, member: Member) -> bool:
+        """The member has spoken. Returns whether that is news."""
+        if member.key == self._me.key or self._reached.get(member.key) == member:
+            return False  # (it is this peer itself if it coordinates and has joined its own round)
         self._knew_somebody = True
         self._missing.pop(member.key, None)
         self._left.pop(member.key, None)
         self._redial.found(member.peer)
         self._reached[member.key] = member
+        return True
 
     def failed(self, key: bytes, reason: str) -> None:
         """It was tried to reach that member, in vain."""
@@ -125,18 +124,14 @@ class Reach:
 
     def lost(self, key: bytes, now: float) -> bool:
         """That member can't be reached any more; returns whether it was reached until now."""
-        member = self._reached.pop(key, None)
-        if member is None:
-            return False
-        if not self._reached:
-            self._lost_everybody(now)
-        self._miss(member, now, was_reached=True)
-        return True
+        member = self._reach_no_more(key, now)
+        if member is not None:
+            self._miss(member, now, was_reached=True)
+        return member is not None
 
     def left(self, key: bytes, now: float) -> None:
         """That member says that it leaves the run."""
-        if self._reached.pop(key, None) is not None and not self._reached:
-            self._lost_everybody(now)
+        self._reach_no_more(key, now)
         self._missing.pop(key, None)
         self._redial.found(PeerID(key))
         self._left[key] = None
@@ -149,11 +144,14 @@ class Reach:
         for missing in self._missing.values():
             self._redial.hurry(missing.member.peer, now)
 
-    def _lost_everybody(self, now: float) -> None:
-        """A warning of somebody else, a short time ago, does not delay the warning of this; one of the same does."""
-        self._alone_since = now
-        if now >= self._quiet_alone_until:
-            self._quiet_until = now + PATIENCE  # then all that are missing are named at once
+    def _reach_no_more(self, key: bytes, now: float) -> Member | None:
+        member = self._reached.pop(key, None)
+        if member is not None and not self._reached:
+            self._alone_since = now
+            # A warning of somebody else, a short time ago, does not delay the warning of this; one of the same does.
+            if now >= self._quiet_alone_until:
+                self._quiet_until = now + PATIENCE  # then all that are missing are named at once
+        return member
 
     def _miss(self, member: Member, now: float, *, was_reached: bool) -> None:
         if len(self._missing) >= MAX_MEMBERS:
@@ -169,8 +167,8 @@ class Reach:
         """Whom to dial now."""
         return [self._missing[peer.key].member for peer in self._redial.due(now)]
 
-    def notice(self, now: float, others: int) -> Reachability | None:
-        """What is to be said now, if anything; `others` is how many other nodes the DHT has."""
+    def notice(self, now: float, count_others: Callable[[], int]) -> Reachability | None:
+        """What is to be said now, if anything; `count_others` says how many other nodes the DHT has."""
         counting = [missing for missing in self._missing.values() if self._counts_from(missing) <= now]
         new = [missing for missing in counting if not missing.told]
         if new and now >= self._quiet_until:
@@ -180,7 +178,8 @@ class Reach:
             for missing in new:
                 missing.told = True
             return self._reachability(counting, self._advice(new))
-        if others and not (self._knew_somebody or self._told_alone) and now - self._began >= PATIENCE:
+        is_alone = not (self._knew_somebody or self._told_alone) and now - self._began >= PATIENCE
+        if is_alone and (others := count_others()):
             self._told_alone = self._worried = True
             return self._reachability([], self._advice_alone(others))
         still = any(missing.told for missing in counting) or (self._told_alone and not self._reached)
@@ -193,29 +192,22 @@ class Reach:
 
     def next_time(self, now: float) -> float | None:
         """When to look again if nothing happens until then; None if there is nothing to look after."""
-        times = [self._redial.next_time()]
-        for missing in self._missing.values():
-            if not missing.told:
-                times.append(max(self._counts_from(missing), self._quiet_until))
+        times = [max(self._counts_from(m), self._quiet_until) for m in self._missing.values() if not m.told]
+        if (dial_at := self._redial.next_time()) is not None:
+            times.append(dial_at)
         if not self._knew_somebody and now < self._began + PATIENCE:
             times.append(self._began + PATIENCE)
-        return min((time for time in times if time is not None and time < math.inf), default=None)
+        return min((time for time in times if time < math.inf), default=None)
 
     def _counts_from(self, missing: _Missing) -> float:
         """From when on that member should be reached; never as long as it may be dead, and while nobody needs it."""
         if missing.member.role is Role.CLIENT and self._me.role is Role.CLIENT:
-            return math.inf if self._reaches_a_node() else max(missing.since, self._alone_since) + PATIENCE
-        if not missing.was_reached:
-            return missing.since + PATIENCE
-        if missing.told and missing.seen is not None:
+            meets_it_at_a_node = any(member.role is not Role.CLIENT for member in self._reached.values())
+            return math.inf if meets_it_at_a_node else max(missing.since, self._alone_since) + PATIENCE
+        if not missing.was_reached or (missing.told and missing.seen < math.inf):
             return missing.since + PATIENCE  # what was said of it holds until it is reached
         since_alone = math.inf if self._reached else max(missing.since, self._alone_since)
-        since_seen = math.inf if missing.seen is None else missing.seen
-        return min(since_alone, since_seen) + PATIENCE
-
-    def _reaches_a_node(self) -> bool:
-        """Where clients meet each other."""
-        return any(member.role is not Role.CLIENT for member in self._reached.values())
+        return min(since_alone, missing.seen) + PATIENCE
 
     # -- in words
 
@@ -226,45 +218,31 @@ class Reach:
         new = sorted(new, key=lambda missing: missing.member.role is Role.CLIENT)  # nodes first: they can be mended
         named = "; ".join(map(_named, new[:MAX_NAMED]))
         more = f"; and {len(new) - MAX_NAMED} more" if len(new) > MAX_NAMED else ""
-        ways_out = dict.fromkeys(map(self._way_out, new))
-        others = len(self._reached)
+        others, members = len(self._reached), "member" if len(new) == 1 else "members"
         with_whom = f"trains with {others} {'other' if others == 1 else 'others'} only" if others else "trains alone"
-        members = "member" if len(new) == 1 else "members"
         return (
             f"{len(new)} known {members} of the run {self._run_id!r} can't be reached, and this peer {with_whom}: "
-            f"{named}{more}. {' '.join(ways_out)}"
+            f"{named}{more}. {' '.join(dict.fromkeys(map(self._way_out, new)))}"
         )
 
     def _way_out(self, missing: _Missing) -> str:
-        member = missing.member
+        member, addresses = missing.member, missing.member.multiaddrs()
         if member.role is Role.CLIENT and self._me.role is Role.CLIENT:
-            return (
-                "Clients are dialled by nobody, so they can't reach each other: the run needs a node, that is a peer "
-                "with client_mode=False and an open port."
-            )
+            return "Clients can't reach each other: the run needs a node (client_mode=False, and an open port)."
         if member.role is Role.CLIENT:
-            return (
-                "A client dials, and has not reached this peer: open the port of this peer's addresses "
-                f"({_where(self._me)}), or name in announce_maddrs the address at which it can be reached."
+            way_out = (
+                f"Open the port of this peer's addresses ({_where(self._me)}), so that the client can reach it, or"
             )
-        again = "It is dialled again every 5 to 60 s."
-        addresses = member.multiaddrs()
+            return f"{way_out} name in announce_maddrs the address at which it can be reached."
         if addresses and all(address.is_loopback for address in addresses):
-            return (
-                "What listens on loopback only is reached from its own machine only: start it with "
-                f"DHT(host_maddrs=['/ip4/0.0.0.0/tcp/<port>']), or with client_mode=True. {again}"
-            )
-        return (
-            "Where a peer does not answer, open its port in its firewall and router; where its addresses are wrong, "
-            "name the right one in its announce_maddrs; where neither can be done, start it with client_mode=True. "
-            f"{again}"
-        )
+            way_out = "Start a peer that listens on loopback with DHT(host_maddrs=['/ip4/0.0.0.0/tcp/<port>']), or"
+        else:
+            way_out = "Open the peer's port in its firewall and router, correct its announce_maddrs, or start it"
+        return f"{way_out} with client_mode=True. It is dialled again every 5 to 60 s."
 
     def _advice_alone(self, others: int) -> str:
-        return (
-            f"this peer is alone in the run {self._run_id!r}, while the DHT has {others} other "
-            f"{'node' if others == 1 else 'nodes'}: if others should train with it, give all of them the same run_id"
-        )
+        alone = f"this peer is alone in the run {self._run_id!r}, while the DHT has {others} other"
+        return f"{alone} {'node' if others == 1 else 'nodes'}: peers that train together have the same run_id"
 
 
 def _where(member: Member) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -62,34 +62,25 @@ class Rules:
         """
         if not self.may_average_state(epoch):
             return False
-        return self.state_always or len(set(usual_states(joins).values())) > 1
+        votes: dict[str, Counter[bytes]] = {}
+        for join in joins:
+            if join.state:
+                votes.setdefault(join.machine, Counter())[join.state] += 1
+        usual = {max(count, key=lambda state: (count[state], state)) for count in votes.values()}
+        return self.state_always or len(usual) > 1
 
     def options(self, joins: Iterable[Join]) -> bytes:
-        """The options with which all members make the step that follows a round with these JOINs."""
-        return usual_options(join for join in joins if self.options_fit(join.options))
+        """The options with which all members make the step that follows a round with these JOINs: those that most of
+        them hold that hold any, on a tie those with more samples behind them, or b"" if there are none."""
+        votes: Counter[bytes] = Counter()
+        samples: defaultdict[bytes, float] = defaultdict(float)
+        for join in joins:
+            if join.options and self.options_fit(join.options):
+                votes[join.options] += 1
+                samples[join.options] += join.weight
+        return max(votes, key=lambda options: (votes[options], samples[options], options), default=b"")
 
     def vector(self, epoch: int, with_state: bool) -> tuple[int, ...]:
         """Elements of each flat buffer that such a round averages."""
         due = self.due_sizes if self.is_due(epoch) else ()
         return (*self.sizes, *due, *(self.state_sizes if with_state else ()))
-
-
-def usual_states(joins: Iterable[Join]) -> dict[str, bytes]:
-    """The digest of the state that most members of each kind of machine hold, among members that tell one."""
-    votes: dict[str, Counter[bytes]] = {}
-    for join in joins:
-        if join.state:
-            votes.setdefault(join.machine, Counter())[join.state] += 1
-    return {machine: max(count, key=lambda state: (count[state], state)) for machine, count in votes.items()}
-
-
-def usual_options(joins: Iterable[Join]) -> bytes:
-    """The options that most JOINs hold, among JOINs that hold any. On a tie, those with more samples behind them. b""
-    if there are none."""
-    votes: Counter[bytes] = Counter()
-    samples: dict[bytes, float] = {}
-    for join in joins:
-        if join.options:
-            votes[join.options] += 1
-            samples[join.options] = samples.get(join.options, 0.0) + join.weight
-    return max(votes, key=lambda options: (votes[options], samples[options], options), default=b"")

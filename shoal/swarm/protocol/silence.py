@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal.p2p.transport import Movement
 from shoal.swarm.protocol.contribution import BytesExchange
+from shoal.swarm.protocol.messages import Begin
 
 EXCUSE_SECONDS = 3.0  # nobody is complained of for so long after a member said that its user lets it wait
 QUIET_SECONDS = 2.0  # after so long without a message, a member that owes something is asked how its round goes
@@ -43,15 +44,11 @@ class Silence:
     sender_timeout: float
     reducer_timeout: float
     signs: int = 0
-    _progressed: int = 0  # the exchange's counter at the last look
+    _begin: Begin | None = None  # the round that was looked at last
+    _progressed: int = 0  # its exchange's counter then
     _looked: float = 0.0
     _excused_until: float = float("-inf")
     _debtors: dict[bytes, _Debtor] = field(default_factory=dict)
-
-    def begin(self, now: float) -> None:
-        """A round begins."""
-        self._progressed, self._looked, self._excused_until = 0, now, float("-inf")
-        self._debtors = {}
 
     def excuse(self, now: float) -> None:
         """A member has said that its user lets it wait."""
@@ -69,9 +66,7 @@ class Silence:
                 debtor.progressed = now
             debtor.signs = signs
 
-    def look(
-        self, exchange: BytesExchange, moved: Callable[[bytes], int], *, waits: bool, now: float
-    ) -> dict[bytes, str]:
+    def look(self, exchange: BytesExchange, moved: Callable[[bytes], int], waits: bool, now: float) -> dict[bytes, str]:
         """Look again; to be called every second.
 
         Args:
@@ -82,30 +77,24 @@ class Silence:
         Returns: the members that hold up the round, each with the reason.
         """
         book = exchange.book
-        parts, results = book.waiting_for(), book.owed_results()
+        if book.begin is not self._begin:
+            self._begin, self._progressed, self._looked, self._debtors = book.begin, 0, now, {}
+        parts, results = book.waiting_for(), dict.fromkeys(book.awaited.values())
+        counts = {key: moved(key) for key in {**parts, **results}}
+        debtors = {key: self._debtors.get(key) or _Debtor(now, Movement(count)) for key, count in counts.items()}
+        self._debtors = debtors
+        moving = [key for key, count in counts.items() if debtors[key].movement.goes_on(count)]
         progressed = exchange.progressed != self._progressed
-        moving = self._look_at({**parts, **results}, moved, now)
-        self.signs += progressed or moving
+        self.signs += progressed or bool(moving)
         slept = now - self._looked > 2 * QUIET_SECONDS  # this process itself; what has arrived was not read yet
         self._progressed, self._looked = exchange.progressed, now
-        if progressed or waits or slept or now < self._excused_until or book.complete:
-            for debtor in self._debtors.values():
-                debtor.since = now
-            return {}
-        late = [key for key in parts if now - self._debtors[key].since > self.sender_timeout]
+        is_excused = progressed or waits or slept or now < self._excused_until or book.complete
+        for key in debtors if is_excused else moving:
+            debtors[key].since = now
+        late = [key for key in parts if now - debtors[key].since > self.sender_timeout]
         if not late:  # otherwise the reducers may be waiting for the same members
-            debtors = self._debtors
             late = [k for k in results if now - max(debtors[k].since, debtors[k].progressed) > self.reducer_timeout]
-        complaints = {key: f"nothing came from it for {now - self._debtors[key].since:.1f} s" for key in late}
+        complaints = {key: f"nothing came from it for {now - debtors[key].since:.1f} s" for key in late}
         for key in late:
-            self._debtors[key].since = now
+            debtors[key].since = now
         return complaints
-
-    def _look_at(self, owing: Iterable[bytes], moved: Callable[[bytes], int], now: float) -> bool:
-        """Whether any of these members sends something large."""
-        counts = {key: moved(key) for key in owing}
-        self._debtors = {key: self._debtors.get(key) or _Debtor(now, Movement(count)) for key, count in counts.items()}
-        moving = [key for key, count in counts.items() if self._debtors[key].movement.goes_on(count)]
-        for key in moving:
-            self._debtors[key].since = now
-        return bool(moving)

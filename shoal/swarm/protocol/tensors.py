@@ -15,9 +15,8 @@ MAX_TEXT = 1024  # characters of a dtype and shape
 MAX_BYTES = 4 << 20  # of all: one buffer
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
-Wire = Annotated[
-    list[tuple[Text, Annotated[list[Text], msgspec.Meta(max_length=MAX_TENSORS)]]], msgspec.Meta(max_length=16)
-]
+Shapes = Annotated[list[Text], msgspec.Meta(max_length=MAX_TENSORS)]
+Wire = Annotated[list[tuple[Text, Shapes]], msgspec.Meta(max_length=16)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,3 +62,6 @@ class Ballot(msgspec.Struct, frozen=True, array_like=True, order=True):
 
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
     coordinator: Digest
+
+
+NO_BALLOT = Ballot(0, bytes(DIGEST_BYTES))  # lower than all that coordinators hold

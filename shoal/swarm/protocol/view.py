@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -16,6 +17,7 @@ from shoal.swarm.protocol.tip import Digest, Tip
 
 MAX_ADDRESSES = 8
 MAX_MEMBERS = 1024
+Address = Annotated[str, msgspec.Meta(max_length=MAX_LENGTH)]
 
 
 class Role(Enum):
@@ -38,9 +40,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     """
 
     key: Digest
-    addresses: Annotated[
-        tuple[Annotated[str, msgspec.Meta(max_length=MAX_LENGTH)], ...], msgspec.Meta(max_length=MAX_ADDRESSES)
-    ]
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
     role: Role
     bandwidth: Annotated[float, msgspec.Meta(ge=0, le=1e18)] | None = None
 
@@ -60,10 +60,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
         """The addresses, parsed; those that are none are left out (they are what another peer claims of itself)."""
         parsed = []
         for text in self.addresses:
-            try:
+            with contextlib.suppress(ValueError):
                 parsed.append(Multiaddr(text))
-            except ValueError:
-                continue
         return parsed
 
 
@@ -76,11 +74,13 @@ class _Claim:
 
     Attributes:
         tip: the name of the state.
+        behind: whether this peer's state outranks it: then the member downloads, and does not coordinate.
         ignored_until: before this time the state is not asked for, because no member could send it.
         pause: seconds for which it is ignored the next time.
     """
 
     tip: Tip
+    behind: bool = False
     ignored_until: float = float("-inf")
     pause: float = FIRST_PAUSE
 
@@ -101,16 +101,13 @@ class View:
         self.run_id, self.me, self.reaches = run_id, me, reaches
         self.members: dict[bytes, Member] = {me.key: me}
         self.lost: dict[bytes, None] = {}  # in the order of losing
-        self.behind: dict[bytes, None] = {}  # members at a state that ours outranks: they download, and do not lead
         self._claims: dict[bytes, _Claim] = {}
 
     def learn(self, members: Iterable[Member]) -> list[Member]:
         """Add members that another peer mentions. Returns those that were not known."""
-        new = []
-        for member in members:
-            if member.key not in self.members and member.key not in self.lost and len(self.members) < MAX_MEMBERS:
-                self.members[member.key] = member
-                new.append(member)
+        unknown = {m.key: m for m in members if m.key not in self.members and m.key not in self.lost}
+        new = list(unknown.values())[: max(0, MAX_MEMBERS - len(self.members))]
+        self.members.update((member.key, member) for member in new)
         return new
 
     def returned(self, member: Member) -> bool:
@@ -125,7 +122,6 @@ class View:
         """The connection to the member ended, or cannot be made. Returns whether it was a member."""
         if key == self.me.key:
             return False
-        self.behind.pop(key, None)
         self._claims.pop(key, None)
         self.lost[key] = None
         if len(self.lost) > MAX_MEMBERS:
@@ -154,18 +150,18 @@ class View:
         Clients of other nodes are known from those nodes only, so they count if such nodes are connected."""
         reached = self.connected()
         nodes = any(m.role is not Role.CLIENT and m.key != self.me.key for m in reached)
-        return sum(member.role is Role.CLIENT for member in (list(self.members.values()) if nodes else reached))
+        return sum(m.role is Role.CLIENT for m in (list(self.members.values()) if nodes else reached))
 
     # -- who coordinates
 
-    def told(self, key: bytes, behind: bool) -> bool:
-        """A member has said at which state it is. Returns whether that makes it a candidate, or ends its being one."""
-        known = key in self.behind
-        if behind and key in self.members:
-            self.behind[key] = None
-        else:
-            self.behind.pop(key, None)
-        return known != (key in self.behind)
+    def told(self, key: bytes, tip: Tip, behind: bool) -> bool:
+        """A member has said that it holds the state `tip`, which may be `behind` this peer's. Returns whether that
+        makes it a candidate, or ends its being one."""
+        if key not in self.members:
+            return False
+        claim = self._claims.setdefault(key, _Claim(tip))
+        was_behind, claim.tip, claim.behind = claim.behind, tip, behind
+        return was_behind != behind
 
     def candidates(self, epoch: int) -> list[Member]:
         """The members that may coordinate in this epoch, best first: an order that rotates, and that all peers compute
@@ -174,24 +170,18 @@ class View:
         A candidate can be dialled by others and is, as far as this peer knows, at its state. If there is none, this
         peer is the only candidate.
         """
-        able = [m for m in self.members.values() if m.role is not Role.CLIENT and m.key not in self.behind] or [self.me]
+        behind = {key for key, claim in self._claims.items() if claim.behind}
+        able = [m for m in self.members.values() if m.role is not Role.CLIENT and m.key not in behind] or [self.me]
         prefix = f"{self.run_id}\0{epoch}\0".encode()
         return sorted(able, key=lambda member: blake3(prefix + member.key).digest())
 
     # -- which states there are
 
-    def claims(self, key: bytes, tip: Tip) -> None:
-        """The member says that it holds the state `tip`."""
-        if key in self.members:
-            self._claims.setdefault(key, _Claim(tip)).tip = tip
-
     def advanced(self, keys: Iterable[bytes], before: Tip, after: Tip) -> None:
         """These members were in the round that leads from `before` to `after`."""
-        for key in keys:
-            self.behind.pop(key, None)
-            claim = self._claims.get(key)
-            if claim is not None and claim.tip == before:
-                claim.tip = after
+        for claim in (self._claims[key] for key in keys if key in self._claims):
+            claim.behind = False
+            claim.tip = after if claim.tip == before else claim.tip
 
     def best(self, now: float) -> Tip | None:
         """The best state that a connected member holds, without the states that are ignored. May be called in any
