@@ -181,7 +181,6 @@ class Contacts:
             return self._peer.hello()
         self._strangers.pop(peer.key, None)
         self.spoke(hello.sender)
-        self._channel.learn(hello.sender)
         self._reach.known(self._out_of_reach(hello.members), self._now(), listed=False)
         self._reach_changed.set()
         for member in self._view.learn(hello.members):
@@ -195,6 +194,7 @@ class Contacts:
     def spoke(self, member: Member) -> None:
         """A member has spoken, so it is there, whatever was known of it before."""
         if self._reach.reached(member):
+            self._channel.learn(member)
             self._reach_changed.set()
         if self._view.returned(member):
             log.debug("%r knows %r now", self._view.me.peer, member.peer)

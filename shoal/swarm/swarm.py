@@ -444,7 +444,6 @@ class Swarm:
         require(join.sender.key == peer.key, "JOIN in the name of another peer")
         if join.terms.difference(self.peer.terms) is not None:
             return self.peer.hello()  # HELLO tells which of the two gives way
-        self._channel.learn(join.sender)
         self.contacts.spoke(join.sender)
         self.peer.expect_join(peer.key, join)
         return self._at_tip(peer, join, buffers)
