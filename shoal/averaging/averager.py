@@ -28,6 +28,7 @@ from shoal.compression import Compression, NoCompression
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.flat import FlatBuffer, Layout
+from shoal.p2p.identity import PeerID
 from shoal.swarm.directory import DHTDirectory, Directory
 from shoal.swarm.protocol.contribution import Contribution, Outcome, encode_gathered, told
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
@@ -101,7 +102,6 @@ class DecentralizedAverager:
             every member of the run is asked. There is no process that could be a daemon.)
 
     Attributes:
-        peer_id: this peer, as it is named in the result of `step`.
         mode: the `Role` of this peer in a round.
         total_size: the number of elements that are averaged.
         schema_hash: 32 bytes, equal for averagers of tensors of the same shapes and dtypes in the same order.
@@ -172,7 +172,7 @@ class DecentralizedAverager:
             chunk_elements=min(part_size_bytes // 4, largest_chunk(t.element_size() for t in averaged_tensors)),
             smallest_span=min_vector_size,
         )
-        self.dht, self.prefix, self.peer_id = dht, prefix, dht.peer_id
+        self.dht, self.prefix = dht, prefix
         self.client_mode, self.auxiliary, self.bandwidth = client_mode, auxiliary, bandwidth
         self.mode = Role.CLIENT if client_mode else Role.AUXILIARY if auxiliary else Role.NODE
         self.total_size, self.schema_hash = sum(map(torch.numel, averaged_tensors)), layout.schema_hash
@@ -302,7 +302,12 @@ class DecentralizedAverager:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    # -- what may be changed
+    # -- what it is, and what may be changed
+
+    @property
+    def peer_id(self) -> PeerID:
+        """This peer, as it is named in the result of `step`. Known as soon as the DHT was started."""
+        return self.dht.peer_id
 
     @property
     def allow_state_sharing(self) -> bool:
@@ -630,7 +635,7 @@ class DecentralizedAverager:
         except NothingShared as error:
             log.warning("%s", error)
             return None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise AveragingError(f"the state that was downloaded can't be read: {error}") from error
 
     async def _download(self, timeout: float) -> Downloaded:

@@ -186,11 +186,10 @@ class TrainingState:
         Raises:
             ValueError: if it does not fit this model; then nothing has changed.
         """
-        layout = Layout.from_wire(msgspec.msgpack.decode(state.manifest.layout))
-        scalars = _scalars.decode(state.scalars)
-        if [(b.numel, b.dtype) for b in layout.buffers] != [(b.numel(), b.dtype) for b in state.buffers]:
-            raise ValueError("the state's layout does not describe its buffers")
-        tensors = [state.buffers[e.buffer][e.span.slice].view(e.shape) for e in layout.entries]
+        try:
+            tensors, scalars = state.tensors(), _scalars.decode(state.scalars)
+        except RecursionError as error:
+            raise ValueError(f"the state is nested too deeply: {error}") from error
         count, extras, mine = len(self.parameters), len(self.extra_tensors), self._options()
         if len(tensors) != count + len(scalars.statistics) + scalars.extras or scalars.extras != extras:
             parameters = len(tensors) - len(scalars.statistics) - scalars.extras

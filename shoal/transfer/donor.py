@@ -96,6 +96,7 @@ class _Held:
     state: EncodedState
     asked: float  # when it was taken, or a chunk of it was last asked for
     readers: set[PeerID] = field(default_factory=set)  # to whom it was offered last
+    timer: asyncio.TimerHandle = field(init=False)  # looks whether it is idle
 
 
 class StateDonor:
@@ -176,18 +177,20 @@ class StateDonor:
 
     async def _prepare(self) -> _Held:
         try:
-            held = _Held(await self._take_snapshot(), now())
-            self._held[held.state.manifest.id] = held
-            self._drop_when_idle(held.state.manifest.id)
+            taken = _Held(await self._take_snapshot(), now())
+            id = taken.state.manifest.id
+            held = self._held.setdefault(id, taken)
+            held.asked = taken.asked
+            if held is taken:
+                self._drop_when_idle(id)
             return held
         finally:
             self._preparing = None
 
     def _drop_when_idle(self, id: bytes) -> None:
-        if id not in self._held:
-            return
-        if (until := self._held[id].asked + KEEP_SECONDS) > now():
-            asyncio.get_running_loop().call_at(until, self._drop_when_idle, id)
+        held = self._held[id]
+        if (until := held.asked + KEEP_SECONDS) > now():
+            held.timer = asyncio.get_running_loop().call_at(until, self._drop_when_idle, id)
             return
         self._drop(id)
         if not self._held:
@@ -195,7 +198,7 @@ class StateDonor:
 
     def _drop(self, id: bytes) -> None:
         """Release a snapshot, and what is queued of it for newcomers."""
-        del self._held[id]
+        self._held.pop(id).timer.cancel()
         self._node.transport.cancel(chunk_name(id, 0)[:-CHUNK_NUMBER_BYTES])
 
     def _chunk(self, request: GetChunk) -> Reply:

@@ -6,11 +6,13 @@ import asyncio
 import time
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import shoal
-from shoal.averaging.averager import DecentralizedAverager
+from shoal.averaging import averager
+from shoal.averaging.averager import DecentralizedAverager, snapshot_of
 from shoal.averaging.exchange import Exchange
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, RoleAdaptiveCompression, TensorRole
 from shoal.swarm.protocol.messages import Begin, Part, Result
@@ -181,6 +183,28 @@ def test_the_state_is_a_snapshot_of_what_the_user_says() -> None:
         assert again[1][1][2] == 9
         newcomer.shutdown()
         donor.shutdown()
+
+
+def test_a_state_that_is_nested_too_deeply_is_an_error_of_averaging(monkeypatch: pytest.MonkeyPatch) -> None:
+    nested = msgspec.Raw(b"\x91" * 5000 + b"\xc0")
+    monkeypatch.setattr(averager, "snapshot_of", lambda tip, data, *rest: snapshot_of(tip, nested, *rest))
+    with (
+        averagers([[torch.zeros(3)], [torch.zeros(3)]]) as (_, newcomer),
+        pytest.raises(shoal.AveragingError, match=r"can't be read: .*recursion"),
+    ):
+        newcomer.load_state_from_peers(timeout=10.0)
+
+
+def test_an_averager_can_be_made_before_its_dht_is_started() -> None:
+    dht = shoal.DHT(start=False)
+    peer = DecentralizedAverager([torch.zeros(3)], dht, start=False, prefix="test")
+    try:
+        dht.run_in_background()
+        peer.run_in_background()
+        assert peer.peer_id == dht.peer_id
+    finally:
+        peer.shutdown()
+        dht.shutdown()
 
 
 def test_nobody_who_shares_is_no_state_and_said(caplog: pytest.LogCaptureFixture) -> None:

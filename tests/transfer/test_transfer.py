@@ -555,3 +555,101 @@ def test_a_state_that_is_not_held_any_more_is_not_queued_either(monkeypatch: pyt
         assert cancelled == [chunk_name(result.manifest.id, 0)[:-4]]
 
     run(scenario())
+
+
+def payload_of(state: Snapshot, number: int) -> bytes:
+    return bytes(encoded(state).payloads[number])
+
+
+def floats(chunks: int) -> Snapshot:
+    buffers = [torch.randn(chunks * CHUNK_ELEMENTS, generator=torch.Generator().manual_seed(1))]
+    return Snapshot(Tip(1, bytes(32), 1.0), b"layout", buffers, b"", codecs_of(buffers, None))
+
+
+def test_a_chunk_that_is_here_is_not_overwritten_by_another_donor_that_was_asked_too() -> None:
+    async def scenario() -> None:
+        state = floats(4)
+        manifest = encoded(state).manifest
+        newcomer, (late, liar) = await swarm(World(23), 2)
+        asked: list[int] = []
+
+        async def answers_late(number: int) -> Reply:
+            asked.append(number)
+            await asyncio.sleep(4 + 2 * len(asked))  # the first one when the liar was asked, too; the second one last
+            return Reply(Chunk(), [payload_of(state, number)], chunk_name(manifest.id, number))
+
+        async def lies(number: int) -> Reply:
+            if number in asked:  # at 5 s
+                await asyncio.sleep(2)
+                return Reply(Chunk(), [bytes(4 * CHUNK_ELEMENTS)], chunk_name(manifest.id, number))
+            await asyncio.sleep(4)
+            return Reply(Chunk(), [payload_of(state, number)], chunk_name(manifest.id, number))
+
+        donate_by(late, manifest, answers_late)
+        donate_by(liar, manifest, lies)
+        result = await download(newcomer, [late, liar])
+        assert "wrong digest" in result.dropped[liar.peer_id]
+        assert_same(result, state)
+
+    run(scenario())
+
+
+def test_what_was_opened_in_place_is_what_is_verified() -> None:
+    async def scenario() -> None:
+        state = floats(2)
+        manifest = encoded(state).manifest
+        newcomer, (liar, honest) = await swarm(World(24), 2)
+
+        async def brings_two(number: int) -> Reply:
+            name, service = chunk_name(manifest.id, number), transfer_service(NAME)
+            liar.notify([newcomer.peer_id], service, Chunk(), [bytes(4 * CHUNK_ELEMENTS)], name)  # opened in place
+            return Reply(Chunk(), [payload_of(state, number)], name)
+
+        donate_by(liar, manifest, brings_two)
+        donate(honest, state)
+        result = await download(newcomer, [liar, honest])
+        assert_same(result, state)
+        assert "wrong digest" in result.dropped[liar.peer_id]
+
+    run(scenario())
+
+
+def test_two_downloads_of_one_state_at_a_time() -> None:
+    async def scenario() -> None:
+        newcomer, (donor,) = await swarm(World(25), 1)
+        donate(donor)
+        for result in await asyncio.gather(*(download(newcomer, [donor]) for _ in range(2))):
+            assert_same(result, snapshot())
+            assert result.seconds < 5
+        assert not newcomer.transport.leases._targets
+
+    run(scenario())
+
+
+def test_a_donor_of_equal_snapshots_keeps_one_timer_and_none_when_it_is_closed() -> None:
+    async def scenario() -> None:
+        newcomer, (node,) = await swarm(World(26), 1)
+        timers: list[asyncio.TimerHandle] = []
+        loop = asyncio.get_running_loop()
+        call_at = loop.call_at
+
+        def counting(when: float, callback: Callable[..., object], *args: object, **more: object) -> object:
+            timer = call_at(when, callback, *args, **more)  # type: ignore[arg-type]
+            if "StateDonor" in callback.__qualname__:
+                timers.append(timer)
+            return timer
+
+        loop.call_at = counting  # type: ignore[method-assign, assignment]
+        state = encoded(snapshot())
+
+        async def take() -> EncodedState:
+            return state
+
+        donor = StateDonor(node, NAME, take, lambda: None)
+        for _ in range(5):
+            await download(newcomer, [node])
+        assert len([timer for timer in timers if not timer.cancelled()]) == 1
+        donor.close()
+        assert all(timer.cancelled() for timer in timers), "the averager of a closed donor stays for 30 s"
+
+    run(scenario())
