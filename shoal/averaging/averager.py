@@ -249,13 +249,17 @@ class DecentralizedAverager:
     async def _start(self) -> None:
         compute_serially()
         swarm = self._make_swarm(self.prefix, DHTDirectory(self.dht.dht_node, self.prefix), self._rules)
-        await swarm.start()
-        self._swarm = swarm
         node, name, allow = self.dht.node, f"state/{self.prefix}", self._shares_state
-        # The state may change at any time, so it has no name, and no snapshot is offered twice.
-        self._donor = StateDonor(
-            node, name, self._take_snapshot, lambda: None, allow, priority=lambda: self.state_sharing_priority
-        )
+        # The donor is there before others meet this peer. The state may change at any time, so it has no name, and no
+        # snapshot is offered twice.
+        snapshot, priority = partial(self._take_snapshot, swarm), lambda: self.state_sharing_priority
+        self._donor = donor = StateDonor(node, name, snapshot, lambda: None, allow, priority)
+        try:
+            await swarm.start()
+        except BaseException:  # cancelled, too
+            donor.close()
+            raise
+        self._swarm = swarm
 
     def _make_swarm(self, run_id: str, directory: Directory, rules: Rules) -> Swarm:
         """This peer's part in the run of that name."""
@@ -646,10 +650,7 @@ class DecentralizedAverager:
         rng = random.Random(self.peer_id.key)
         return await download_state(self.dht.node, f"state/{self.prefix}", donors, timeout=timeout, rng=rng)
 
-    async def _take_snapshot(self) -> EncodedState:
-        swarm = self._swarm
-        assert swarm is not None
-
+    async def _take_snapshot(self, swarm: Swarm) -> EncodedState:
         def take() -> Snapshot:
             if type(self).get_current_state is DecentralizedAverager.get_current_state:
                 with self.get_tensors() as mine:  # one copy instead of two

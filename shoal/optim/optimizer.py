@@ -200,8 +200,7 @@ class Optimizer(torch.optim.Optimizer):
         )
         accumulation = Accumulation(self, settings, run, replica, self._gradients)
         self._epoch = Epoch(settings, run, replica, accumulation, self.tracker, self._tell)
-        run.start()
-        run.share(self._epoch.donor)
+        run.start(self._epoch.donor)
         self.tracker.start()
         try:
             self._epoch.begin()

@@ -55,26 +55,26 @@ class Run:
         self._under_way: set[Future[Any]] = set()
         self._left = False
 
-    def start(self) -> None:
-        """Meet the other peers of the run."""
+    def start(self, make_donor: Callable[[str], StateDonor] | None = None) -> None:
+        """Meet the other peers of the run.
+
+        Args:
+            make_donor: makes the donor of this peer's state, with the name of its service. Newcomers may ask for the
+                state as soon as they have met this peer, so the donor is there before.
+        """
 
         async def start() -> None:
+            if make_donor is not None:
+                compute_serially()
+                self._donor = make_donor(self._state_service)
             try:
                 await self.swarm.start()
-            except BaseException:  # cancelled, too: a peer that did not start must not stay listed
-                self.swarm.stop()
+            except BaseException:  # cancelled, too
+                if self._donor is not None:
+                    self._donor.close()
                 raise
 
         self._wait(start())
-
-    def share(self, make_donor: Callable[[str], StateDonor]) -> None:
-        """Have a state that newcomers get, from a donor that is made with the name of its service."""
-
-        def share() -> None:
-            compute_serially()
-            self._donor = make_donor(self._state_service)
-
-        self.call(share)
 
     def stop(self, timeout: float | None) -> bool:
         """Leave the run, if the DHT is still there. Calls that other threads wait for here fail.

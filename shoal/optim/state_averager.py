@@ -23,6 +23,7 @@ from shoal.optim.settings import NAMES, AnyOptimizer, AnyScheduler, Params, make
 from shoal.optim.state import TrainingState, check_places, for_newcomer, put_average
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.swarm import Swarm
 from shoal.transfer.donor import EncodedState, Snapshot
 
 log = logging.getLogger(__name__)
@@ -399,7 +400,7 @@ class TrainingStateAverager(DecentralizedAverager):
             tensors = [tensor.detach().to("cpu", copy=True) for tensor in self._own_tensors()]
         return {"epoch": self.local_epoch, "group_bits": self.get_group_bits()}, tensors, self._infos
 
-    async def _take_snapshot(self) -> EncodedState:
+    async def _take_snapshot(self, swarm: Swarm) -> EncodedState:
         def take() -> Snapshot:
             with self._still():
                 tip = Tip(self.local_epoch, Tip.genesis(self.prefix).lineage, float(self.local_epoch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ import torch
 
 import shoal
 from shoal.averaging.averager import DecentralizedAverager
+from shoal.swarm.contacts import Contacts
 
 pytestmark = pytest.mark.usefixtures("all_are_here")
 
@@ -174,6 +176,30 @@ def test_state_is_downloaded_whole() -> None:
         assert loaded is not None
         with peers[1].get_tensors() as theirs:
             assert all(torch.equal(a, b) for a, b in zip(loaded[1], theirs, strict=True))
+
+
+def test_the_state_can_be_asked_for_as_soon_as_a_peer_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its start has not ended yet then."""
+    met, go_on, start = threading.Event(), threading.Event(), Contacts.start
+
+    async def held(self: Contacts) -> None:
+        await start(self)
+        met.set()
+        await asyncio.to_thread(go_on.wait, 20)
+
+    with averagers([[torch.zeros(2)]]) as (peer,), shoal.DHT(peer.dht.get_visible_maddrs(), start=True) as dht:
+        monkeypatch.setattr(Contacts, "start", held)
+        other = DecentralizedAverager([torch.ones(2)], dht, prefix=peer.prefix, start=False)
+        try:
+            other.run_in_background(await_ready=False)
+            assert met.wait(20)
+            loaded = peer.load_state_from_peers()
+        finally:
+            go_on.set()
+        other.wait_until_ready()
+        other.shutdown()
+    assert loaded is not None
+    assert loaded[1][0].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
