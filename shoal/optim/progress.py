@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import numbers
 import statistics
 import threading
 import time
@@ -96,6 +97,7 @@ class PerformanceEMA:
     """
 
     def __init__(self, alpha: float = 0.1, eps: float = 1e-20, paused: bool = False) -> None:
+        alpha, eps = (float(one) if isinstance(one, numbers.Real) else one for one in (alpha, eps))  # numpy's, too
         FRACTION.check("alpha", alpha)
         POSITIVE.check("eps", eps)
         self.alpha, self.eps, self.paused = alpha, eps, paused
