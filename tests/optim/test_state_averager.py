@@ -266,3 +266,9 @@ def test_steps_that_make_no_sense() -> None:
         ]:
             with pytest.raises(ValueError, match=reason):
                 averager.step(**asked)
+
+
+def test_names_of_statistics_from_an_iterator() -> None:
+    with started(makers(linear(1), average_opt_statistics=[iter(["exp_avg_sq"])])) as (averager,):
+        assert averager.opt_keys_for_averaging == ("exp_avg_sq",)
+        assert len(averager.get_current_state()[1]) == 4
