@@ -201,9 +201,9 @@ class Optimizer(torch.optim.Optimizer):
         accumulation = Accumulation(self, settings, run, replica, self._gradients)
         self._epoch = Epoch(settings, run, replica, accumulation, self.tracker, self._tell)
         run.start()
-        run.share(self._epoch.donor)
-        self.tracker.start()
         try:
+            run.share(self._epoch.donor)
+            self.tracker.start()
             self._epoch.begin()
         except BaseException:  # Ctrl-C, too: the others must not count an optimizer that was not made
             self.shutdown()
