@@ -97,10 +97,10 @@ class PerformanceEMA:
     """
 
     def __init__(self, alpha: float = 0.1, eps: float = 1e-20, paused: bool = False) -> None:
-        alpha, eps = (float(one) if isinstance(one, numbers.Real) else one for one in (alpha, eps))  # numpy's, too
-        FRACTION.check("alpha", alpha)
-        POSITIVE.check("eps", eps)
-        self.alpha, self.eps, self.paused = alpha, eps, paused
+        for name, value, kind in (("alpha", alpha, FRACTION), ("eps", eps, POSITIVE)):
+            is_number = isinstance(value, int | float) or not isinstance(value, numbers.Real)
+            kind.check(name, value if is_number else float(value))  # numpy's, too
+        self.alpha, self.eps, self.paused = float(alpha), float(eps), paused
         self.ema_seconds_per_sample, self.num_updates = 0.0, 0
         self._since = time.monotonic()
         self._lock = threading.Lock()
