@@ -263,7 +263,7 @@ class Epoch:
         self._ends_before_adding = settings.in_background and not settings.reuse_grad_buffers
         self._averages_in_background = settings.averages_in_background
         self.state = EpochState.ACCUMULATING
-        self._ending: _Ending | None = None  # in AVERAGING and STEPPING
+        self._ending: _Ending | None = None  # in AVERAGING and STEPPING; in CLOSED, what took longer than `close`
         self._brought = 0.0  # samples that this peer brought to it
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-update")
         self.applied = self._counted_from = replica.tip  # the latter begins the epoch of what is accumulated
@@ -278,7 +278,8 @@ class Epoch:
     @property
     def is_done(self) -> bool:
         """Whether the background thread has a result to apply."""
-        return self._ending is not None and self._ending.result.done()
+        ending = self._ending
+        return ending is not None and ending.result.done()
 
     @property
     def _has_failed(self) -> bool:
@@ -426,7 +427,10 @@ class Epoch:
         Args:
             wait: wait until it is done.
         """
-        if not self.is_done and not (wait and self.is_busy):
+        if not self.is_done and not (wait and self._ending is not None):
+            return
+        if self.state is EpochState.CLOSED:
+            self._apply_last()
             return
         try:
             with self._tracker.paused():
@@ -441,12 +445,17 @@ class Epoch:
             self._apply(averaged, is_accumulating=True)
 
     def _result(self) -> Averaged | None:
-        """Wait for the background thread; None if it found no average."""
-        assert self._ending is not None
-        result = self._ending.result
+        """Wait for the background thread; None if it found no average, or if another thread shuts the optimizer down
+        and has taken the result."""
+        ending = self._ending
+        if ending is None:
+            return None
+        result = ending.result
         error = result.exception()
         failed = result.result() is None if error is None else not isinstance(error, Behind)
-        self._ending, self.state = None, EpochState.FAILED if failed else EpochState.ACCUMULATING
+        self._ending = None
+        if self.state is not EpochState.CLOSED:
+            self.state = EpochState.FAILED if failed else EpochState.ACCUMULATING
         return result.result()
 
     def _apply(self, averaged: Averaged, *, is_accumulating: bool = False) -> None:
@@ -477,20 +486,24 @@ class Epoch:
             self._tracker.start_epoch(tip)
 
     def close(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds for the background thread, and apply its step."""
+        """Wait at most `timeout` seconds for the background thread, and apply its step. If that takes longer, whoever
+        asks for the state dict waits for it."""
         self._accumulation.stop()
-        if self._ending is not None:
-            wait([self._ending.result], timeout)
-        is_done, was_busy = self.is_done, self.is_busy
-        self._thread.shutdown(wait=is_done or not was_busy)
-        if is_done:
-            try:
-                self._result()
-            except AveragingError as error:
-                log.info("the end of an epoch was given up: %s", error)
-            self._replica.publish()
-            self.applied = self._replica.tip
-        self._ending, self.state = None, EpochState.CLOSED
+        ending = self._ending  # the trainer may be waiting for it, too
+        if ending is not None:
+            wait([ending.result], timeout)
+        self._thread.shutdown(wait=ending is None or ending.result.done())
+        self.state = EpochState.CLOSED
+        self.take_result(wait=False)
+
+    def _apply_last(self) -> None:
+        """Apply the end of an epoch that was under way when the optimizer was shut down."""
+        try:
+            self._result()
+        except AveragingError as error:
+            log.info("the end of an epoch was given up: %s", error)
+        self._replica.publish()
+        self.applied = self._replica.tip
 
     # -- this peer's state, for newcomers
 

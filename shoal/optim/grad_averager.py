@@ -94,13 +94,22 @@ class GradientAverager(DecentralizedAverager):
 
     @property
     def local_samples_accumulated(self) -> float:
-        """The number of samples since the last reset."""
+        """The number of samples since the last reset. A subclass that accumulates otherwise may set it, and
+        `local_times_accumulated`."""
         return self._accumulator.samples
+
+    @local_samples_accumulated.setter
+    def local_samples_accumulated(self, samples: float) -> None:
+        self._accumulator.samples = samples
 
     @property
     def local_times_accumulated(self) -> int:
         """The number of calls of `accumulate_grads_` since the last reset."""
         return self._accumulator.steps
+
+    @local_times_accumulated.setter
+    def local_times_accumulated(self, steps: int) -> None:
+        self._accumulator.steps = steps
 
     def _grad_accumulators(self) -> Iterator[torch.Tensor]:
         """The sums of the accumulated gradients."""

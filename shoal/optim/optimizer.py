@@ -201,8 +201,8 @@ class Optimizer(torch.optim.Optimizer):
         accumulation = Accumulation(self, settings, run, replica, self._gradients)
         self._epoch = Epoch(settings, run, replica, accumulation, self.tracker, self._tell)
         run.start(self._epoch.donor)
-        self.tracker.start()
         try:
+            self.tracker.start()
             self._epoch.begin()
         except BaseException:  # Ctrl-C, too: the others must not count an optimizer that was not made
             self.shutdown()
@@ -273,8 +273,8 @@ class Optimizer(torch.optim.Optimizer):
             batch_size = self.batch_size_per_step if batch_size is None else batch_size
             if batch_size is None:
                 raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
-            if not (isinstance(batch_size, int) and batch_size >= 0):
-                SAMPLES.check("batch_size", batch_size)
+            if not (type(batch_size) is int and batch_size >= 0):
+                batch_size = SAMPLES.check("batch_size", batch_size)
             if not self._begun:  # by now, frameworks have wrapped and changed the model
                 self._replica.placement.refuse_ranks()
                 self._replica.take_over()
@@ -315,7 +315,7 @@ class Optimizer(torch.optim.Optimizer):
             AveragingError: with each donor and its reason, if nobody could send it; then nothing has changed.
         """
         timeout = self._settings.load_state_timeout if timeout is None else timeout
-        SECONDS.check("timeout", timeout)
+        timeout = SECONDS.check("timeout", timeout)
         with self._in_trainer("load_state_from_peers"):
             self._check_dht()
             return self._epoch.load_state(timeout)

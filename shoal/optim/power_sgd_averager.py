@@ -66,8 +66,7 @@ class PowerSGDGradientAverager(GradientAverager):
         averaged_grads: Sequence[torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        COUNT.check("averager_rank", averager_rank)
-        self.rank, self.min_compression_ratio = averager_rank, min_compression_ratio
+        self.rank, self.min_compression_ratio = COUNT.check("averager_rank", averager_rank), min_compression_ratio
         super().__init__(
             parameters,
             dht=dht,
@@ -83,7 +82,7 @@ class PowerSGDGradientAverager(GradientAverager):
         gradients = self._vector.inputs.views()
         shapes = [matrix_shape(tuple(gradient.shape)) for gradient in gradients]
         saved = [1 - self.rank * sum(shape) / max(1, math.prod(shape)) for shape in shapes]
-        wanted = [g.dim() > 1 and part >= min_compression_ratio for g, part in zip(gradients, saved, strict=True)]
+        wanted = [bool(g.dim() > 1 and part >= min_compression_ratio) for g, part in zip(gradients, saved, strict=True)]
         self._compressed, self._plain = ([n for n, one in enumerate(wanted) if one is yes] for yes in (True, False))
         self._shapes = [shapes[index] for index in self._compressed]
         # The P and the Q of each gradient.

@@ -96,9 +96,9 @@ class PerformanceEMA:
     """
 
     def __init__(self, alpha: float = 0.1, eps: float = 1e-20, paused: bool = False) -> None:
-        FRACTION.check("alpha", alpha)
-        POSITIVE.check("eps", eps)
-        self.alpha, self.eps, self.paused = alpha, eps, paused
+        self.alpha: float = FRACTION.check("alpha", alpha)
+        self.eps: float = POSITIVE.check("eps", eps)
+        self.paused = paused
         self.ema_seconds_per_sample, self.num_updates = 0.0, 0
         self._since = time.monotonic()
         self._lock = threading.Lock()
@@ -398,7 +398,7 @@ class RunProgress:
     def _progress(self, tip: Tip, samples: float, another: bool) -> Progress:
         """The report of `samples`; `another` step follows, as far as is known."""
         step, seconds = (self._step.samples, self._step.seconds) if another else (0.0, 0.0)
-        return Progress(tip, samples, self.performance_ema.samples_per_second, step, seconds)
+        return Progress(tip, float(samples), self.performance_ema.samples_per_second, step, seconds)
 
     def _estimate(self, now: float) -> tuple[float, float, int]:
         """The samples of all peers at `now` (of `time.monotonic`): those counted, and those that the others will have

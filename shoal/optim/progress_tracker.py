@@ -87,7 +87,7 @@ class ProgressTracker(RunProgress):
     ) -> None:
         refresh = Refresh(**fields_of(Refresh, locals()))
         Kind("a text of 1 to 90 characters", str, lambda text: 1 <= len(text) <= 90).check("prefix", prefix)
-        POSITIVE.check("target_batch_size", target_batch_size)
+        target_batch_size = POSITIVE.check("target_batch_size", target_batch_size)
         self.dht, self.prefix = dht, prefix
         self.client_mode = dht.client_mode if client_mode is None else client_mode
         self._name = f"{prefix}_progress"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_args, get_type_hints
@@ -35,11 +36,19 @@ class Kind:
     types: type | tuple[type, ...]
     fits: Callable[[Any], bool] = lambda value: True
 
-    def check(self, name: str, value: object) -> None:
-        """Raise ValueError, with the name of the argument, for a value that makes no sense."""
-        is_typed = isinstance(value, self.types) and (self.types is bool or not isinstance(value, bool))
-        if not is_typed or not self.fits(value):
+    def check(self, name: str, value: Any) -> Any:
+        """Return the value, with a number of another library (numpy) as Python's, which can be sent.
+
+        Raises:
+            ValueError: with the name of the argument, for a value that makes no sense.
+        """
+        plain = value
+        if isinstance(value, numbers.Real) and not isinstance(value, bool):
+            plain = int(value) if isinstance(value, numbers.Integral) else float(value)
+        is_typed = isinstance(plain, self.types) and (self.types is bool or not isinstance(plain, bool))
+        if not is_typed or not self.fits(plain):
             raise ValueError(f"{name}={value!r}: give {self.wanted}")
+        return plain
 
 
 def fields_of(record: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,12 +57,13 @@ def fields_of(record: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_fields(record: object) -> None:
-    """Check the fields of a dataclass that are annotated with a `Kind`. None passes where the annotation has it."""
+    """Check the fields of a frozen dataclass that are annotated with a `Kind`, and make numbers Python's. None passes
+    where the annotation has it."""
     for name, hint in get_type_hints(type(record), include_extras=True).items():
         value = getattr(record, name)
         for kind in getattr(hint, "__metadata__", ()):
             if value is not None or type(None) not in get_args(hint.__origin__):
-                kind.check(name, value)
+                object.__setattr__(record, name, kind.check(name, value))
 
 
 NUMBER = (int, float)
@@ -210,9 +220,7 @@ def _averager_options(given: Mapping[str, Any]) -> dict[str, Any]:
             f"are {', '.join((*AVERAGER_OPTIONS, *WITHOUT_USE))}; an argument of the optimizer itself is given there"
         )
     used = {name: value for name, value in given.items() if name in AVERAGER_OPTIONS and value is not None}
-    for name, value in used.items():
-        AVERAGER_OPTIONS[name].check(f"averager_opts[{name!r}]", value)
-    return used
+    return {name: AVERAGER_OPTIONS[name].check(f"averager_opts[{name!r}]", value) for name, value in used.items()}
 
 
 def make_trained(

@@ -662,6 +662,9 @@ def put_average(tensor: Tensor, average: Tensor, before: Tensor | None, role: Te
     if before is None:
         tensor.copy_(average)
         return
+    if not tensor.is_floating_point():  # a counter may be too large for the average's dtype
+        tensor.add_((average - before).to(tensor.device, tensor.dtype))
+        return
     now = tensor.detach().to(average.device, average.dtype, copy=True)
     moved = average + (now - before).nan_to_num_(0.0, 0.0, 0.0)
     if role is TensorRole.OPTIMIZER and (average >= 0).all() and (now >= 0).all():

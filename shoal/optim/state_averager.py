@@ -95,8 +95,8 @@ class TrainingStateAverager(DecentralizedAverager):
         status_loglevel: int = logging.DEBUG,
         **kwargs: Any,
     ) -> None:
-        given = average_opt_statistics
-        NAMES.check("average_opt_statistics", given if isinstance(given, str) else tuple(given))
+        names = average_opt_statistics if isinstance(average_opt_statistics, str) else tuple(average_opt_statistics)
+        NAMES.check("average_opt_statistics", names)
         if custom_gradients and not offload_optimizer:
             raise ValueError("custom_gradients=True is for an optimizer with parameters of its own: offload_optimizer")
         if reuse_tensors is None:
@@ -106,7 +106,7 @@ class TrainingStateAverager(DecentralizedAverager):
         self.offload_optimizer, self.custom_gradients = offload_optimizer, custom_gradients
         self.reuse_tensors, self.delta_rule_averaging = reuse_tensors, delta_rule_averaging
         self.sync_epoch_when_averaging, self.status_loglevel = sync_epoch_when_averaging, status_loglevel
-        self.opt_keys_for_averaging, self.extra_tensors = tuple(average_opt_statistics), list(extra_tensors)
+        self.opt_keys_for_averaging, self.extra_tensors = tuple(names), list(extra_tensors)
         self.optimizer, self.scheduler, host = make_trained(optimizer, params, scheduler, on_host=offload_optimizer)
         if initialize_optimizer or (initialize_optimizer is None and not any(self.optimizer.state.values())):
             _initialize_state(self.optimizer)

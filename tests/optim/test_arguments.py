@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.optim.reports import EpochReport
 from tests.optim.models import backward, fixed_batch, make_model
 
 
@@ -159,6 +160,29 @@ def test_values_that_change_nothing_are_taken(started: shoal.DHT) -> None:
         load_state_compression=shoal.compression.NoCompression(),
     )
     optimizer.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "int64"])
+def test_numbers_of_numpy_are_taken(started: shoal.DHT, kind: str) -> None:
+    """They are computed from other numbers, and some of them are sent to others, which msgpack can't do."""
+    number = getattr(pytest.importorskip("numpy"), kind)
+    model = make_model()
+    optimizer = make(
+        started,
+        run_id=f"numpy {kind}",
+        params=model.parameters(),
+        target_batch_size=number(8),
+        matchmaking_time=number(1),
+        averaging_timeout=number(20),
+        averager_opts={"bandwidth": number(3)},
+        tracker_opts={"min_refresh_period": number(1)},
+    )
+    events: list[object] = []
+    optimizer.on_event = events.append
+    backward(model, *fixed_batch(0))
+    optimizer.step(batch_size=number(8))
+    optimizer.shutdown()
+    assert [type(event) for event in events] == [EpochReport]  # of a round; without one it would go on alone
 
 
 def test_verbose_tells_of_every_epoch_in_a_line_to_read(started: shoal.DHT, caplog: pytest.LogCaptureFixture) -> None:

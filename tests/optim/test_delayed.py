@@ -204,6 +204,34 @@ def test_a_checkpoint_waits_for_what_is_under_way(alone: Alone) -> None:
     assert torch.equal(flat(model), flat(again))
 
 
+def test_a_checkpoint_after_a_shutdown_waits_for_a_slow_step(alone: Alone) -> None:
+    slow = threading.Event()
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            slow.wait(20.0)
+            return super().step(closure)
+
+    model = make_model()
+    optimizer = alone(
+        model,
+        target_batch_size=64,
+        optimizer=lambda params: Slow(params, lr=0.1, momentum=0.9),
+        delay_optimizer_step=True,
+        shutdown_timeout=0.1,
+    )
+    start = flat(model)
+    backward(model, *fixed_batch(0))
+    optimizer.step(batch_size=64)
+    optimizer.shutdown()
+    assert torch.equal(flat(model), start), "the step is under way"
+    threading.Timer(0.5, slow.set).start()
+    saved = optimizer.state_dict()
+    assert saved["state"]["local_epoch"] == optimizer.local_epoch == 1
+    assert saved["state"][0]["momentum_buffer"].any()
+    assert not torch.equal(flat(model), start), "the model's parameters belong to the dict"
+
+
 def test_shutdown_in_the_middle(dht: shoal.DHT) -> None:
     """Of a round that can't end: the others are not there."""
     with shoal.DHT(dht.get_visible_maddrs(), start=True) as elsewhere:

@@ -188,3 +188,25 @@ def test_misuse_is_told(caplog: pytest.LogCaptureFixture) -> None:
             GradientAverager(trained[0].parameters(), averaged_grads=wrong, **options)
         with pytest.raises(ValueError, match="accumulate_grads_on="):
             GradientAverager(trained[0].parameters(), reuse_grad_buffers=True, accumulate_grads_on="cpu", **options)
+
+
+def test_a_subclass_may_accumulate_and_count_by_itself() -> None:
+    class Largest(GradientAverager):
+        def accumulate_grads_(self, batch_size: int) -> None:
+            for largest, parameter in zip(self._grad_accumulators(), self.parameters, strict=True):
+                assert parameter.grad is not None
+                torch.maximum(largest, parameter.grad, out=largest)
+            self.local_samples_accumulated += batch_size
+            self.local_times_accumulated = 1
+
+    (model,) = models(1)
+    with started([partial(Largest, model.parameters())]) as (averager,):
+        for value in (2.0, 3.0, 1.0):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, value)
+            averager.accumulate_grads_(4)
+        assert (averager.local_samples_accumulated, averager.local_times_accumulated) == (12, 1)
+        averager.load_accumulators_into_averager_()
+        assert all((gradient == 3.0).all() for gradient in gradients(averager))
+        averager.reset_accumulated_grads_()
+        assert averager.local_samples_accumulated == 0

@@ -171,3 +171,18 @@ def test_a_dht_that_was_shut_down_under_a_round_in_the_background(dht: shoal.DHT
     assert torch.equal(flat(models[1]), start)
     assert all("shoal-update" not in thread.name for thread in threading.enumerate())
     made[0].shutdown()
+
+
+def test_one_that_can_not_share_its_state_leaves_the_run(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("shoal.optim.progress.RunProgress.start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            alone(make_model(), run_id="again", target_batch_size=64, optimizer=OPTIMIZERS["sgd"])
+    model = make_model()
+    optimizer = alone(model, run_id="again", target_batch_size=64, optimizer=OPTIMIZERS["sgd"])
+    backward(model, *fixed_batch(0))
+    optimizer.step(batch_size=64)
+    assert optimizer.local_epoch == 1

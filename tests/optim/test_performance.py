@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from typing import Any
+
 import pytest
 
 from shoal.optim.progress import PerformanceEMA, StepTime
@@ -68,6 +71,14 @@ def test_several_threads_add_up(clock: Clock) -> None:
 def test_weights_that_are_none(alpha: float) -> None:
     with pytest.raises(ValueError, match="alpha"):
         PerformanceEMA(alpha)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", ""])
+def test_numbers_of_other_libraries(kind: str) -> None:
+    weight: Any = getattr(pytest.importorskip("numpy"), kind)(0.25) if kind else Fraction(1, 4)
+    ema = PerformanceEMA(weight, eps=weight)
+    assert (ema.alpha, ema.eps) == (0.25, 0.25)
+    assert type(ema.update(1, interval=1.0)) is float, "it travels in messages"
 
 
 @pytest.mark.parametrize("samples", [0, -3])

@@ -252,3 +252,11 @@ def test_arguments() -> None:
             PowerSGDGradientAverager(parameters(), 1, averaged_grads=[torch.zeros(3)], **options)
         everything = PowerSGDGradientAverager(parameters(), 1, min_compression_ratio=2.0, **options)
         assert everything._compressed == []
+
+
+def test_a_ratio_of_numpys_compresses_as_a_float_does() -> None:
+    ratios = [0.5, pytest.importorskip("numpy").float64(0.5)]
+    with started(makers(2, min_compression_ratio=ratios)) as averagers:
+        for averager in averagers:
+            assert sorted([*averager._compressed, *averager._plain]) == list(range(len(SHAPES)))
+        assert averagers[0]._compressed == averagers[1]._compressed

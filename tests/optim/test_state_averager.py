@@ -266,3 +266,20 @@ def test_steps_that_make_no_sense() -> None:
         ]:
             with pytest.raises(ValueError, match=reason):
                 averager.step(**asked)
+
+
+def test_names_of_statistics_from_an_iterator() -> None:
+    with started(makers(linear(1), average_opt_statistics=[iter(["exp_avg_sq"])])) as (averager,):
+        assert averager.opt_keys_for_averaging == ("exp_avg_sq",)
+        assert len(averager.get_current_state()[1]) == 4
+
+
+def test_the_delta_rule_leaves_equal_counters_as_they_are() -> None:
+    """Those that are too large for float32, in which they are averaged."""
+    counters = [torch.tensor([2**24 + 1]) for _ in range(2)]
+    made = makers(linear(2), extra_tensors=[[counter] for counter in counters], delta_rule_averaging=True)
+    with started(made, target_group_size=2, min_matchmaking_time=20.0) as (first, second):
+        first.step(averaging_round=True, delay_averaging=True)
+        assert second.step(averaging_round=True) is not None
+        assert first.step(wait_for_delayed_updates=True) is not None
+    assert [int(counter) for counter in counters] == [2**24 + 1] * 2
