@@ -28,7 +28,7 @@ MEASURED = {
     "matchmaking": "10 rounds of 1,000 float32, 2 peers",
     "accumulate": "10 steps that accumulate 6.3 million gradients, without forward and backward passes",
 }
-DEMO = ("demo", "--peers", "2", "--epochs", "12", "--no-kill")
+DEMO = ("demo", "--peers", "2", "--epochs", "6", "--no-kill")
 WARM_UP = 3  # turns that are not counted
 TIMEOUT = 120.0  # seconds for a turn
 BOUND = "<= 1.03"
