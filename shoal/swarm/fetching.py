@@ -63,9 +63,14 @@ class Fetching:
                 is_it = answer.begin.round == commit.round and root_of(answer.digests) == commit.root
                 require(is_it, "its chunks are not those that were committed")
                 check_begin(answer.begin)
+                is_whole = len(answer.digests) == answer.begin.starts[-1]
+                require(is_whole, "it says that the round had another number of chunks")
                 exchange = open_exchange(answer.begin)
                 wanted = [Source(chunk, key, digest) for chunk, digest in enumerate(answer.digests)]
-                missing = await self.fetch(exchange, wanted)
+                try:
+                    missing = await self.fetch(exchange, wanted)
+                finally:  # cancelled, too
+                    exchange.close()  # the next holder, or the next round, writes there
                 if not missing:
                     return exchange
                 failed.update(missing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,8 +12,9 @@ import torch
 
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
-from shoal.swarm.protocol.errors import ResultLost
-from shoal.swarm.protocol.messages import Commit, Done, Progress
+from shoal.swarm.protocol.contribution import Outcome
+from shoal.swarm.protocol.errors import AveragingError, ResultLost
+from shoal.swarm.protocol.messages import Commit, Committed, Done, Fetch, Progress
 from shoal.swarm.protocol.rules import Rules
 from tests.simulation.swarms import Board, Peer, results_by_tip, seeds, spawn_swarm
 from tests.simulation.trainers import ELEMENTS, RULES, Trainer
@@ -210,6 +212,77 @@ def test_a_missed_result_that_comes_slowly_is_waited_for() -> None:
         assert torch.equal(late.output, others[0].output)
 
     run(scenario(), until=200.0)
+
+
+def test_a_holder_that_is_lost_while_it_sends_is_followed_by_the_next() -> None:
+    async def scenario() -> None:
+        world = World(1)
+        late, others = await one_who_misses(world, 4)
+        world.bandwidth = 8_000.0  # two seconds for a chunk
+        task = late.spawn_round(timeout=60.0, bound=True)
+        await asyncio.sleep(2.5)
+        world.kill(min(others, key=lambda other: other.key).node.peer_id)  # the one that is asked first
+        world.bandwidth = 100e6
+        outcome = await task
+        assert isinstance(outcome, Outcome), outcome
+        assert outcome.missed
+        assert torch.equal(late.output, max(others, key=lambda other: other.key).output)
+
+    run(scenario(), until=500.0)
+
+
+def test_when_a_missed_result_is_waited_for_no_longer_nothing_of_it_is_written_any_more() -> None:
+    """Else it might be written over the next average; and it could not be asked for again."""
+
+    async def scenario() -> None:
+        world = World(1)
+        late, others = await one_who_misses(world, 3)
+        for other in others:
+            fetch = other.swarm.peer.participant.on_fetch
+            other.swarm.peer.participant.on_fetch = slowly(fetch)  # type: ignore[method-assign, assignment]
+        with pytest.raises(AveragingError, match="no result within"):
+            await late.round(timeout=5.0, bound=True)
+        late.output.zero_()
+        await asyncio.sleep(10.0)
+        assert not late.output.any(), "a chunk that came late was written"
+        assert (await late.round(bound=True)).missed
+        assert torch.equal(late.output, others[0].output)
+
+    run(scenario(), until=500.0)
+
+
+def test_an_answer_whose_plan_does_not_fit_its_digests_is_no_result() -> None:
+    """A plan of fewer chunks fits the vector, too. It is asked of the next holder."""
+
+    async def scenario() -> None:
+        late, others = await one_who_misses(World(1), 3)
+        liar = min(others, key=lambda other: other.key).swarm.peer.participant
+        fetch = liar.on_fetch
+
+        def lie(message: Any) -> Any:
+            answer = fetch(message)
+            if isinstance(answer, Committed):
+                starts = tuple(min(start, 1) for start in answer.begin.starts)
+                begin = msgspec.structs.replace(answer.begin, chunk_elements=1 << 20, starts=starts)
+                return Committed(begin, answer.digests)
+            return answer
+
+        liar.on_fetch = lie  # type: ignore[method-assign]
+        assert (await late.round(bound=True)).missed
+        assert torch.equal(late.output, others[0].output)
+
+    run(scenario(), until=200.0)
+
+
+def slowly(fetch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Chunks are answered after 10 s; what they are is told at once."""
+
+    async def answer(message: Any) -> Any:
+        if isinstance(message, Fetch):
+            await asyncio.sleep(10.0)
+        return fetch(message)
+
+    return answer
 
 
 def test_members_that_do_not_answer_are_dialled_at_the_same_time() -> None:
