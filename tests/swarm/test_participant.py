@@ -15,7 +15,7 @@ from shoal.swarm.protocol.participant import Participant, State
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tip import NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import Role, View
-from tests.swarm.rounds import TERMS, TIP, begin_of, chunks_of, digest, key, member, members
+from tests.swarm.rounds import TERMS, TIP, begin_of, chunks_of, digest, key, keys, member, members
 from tests.swarm.wire import Digests
 
 ME = key(2)
@@ -240,6 +240,56 @@ def test_a_new_round_begins_with_a_clean_sheet() -> None:
     assert (participant.begin, participant.repair, participant.done) == (None, None, None)
     follow(participant, begin_of(members(1, 2), attempt=3))
     assert (participant.repair, participant.done) == (None, None)
+
+
+def test_an_input_that_has_its_result_is_in_no_further_round() -> None:
+    """Its owner is about to read the result, so nothing is written over it."""
+    participant = in_round()
+    assert participant.exchange is not None
+    participant.has_result(participant.exchange, commit_of())
+    participant.move(commit_of().next_tip)
+    with pytest.raises(RuleBroken, match="BEGIN without a JOIN of this peer"):
+        follow(participant, begin_of(members(1, 2, 3), tip=participant.tip))
+
+
+def test_how_long_the_last_join_took_is_of_one_round() -> None:
+    participant = in_round()
+    participant.join_to_begin = 0.5  # it coordinates
+    assert participant.exchange is not None
+    participant.has_result(participant.exchange, commit_of())
+    participant.move(commit_of().next_tip)
+    participant.withdraw()
+    given = Contribution(1.0, lambda begin, send, fault: Digests(Book(ME, begin, chunks_of(begin)), send))
+    participant.offer(given)
+    begin = begin_of(members(1, 3), tip=participant.tip)
+    missed = Commit(begin.tip, begin.round, digest("r"), 2.0, keys(1, 3), members(1, 2, 3))
+    participant.miss(missed)
+    fetched = Digests(Book(ME, begin, chunks_of(begin)), participant._send)
+    participant.has_result(fetched, missed, missed=True)
+    assert participant.finished is not None
+    assert participant.finished.join_to_begin_seconds is None, "another coordinated that round"
+
+
+class Racing(Participant):
+    """Another thread ends what was missed between any two looks at it."""
+
+    looks = 0
+
+    @property  # type: ignore[override]
+    def missed(self) -> Commit | None:
+        self.looks += 1
+        return commit_of() if self.looks == 1 else None
+
+    @missed.setter
+    def missed(self, value: Commit | None) -> None:
+        self.looks = 0
+
+
+def test_any_thread_may_ask_whether_others_are_past_this_state() -> None:
+    view = View("run", member(2), lambda key: True)
+    participant = Racing(view, TIP, TERMS, [], Silence(15.0, 30.0))
+    participant.made = True
+    assert participant.behind(0.0) is None
 
 
 def test_a_commit_moves_it_on_and_what_was_of_the_old_tip_is_void() -> None:

@@ -126,8 +126,8 @@ class Participant:
     def behind(self, now: float) -> Tip | None:
         """The best state that a connected member holds, if it outranks this peer's. The result of a missed round is
         fetched first, so it counts as this peer's state, unless this peer is a newcomer, which downloads."""
-        best = self.view.best(now)
-        ours = self.missed.next_tip if self.missed is not None and self.made else self.tip
+        best, missed = self.view.best(now), self.missed  # read once: another thread may write it
+        ours = missed.next_tip if missed is not None and self.made else self.tip
         return best if best is not None and best.outranks(ours) else None
 
     def coordinator(self) -> Member:
@@ -144,7 +144,7 @@ class Participant:
         if self.input is not None:
             raise AveragingError("this peer is in a round already")
         self.input, self.finished, self.error = contribution, None, None
-        self.gathered, self._introduced = {}, None
+        self.gathered, self._introduced, self.join_to_begin = {}, None, None
         if self.state is State.IDLE:
             self.state = State.WAITING
 
@@ -233,8 +233,8 @@ class Participant:
         require(begin.tip == self.tip, f"BEGIN of epoch {begin.tip.epoch}, and this peer is at another state")
         is_from_it = begin.ballot.coordinator == sender or (relayed and sender in keys)
         require(is_from_it, "BEGIN under the ballot of another peer")
-        has_joined = given is not None and given.tip in (None, begin.tip) and self.me in keys
-        require(has_joined, "BEGIN without a JOIN of this peer")
+        waits = given is not None and self.finished is None and given.tip in (None, begin.tip)
+        require(waits and self.me in keys, "BEGIN without a JOIN of this peer")
         require(self.begin is None, "this peer is in a round already")
         higher = f"attempt {begin.ballot.number}, and this peer has followed {self.ballot.number}"
         require(begin.ballot > self.ballot, higher)
