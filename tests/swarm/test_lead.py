@@ -8,12 +8,15 @@ import pytest
 
 from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.actions import Ask, Send
+from shoal.swarm.protocol.book import Book
+from shoal.swarm.protocol.contribution import Contribution
 from shoal.swarm.protocol.coordinator import NOTICE_SECONDS, Coordinator, Phase
-from shoal.swarm.protocol.messages import Abort, Broken, Survey
+from shoal.swarm.protocol.messages import Abort, Broken, Hello, Join, Progress, Survey
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.view import View
-from tests.swarm.rounds import RULES, TERMS, have_of, join_of, key, keys, member, members
+from tests.swarm.rounds import RULES, TERMS, chunks_of, digest, have_of, join_of, key, keys, member, members
+from tests.swarm.wire import Digests
 
 
 def peer_of(*numbers: int) -> Peer:
@@ -122,3 +125,70 @@ def test_an_answer_that_comes_after_the_round_is_ignored(late: Any) -> None:
     assert len(peer.out) == before
     assert lead.phase is Phase.ABORTED
     assert not lead.out
+
+
+def own_join(peer: Peer, now: float) -> Join | None:
+    """What peer 1, which has an input, sends to itself now."""
+    peer.out.clear()
+    peer.participant.next_step(now)
+    asked = [action for action in peer.out if isinstance(action, Ask) and isinstance(action.message, Join)]
+    assert all(action.to == keys(1) for action in asked)
+    return asked[0].message if asked and isinstance(asked[0].message, Join) else None
+
+
+def test_whoever_resigns_joins_again_itself() -> None:
+    """Another member tells of a better state, which nobody could send lately: the round that gathers here is given up,
+    and the next one begins with this peer as well."""
+    peer = peer_of(1, 2, 3)
+    better = peer.tip.after(digest("b"), 100.0)
+    peer.told(key(3), better, 0.0)
+    peer.view.ignore(peer.tip, 0.0)
+    peer.participant.offer(
+        Contribution(1.0, lambda begin, send, fault: Digests(Book(key(1), begin, chunks_of(begin)), send), tip=peer.tip)
+    )
+    mine = own_join(peer, 1.0)
+    assert mine is not None
+    peer.expect_join(key(1), mine)
+    peer.receive(key(1), mine, [], 1.0)
+    join(peer, 2)
+    assert peer.lead.phase is Phase.GATHERING
+    peer.told(key(3), better, 2.0)
+    assert peer.lead.over
+    assert own_join(peer, 2.0) is not None
+
+
+def test_a_join_of_a_peer_that_is_lost_before_its_tip_comes_is_void() -> None:
+    peer = peer_of(1, 2, 3)
+    message = join_of(member(2), tip=peer.tip)
+    peer.expect_join(key(2), message)
+    peer.lost(key(2), peer.view.lose(key(2)), 0.0)
+    assert isinstance(peer.receive(key(2), message, [], 0.0), Hello), "should it live, it must not wait in vain"
+    assert not peer.lead.joins
+
+
+def test_a_join_that_is_never_heard_goes_with_its_sender() -> None:
+    """As one whose sender waits for its answer for less time than its tip is waited for."""
+    peer = peer_of(1, 2)
+    peer.expect_join(key(2), join_of(member(2), tip=peer.tip))
+    peer.lost(key(2), True, 0.0)
+    assert not peer._joining
+
+
+def test_a_late_report_of_this_peer_to_itself_does_not_end_its_being_a_candidate() -> None:
+    """It was under way when this peer went on alone. The others take it for a candidate, so it must do that, too."""
+    peer = peer_of(1, 2)
+    report = Progress(peer.tip, 1.0, 1.0)
+    peer.move(peer.tip.after(digest("a"), 1.0), 0.0, made=True)
+    peer.receive(key(1), report, [], 0.0)
+    assert member(1) in peer.view.candidates(peer.tip.epoch)
+
+
+def test_a_late_report_of_this_peer_to_itself_is_no_better_state() -> None:
+    """It was under way when this peer went back to an older state."""
+    peer = peer_of(1, 2)
+    old = peer.tip
+    peer.move(old.after(digest("a"), 1.0), 0.0, made=True)
+    report = Progress(peer.tip, 1.0, 1.0)
+    peer.move(old, 0.0)
+    peer.receive(key(1), report, [], 0.0)
+    assert peer.participant.behind(0.0) is None

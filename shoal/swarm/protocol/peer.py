@@ -155,6 +155,8 @@ class Peer:
 
     def told(self, key: bytes, tip: Tip, now: float) -> None:
         """A member has said at which state it is."""
+        if key == self._me:
+            return  # it knows that better than a message to itself, which may be late
         participant, commit = self.participant, self.participant.commit
         # If it was in the round that ended its tip, the commit is on its way to it.
         follows = commit is not None and commit.tip == tip and key in commit.members
@@ -290,6 +292,8 @@ class Peer:
             lead = self._leading(now)
             lead.expected.setdefault(sender, join.sender)
             self.out.extend(lead.join(sender, join, gathered, now))
+        elif sender not in self.view.members:
+            return self.hello()  # it was lost here meanwhile, and may not know that
         return msg.Joined(self.tip)
 
     def _hear_tip(self, sender: bytes, tip: Tip, now: float) -> None:
@@ -326,8 +330,10 @@ class Peer:
         return self.lead
 
     def _resign(self, why: msg.Commit | msg.Elsewhere) -> None:
-        """Coordinate this tip no more: those that have reported or joined here hear why."""
+        """Coordinate this tip no more: those that have reported or joined here hear why. A JOIN of this peer is void,
+        too."""
         self._send([key for key in {**self.lead.counts, **self.lead.joins} if key != self._me], why)
+        self.participant.rejoin(self._me)
         self._lead_nothing()
 
     def _on_notice(self, sender: bytes, notice: msg.Done | msg.Broken | msg.Waiting, now: float) -> None:
@@ -377,6 +383,7 @@ class Peer:
     def lost(self, key: bytes, known: bool, now: float) -> None:
         """A peer is gone; `known` as a member until now."""
         participant = self.participant
+        self._joining.pop(key, None)
         for commit in participant.commits if known else ():
             # It may have been the coordinator, and may have died before all had its COMMIT.
             self._send([other for other in commit.members if other not in (key, self._me)], commit)
