@@ -93,6 +93,7 @@ class Contacts:
         self._look_now = asyncio.Event()
         self._seen = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._stopped = False
         self._reach = Reach(self._view.run_id, self._view.me, random.Random(self._view.me.key))
         self._reach_changed = asyncio.Event()
 
@@ -107,6 +108,7 @@ class Contacts:
 
     def stop(self) -> None:
         """Stay listed no longer than the record lives, and meet no peer any more."""
+        self._stopped = True
         for task in self._tasks:
             task.cancel()
         if self._spread is not None:
@@ -232,7 +234,11 @@ class Contacts:
 
     async def _greet(self, peer: PeerID) -> None:
         try:
-            self.on_hello(peer, await self._channel.call(peer.key, self._peer.hello(), msg.Hello, MEET_TIMEOUT))
+            hello = await self._channel.call(peer.key, self._peer.hello(), msg.Hello, MEET_TIMEOUT)
+            if self._stopped:  # meanwhile: for that peer, HELLO came after LEAVE, or instead
+                self._channel.notify([peer.key], msg.Leave())
+                return
+            self.on_hello(peer, hello)
         except (P2PError, TimeoutError) as error:
             log.debug("%r could not meet %r: %s", self._view.me.peer, peer, error)
             self._reach.failed(peer.key, str(error) or f"no answer within {MEET_TIMEOUT:g} s")

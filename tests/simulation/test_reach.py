@@ -154,6 +154,24 @@ def test_a_peer_that_has_left_is_neither_dialled_nor_missed(caplog: pytest.LogCa
     run(scenario())
 
 
+def test_a_peer_that_leaves_while_it_meets_somebody_is_no_member_there() -> None:
+    """Else it would be waited for in every round: its node, on which others run, answers for it."""
+
+    async def scenario() -> None:
+        world = World(6)
+        first, second = await spawn_swarm(world, 2)
+        leaver = await spawn_peer(world, Board())
+        meeting = leaver.node.spawn(leaver.swarm.contacts.meet(first.swarm.me))
+        leaver.swarm.stop()
+        await meeting
+        await asyncio.sleep(1.0)
+        for other in (first, second):
+            assert leaver.key not in other.swarm.peer.view.members
+        assert leaver.node.is_connected(first.node.peer_id)
+
+    run(scenario())
+
+
 def test_a_peer_that_dies_is_no_reason_for_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         world = World(7)
