@@ -417,8 +417,8 @@ class Swarm:
     # -- messages
 
     def _handle(self, peer: PeerID, message: Any, buffers: Buffers) -> Answer | Awaitable[Answer]:
-        if self._retired and isinstance(message, msg.Hello | msg.Progress | msg.Join | msg.Call | msg.Begin):
-            raise Unavailable("this peer has left the run")
+        if isinstance(message, msg.Hello | msg.Progress | msg.Join | msg.Call | msg.Begin):
+            self._require_to_be_in_the_run()
         match message:
             case msg.Hello():
                 return self.contacts.on_hello(peer, message)
@@ -433,6 +433,10 @@ class Swarm:
             case msg.Progress() if not message.loading:
                 return self._at_tip(peer, message, buffers)
         return self._receive(peer, message, buffers)
+
+    def _require_to_be_in_the_run(self) -> None:
+        if self._retired:
+            raise Unavailable("this peer has left the run")
 
     def _receive(self, peer: PeerID, message: Any, buffers: Buffers) -> Answer:
         try:
@@ -456,6 +460,7 @@ class Swarm:
                 async with asyncio.timeout(WAIT_FOR_TIP):
                     while self.tip != message.tip:
                         await self.news()
+            self._require_to_be_in_the_run()  # still
         return self._receive(peer, message, [memoryview(data) for data in held])
 
     def _undecodable(self, peer: PeerID, reason: str) -> None:

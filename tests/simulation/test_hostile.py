@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shoal.averaging.exchange import Exchange
-from shoal.p2p.errors import Refused
+from shoal.p2p.errors import Refused, Unavailable
 from shoal.p2p.node import Node
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
@@ -38,6 +38,7 @@ from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Ballot
 from tests.codecs import codecs_of
 from tests.simulation.swarms import TERMS, Board, Peer, mean, results_by_tip, spawn_peer, spawn_swarm
+from tests.swarm.rounds import join_of
 
 
 class Gibberish(msgspec.Struct, tag=99, array_like=True):
@@ -349,5 +350,24 @@ def test_a_coordinator_that_has_just_left_the_run_is_no_refusal() -> None:
         others = [peer for peer in peers if peer is not leaver]
         leaver.node.stop_serving(leaver.swarm.service)  # before the others hear of it
         assert_a_round_of(others, await asyncio.gather(*(peer.round(patience=2.0) for peer in others)), members=2)
+
+    run(scenario())
+
+
+def test_a_join_that_waits_at_a_coordinator_that_leaves_is_not_taken() -> None:
+    """It is of the next state, of which the coordinator has not heard yet."""
+
+    async def scenario() -> None:
+        peers = await spawn_swarm(World(9), 2)
+        coordinator = next(p for p in peers if p.key == peers[0].swarm.peer.participant.coordinator().key)
+        other = next(peer for peer in peers if peer is not coordinator)
+        join = join_of(other.swarm.me, tip=coordinator.tip.after(bytes(32), 1.0))
+        service = coordinator.swarm.service
+        asked = other.node.spawn(other.node.call_for_buffers(coordinator.node.peer_id, service, join, timeout=5.0))
+        await asyncio.sleep(0.5)
+        coordinator.swarm.retire()
+        with pytest.raises(Unavailable, match="has left the run"):
+            await asked
+        assert coordinator.swarm.peer.lead.over
 
     run(scenario())
