@@ -590,20 +590,24 @@ class Swarm:
 
     async def _enter(self, begin: msg.Begin) -> None:
         """Connect to the reducers of a round, and wait until the input can be read."""
-        given, node = self.peer.participant.input, self.node
+        participant, node = self.peer.participant, self.node
+        given = participant.input
         missing = [m for m in begin.members if m.addresses and not node.is_connected(m.peer)]
         for member in missing:
             self._channel.learn(member)
         # A member that this peer has tried to reach in vain may be there now, but all wait for this.
         lost = self.peer.view.lost
         patience = {member.key: AGAIN_SECONDS if member.key in lost else self._chunk_timeout for member in missing}
-        for key, reason in (await self._channel.connect(patience)).items():
-            self.peer.participant.complain(key, reason, fault=False)
+        failed = await self._channel.connect(patience)
+        if participant.begin is not begin:
+            return  # the round has ended meanwhile
+        for key, reason in failed.items():
+            participant.complain(key, reason, fault=False)
         if given is not None and given.prepare is not None:
-            self.peer.participant.ask_to_wait()
+            participant.ask_to_wait()
             self._act()
             await given.prepare()
-        self.peer.participant.started(begin, self.node.transport.leases)
+        participant.started(begin, node.transport.leases)
         self._act()
 
     # -- time

@@ -7,6 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -36,6 +37,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Ballot
+from shoal.swarm.protocol.view import Member, Role
 from tests.codecs import codecs_of
 from tests.simulation.swarms import TERMS, Board, Peer, mean, results_by_tip, spawn_peer, spawn_swarm
 from tests.swarm.rounds import join_of
@@ -369,5 +371,42 @@ def test_a_join_that_waits_at_a_coordinator_that_leaves_is_not_taken() -> None:
         with pytest.raises(Unavailable, match="has left the run"):
             await asked
         assert coordinator.swarm.peer.lead.over
+
+    run(scenario())
+
+
+def test_a_round_that_ends_while_its_members_are_dialled_has_no_effect_on_the_next() -> None:
+    """Nobody is complained of in the next one, and the input is not prepared for a round that is over."""
+
+    async def scenario() -> None:
+        world = World(10)
+        peers = await spawn_swarm(world, 3)
+        first = peers[0].swarm
+        heard: list[Broken] = []
+        for peer in peers:
+            notify = peer.node.notify
+
+            def hears(to: Any, service: Any, message: Any, *rest: Any, notify: Any = notify) -> None:
+                heard.extend([message] if isinstance(message, Broken) else [])
+                notify(to, service, message, *rest)
+
+            peer.node.notify = hears  # type: ignore[method-assign, assignment]
+        tasks = [peer.spawn_round() for peer in peers]
+        while (begin := first.peer.participant.begin) is None:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.001)
+        absent = Member(bytes(32), ("/ip4/10.9.9.9/tcp/1",), Role.NODE)
+        before = msgspec.structs.replace(begin, members=(absent, *begin.members), ballot=Ballot(0, absent.key))
+        prepared: list[Begin] = []
+
+        async def prepare() -> None:
+            prepared.append(before)
+
+        assert first.peer.participant.input is not None
+        first.peer.participant.input.prepare = prepare
+        await first._enter(before)
+        assert first.peer.participant.begin is begin, "the scenario tests nothing"
+        assert heard == []
+        assert prepared == []
+        assert_a_round_of(peers, [await task for task in tasks], members=3)
 
     run(scenario())
