@@ -526,16 +526,20 @@ class Swarm:
             case Enter():
                 self.node.spawn(self._enter(action.begin))
             case FetchChunks():
+                self._stop_fetching(action.exchange.book.begin.round)
                 task = self.node.spawn(self._fetch(action))
                 self._fetches[task] = action.exchange.book.begin.round
                 task.add_done_callback(self._fetches.pop)
             case Cancel():
-                for task in [task for task, fetched in self._fetches.items() if fetched == action.round]:
-                    task.cancel()
+                self._stop_fetching(action.round)
                 for carries in (msg.Carries.PART, msg.Carries.RESULT):
                     self.node.transport.cancel(action.round + carries.value)
             case Meet():
                 self.node.spawn(self._meet(action))
+
+    def _stop_fetching(self, round_id: bytes) -> None:
+        for task in [task for task, fetched in self._fetches.items() if fetched == round_id]:
+            task.cancel()
 
     async def _fetch(self, action: FetchChunks) -> None:
         failed = await self._fetching.fetch(action.exchange, action.sources)

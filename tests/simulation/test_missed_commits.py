@@ -12,9 +12,10 @@ import torch
 
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from shoal.swarm.protocol.actions import FetchChunks
 from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.errors import AveragingError, ResultLost
-from shoal.swarm.protocol.messages import Commit, Committed, Done, Fetch, Progress
+from shoal.swarm.protocol.messages import Commit, Committed, Done, Fetch, Progress, Source
 from shoal.swarm.protocol.rules import Rules
 from tests.simulation.swarms import Board, Peer, results_by_tip, seeds, spawn_swarm
 from tests.simulation.trainers import ELEMENTS, RULES, Trainer
@@ -322,5 +323,28 @@ def test_the_other_result_of_a_round_is_not_taken_for_the_one_that_a_peer_holds(
         assert not swarm.peer.participant.recall(other, 0.0)
         with pytest.raises(ResultLost, match="not those that were committed"):
             await swarm._fetching.fetch_committed(other, lambda begin: pytest.fail("it was not asked for"))
+
+    run(scenario(), until=100.0)
+
+
+def test_what_an_earlier_repair_has_asked_for_is_not_written_over_what_the_next_one_brings() -> None:
+    """The two may name two versions of a chunk, if its reducer has lied."""
+
+    async def scenario() -> None:
+        peers = await spawn_swarm(World(3), 3, Board())
+        await asyncio.gather(*(peer.round() for peer in peers))
+        me, slow, other = peers
+        exchange = me.swarm.peer.participant._last
+        assert exchange is not None
+        fetch = slow.swarm.peer.participant.on_fetch
+        slow.swarm.peer.participant.on_fetch = slowly(fetch)  # type: ignore[method-assign, assignment]
+        written: list[tuple[int, bytes]] = []
+        exchange.fetched = lambda chunk, digest, data: written.append((chunk, digest))  # type: ignore[method-assign]
+        for holder, digest in ((slow, bytes(32)), (other, b"r" * 32)):
+            me.swarm._do(FetchChunks(exchange, [Source(0, holder.key, digest)]))
+            await asyncio.sleep(1.0)
+        await asyncio.sleep(20.0)
+        assert written == [(0, b"r" * 32)]
+        assert not me.swarm._fetches
 
     run(scenario(), until=100.0)

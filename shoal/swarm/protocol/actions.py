@@ -41,7 +41,7 @@ class Enter:
 
 @dataclass(frozen=True, slots=True)
 class FetchChunks:
-    """Fetch these chunks of a round's result from their owners."""
+    """Fetch these chunks of a round's result from their owners, and none that were to be fetched before."""
 
     exchange: BytesExchange
     sources: Sequence[Source]

@@ -368,8 +368,7 @@ class Participant:
         require(all(source.chunk < chunks for source in repair.sources), "a repair of chunks that do not exist")
         exchange = self._follow(sender, repair.round, repair.ballot)
         self.repair, self.state = repair, State.IN_ROUND
-        if sources := exchange.repair(repair):
-            self._out.append(FetchChunks(exchange, sources))
+        self._out.append(FetchChunks(exchange, exchange.repair(repair)))
         self._follow_plan(repair.round)
         return msg.Follows(repair.ballot)
 
