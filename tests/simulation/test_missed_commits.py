@@ -94,6 +94,7 @@ def test_a_report_of_a_round_that_was_missed_asks_for_no_download(seed: int) -> 
         await asyncio.gather(*(trainer.train(2) for trainer in trainers))
         await asyncio.gather(*(other.train(3) for other in others))
         swarm = late.peer.swarm
+        await asyncio.sleep(0.1)  # the COMMIT arrives
         assert swarm.peer.participant.missed is not None
         count = await swarm.report(Progress(late.tip, 0.0, 1.0))
         assert count.tip == late.tip
