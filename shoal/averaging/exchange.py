@@ -40,7 +40,7 @@ class Exchange:
         fault: called with a member that broke a rule, and the reason.
 
     Attributes:
-        book: what is owed to whom.
+        book: who owes which chunk to whom.
         progressed: a counter that grows with everything that arrives.
 
     Raises:

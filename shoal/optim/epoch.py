@@ -486,8 +486,8 @@ class Epoch:
             self._tracker.start_epoch(tip)
 
     def close(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds for the background thread, and apply its step. If that takes longer, whoever
-        asks for the state dict waits for it."""
+        """Wait at most `timeout` seconds for the background thread, and apply its step. If the step takes longer, a
+        later call of `state_dict` waits for it and applies it."""
         self._accumulation.stop()
         ending = self._ending  # the trainer may be waiting for it, too
         if ending is not None:

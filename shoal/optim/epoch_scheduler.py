@@ -97,7 +97,7 @@ class EpochScheduler(StepCounted, LRScheduler):
         self.epoch = state_dict["epoch"]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # while it is unpickled
+        if name == "scheduler":  # copy and pickle ask for methods before it is set: without this they recurse
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 

@@ -74,8 +74,8 @@ class HostCopy:
 
     @contextlib.contextmanager
     def set_aside(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Within, what users write into the `param_groups` does not reach those of the optimizer, which may be making
-        a step on another thread. Afterwards it does."""
+        """Keep what users write into the `param_groups` from the optimizer, which may be stepping in another thread.
+        When the context ends, the optimizer gets these changes."""
         with self.lock:
             before = [dict(group) for group in optimizer.param_groups]
             self.aside = [dict(group) for group in before]

@@ -95,7 +95,7 @@ class EncodedState:
 class _Held:
     state: EncodedState
     asked: float  # when it was taken, or a chunk of it was last asked for
-    readers: set[PeerID] = field(default_factory=set)  # to whom it was offered last
+    readers: set[PeerID] = field(default_factory=set)  # the peers whose last offer was this snapshot
     timer: asyncio.TimerHandle = field(init=False)  # looks whether it is idle
 
 

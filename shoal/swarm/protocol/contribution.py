@@ -34,7 +34,7 @@ class BytesExchange(Protocol):
     `shoal.averaging.exchange.Exchange` implements it for flat tensors.
 
     Attributes:
-        book: what is owed to whom.
+        book: who owes which chunk to whom.
         progressed: a counter that grows with everything that arrives.
     """
 
