@@ -237,7 +237,7 @@ class RoundReport:
         members = tuple(member.peer for member in outcome.begin.members)
         seconds = outcome.matchmaking_seconds, outcome.allreduce_seconds, outcome.join_to_begin_seconds
         nbytes = outcome.bytes_sent, outcome.bytes_received
-        return cls(members, outcome.coordinator, *seconds, *nbytes, outcome.commit.root.hex())
+        return cls(members, PeerID(outcome.begin.ballot.coordinator), *seconds, *nbytes, outcome.commit.root.hex())
 
 
 def check_weight(weight: float) -> float:

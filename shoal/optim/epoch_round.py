@@ -388,7 +388,7 @@ def report_of(outcome: Outcome, epoch: int, digest: bytes) -> EpochReport:
         epoch=epoch,
         samples=outcome.commit.samples,
         num_peers=len(outcome.begin.members),
-        coordinator=str(outcome.coordinator),
+        coordinator=str(PeerID(outcome.begin.ballot.coordinator)),
         round_seconds=outcome.matchmaking_seconds + outcome.allreduce_seconds,
         matchmaking_seconds=outcome.matchmaking_seconds,
         allreduce_seconds=outcome.allreduce_seconds,

@@ -1,15 +1,13 @@
-"""The state of one peer's training: parameters, optimizer, scheduler and extra tensors; where it lives, and how it is
-stepped, averaged, copied for newcomers and taken over from others."""
+"""The state of one peer's training (parameters, optimizer, scheduler and extra tensors): how it is stepped, averaged,
+copied for newcomers and taken over from others."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import copy
-import gc
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Annotated, Any
@@ -17,15 +15,15 @@ from typing import Annotated, Any
 import msgspec
 import torch
 from blake3 import blake3
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.exchange import Vector
 from shoal.compression import Compression, TensorRole, plan_codecs
-from shoal.flat import FlatBuffer, Layout, Places, bytes_of, holders_of, living_modules, pick_kernels
-from shoal.optim._torch import NormBase, writes_of
+from shoal.flat import FlatBuffer, Layout, bytes_of, pick_kernels
 from shoal.optim.group_options import KERNELS, GroupOptions, is_plain, plain, restored
 from shoal.optim.host_copy import HostCopy
+from shoal.optim.placement import Placement
 from shoal.optim.settings import Settings
 from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.tip import Tip
@@ -36,11 +34,6 @@ log = logging.getLogger(__name__)
 
 MANIFEST_BYTES = 1 << 26
 """For the options, counters and padding of a downloaded state."""
-
-_address_of = Tensor.data_ptr
-_OF_SEVERAL_RANKS = {"DistributedDataParallel", "FullyShardedDataParallel"}
-"""Modules of torch that communicate with other ranks in each backward pass. They are found by name, because importing
-them is slow. (Where parameters are DTensors, as with FSDP2, no optimizer can be made.)"""
 
 AsGrad = Callable[[Sequence[Tensor], float | None], AbstractContextManager[None]]
 Index = Annotated[int, msgspec.Meta(ge=0)]
@@ -443,157 +436,6 @@ class Replica(TrainingState):
                 samples = ours.get("samples", epoch * self._settings.target_batch_size)
                 self.tip = Tip(epoch, ours.get("lineage", self.tip.lineage), float(samples))
         self.state_digest = self.digest()
-
-
-class Placement:
-    """The places of the model's parameters, and of the extra tensors that are shared with them.
-
-    Other code may change them after the optimizer was made. `parameter.data = …`, `model.to(memory_format=…)` and the
-    like give a parameter other memory; `module.weight = nn.Parameter(…)` gives a module another parameter. Nothing
-    reports such changes, so `Optimizer` looks for them once an epoch.
-
-    As long as it lives, `load_state_dict(assign=True)` copies the values into these tensors instead of replacing them.
-
-    Args:
-        parameters: of the model.
-        memory: their flat memory.
-        extras: the `extra_tensors` of `Optimizer`; they are not in flat memory.
-        names: of the parameters, as the user gave them; empty without names.
-        copied: whether the optimizer steps copies of the parameters. Then only the user writes to these in place.
-
-    Attributes:
-        unshared: classes of layers that keep running statistics which are not among `extra_tensors`, each with the
-            number of its layers.
-    """
-
-    def __init__(
-        self, parameters: Sequence[Tensor], memory: FlatBuffer, extras: Sequence[Tensor], names: list[str], copied: bool
-    ) -> None:
-        self._parameters, self._views, self._names, self._copied = list(parameters), memory.views(), names, copied
-        self._addresses = list(map(_address_of, self._parameters))
-        self._versions = self._count_writes()
-        tensors = [*parameters, *extras]
-        holders = holders_of(tensors)
-        self._held_as = {holder.index: f"{holder.name!r} of a {type(holder.module).__name__}" for holder in holders}
-        self._places = Places(tensors, holders)
-        self._places.keep()
-        shared = set(map(_address_of, extras))
-        trained = [holder.module for holder in holders if tensors[holder.index].requires_grad]
-        layers = {module for module in trained if isinstance(module, NormBase)}
-        means = [(layer, layer.running_mean) for layer in layers if layer.running_mean is not None]
-        self.unshared = Counter(type(layer).__name__ for layer, mean in means if mean.data_ptr() not in shared)
-
-    def name_of(self, what: int | Tensor) -> str:
-        """The name of a parameter in messages; of one of the parameters and extra tensors, given its number."""
-        index = list(map(id, self._parameters)).index(id(what)) if isinstance(what, Tensor) else what
-        count = len(self._parameters)
-        number = f"parameter {index}" if index < count else f"extra tensor {index - count}"
-        name = repr(self._names[index]) if index < len(self._names) else self._held_as.get(index)
-        return number if name is None else f"{number} ({name})"
-
-    def check(self) -> None:
-        """Look whether the model still computes with these parameters.
-
-        Raises:
-            ValueError: with the name of a parameter that a module has replaced, or that has another dtype, device or
-                shape than its flat memory.
-        """
-        check_places(self._places, self.name_of, "optimizer")
-        if list(map(_address_of, self._parameters)) == self._addresses:
-            return
-        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
-            if not _is_alike(parameter, view):
-                raise ValueError(
-                    f"{self.name_of(index)} is {_described(parameter)} now, and was {_described(view)} when the "
-                    "optimizer was made: convert or move the model before that"
-                )
-
-    def refuse_ranks(self) -> None:
-        """Look for wrappers that communicate with other ranks. Each rank would be a peer, and a rank that waits in a
-        round for one that waits in the backward pass would wait forever.
-
-        Raises:
-            ValueError: if such a wrapper of several ranks holds one of the parameters.
-        """
-        if not (distributed.is_available() and distributed.is_initialized()) or self._wrapped() is None:
-            return
-        gc.collect()  # a wrapper that nobody uses any more does no harm
-        if (found := self._wrapped()) is not None:
-            wrapper, ranks, index = found
-            raise ValueError(
-                f"{self.name_of(index)} is held by a {wrapper} of {ranks} ranks, and a peer is one process: train the "
-                "model without that wrapper; each process is a peer then, and peers average gradients among themselves"
-            )
-
-    def _wrapped(self) -> tuple[str, int, int] | None:
-        """The class of such a wrapper, the number of its ranks, and the number of a parameter that it holds."""
-        indices = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        for module in living_modules(_OF_SEVERAL_RANKS):
-            group: Any = module.__dict__.get("process_group")  # none yet, if another thread is making it
-            held = [indices[id(parameter)] for parameter in module.parameters() if id(parameter) in indices]
-            if held and group is not None and group.size() > 1:
-                return type(module).__name__, group.size(), held[0]
-        return None
-
-    @torch.no_grad()
-    def take_over(self) -> bool:
-        """Copy parameters that were given other memory into the flat memory, and make them views of it again.
-
-        Returns:
-            Whether the flat memory may hold other values than before.
-
-        Raises:
-            ValueError: as `check`; then nothing has changed.
-        """
-        self.check()
-        addresses = list(map(_address_of, self._parameters))
-        versions = self._count_writes()
-        if (addresses, versions) == (self._addresses, self._versions):
-            return False
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter)
-                parameter.data = view
-        self._addresses, self._versions = list(map(_address_of, self._parameters)), versions
-        return True
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Make the parameters views of the flat memory again, which has newer values than they have."""
-        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
-            if parameter.data_ptr() != view.data_ptr() and _is_alike(parameter, view):
-                if not torch.equal(parameter, view):
-                    log.warning(
-                        "what was set as %s while a step was under way in the background is overwritten by that step; "
-                        "call optimizer.state_dict() before you change the model, which waits for the step",
-                        self.name_of(index),
-                    )
-                parameter.data = view
-
-    def _count_writes(self) -> list[int]:
-        return [writes_of(parameter) for parameter in self._parameters] if self._copied else []
-
-
-def check_places(places: Places, name_of: Callable[[int], str], trainer: str) -> None:
-    """Look whether modules still compute with the tensors that an optimizer or averager (`trainer`) trains.
-
-    Raises:
-        ValueError: with the name of a tensor that a module has replaced.
-    """
-    if (place := places.replaced()) is not None:
-        index, name = place
-        raise ValueError(
-            f"{name_of(index)} was replaced: a module has another tensor as its {name!r} now, which the {trainer} does "
-            f"not train; change the model before you make it, or write into the tensor that is there (copy_)"
-        )
-
-
-def _is_alike(parameter: Tensor, view: Tensor) -> bool:
-    return (parameter.dtype, parameter.device, parameter.shape) == (view.dtype, view.device, view.shape)
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
 async def for_newcomer(take: Callable[[], Snapshot]) -> EncodedState:

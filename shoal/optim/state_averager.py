@@ -19,8 +19,9 @@ from shoal.dht.dht import DHT
 from shoal.flat import Places
 from shoal.optim._torch import foreach_copy_
 from shoal.optim.accumulator import in_grad
+from shoal.optim.placement import check_places
 from shoal.optim.settings import NAMES, AnyOptimizer, AnyScheduler, Params, make_trained
-from shoal.optim.state import TrainingState, check_places, for_newcomer, put_average
+from shoal.optim.state import TrainingState, for_newcomer, put_average
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.swarm import Swarm

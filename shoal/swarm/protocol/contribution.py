@@ -126,10 +126,6 @@ class Outcome:
     bytes_sent: int = 0
     bytes_received: int = 0
 
-    @property
-    def coordinator(self) -> PeerID:
-        return PeerID(self.begin.ballot.coordinator)
-
 
 def encode_gathered(value: Any) -> bytes:
     """`value` as bytes. Raises ValueError if it is not plain data, or takes more than 64 KiB."""
