@@ -23,7 +23,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TYPED := shoal tests $(wildcard examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo albert test test-all test-capabilities sweep soak lint bench bench-optimizer bench-contiguous clean
+.PHONY: help demo albert test test-all test-capabilities sweep sweep-tests soak attacks lint bench bench-optimizer bench-contiguous clean
 .DELETE_ON_ERROR:
 
 help:
@@ -31,8 +31,11 @@ help:
 	@echo "make test    run the tests; under 5 minutes on 2 cores (PYTEST_ARGS=...)"
 	@echo "make test-all            run the long ones too, and the numeric ones as on older processors"
 	@echo "make test-capabilities   run the numeric tests as on older processors (PYTEST_ARGS=...)"
-	@echo "make sweep   run the simulated swarms with 60 times as many seeds (SEEDS=60 PYTEST_ARGS=...)"
-	@echo "make soak    train with real processes that are killed, 5 times (TIMES=5); cut off 2,000 peers (CUTS=2000)"
+	@echo "make sweep   run 10,000 simulated swarms with faults; goes on where it was stopped (SEEDS=10000 ARGS=...)"
+	@echo "make sweep-tests         run the tests of the simulator with 60 times as many seeds (SOAK=60 PYTEST_ARGS=...)"
+	@echo "make soak    train with real processes that are killed, 5 times (TIMES=5); cut off 2,000 peers (CUTS=2000);"
+	@echo "             then kill, stop and start trainers for 30 minutes (CHAOS_MINUTES=30 CHAOS_SEED=1)"
+	@echo "make attacks each attack of one liar on four trainers, then all in turn (ATTACK_SECONDS=60 ALL_SECONDS=300)"
 	@echo "make lint    style, types and the arrows between rooms"
 	@echo "make albert  pretrain ALBERT with two peers and a monitor on this machine (ARGS=...)"
 	@echo "make bench   time averaging against hivemind, which gets an environment of its own (ARGS=...)"
@@ -72,16 +75,24 @@ test-capabilities: $(VENV)/.installed-dev
 	$(call NUMERIC_TESTS,ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2)
 	$(call NUMERIC_TESTS,ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41)
 
-# What chance decides in the simulator, many times over: for whoever has changed a protocol. A seed that fails is in the
-# name of its test.
-SEEDS := 60
+# What chance decides in the simulator, many times over: for whoever has changed a protocol. A seed that fails says how
+# to run it alone. What was run is in the file: delete it after a change.
+SEEDS := 10000
+SWEEP_FILE := runs/sweep.jsonl
 sweep: $(VENV)/.installed-dev
-	SHOAL_SOAK=$(SEEDS) $(PYTEST) --numprocesses auto tests/simulation $(PYTEST_ARGS)
+	$(VENV)/bin/python -m tests.simulation.sweep --liar half --seeds $(SEEDS) --resume $(SWEEP_FILE) $(ARGS)
+
+# The same for the tests of single parts of the protocol, whose seeds are in the names of the tests.
+SOAK := 60
+sweep-tests: $(VENV)/.installed-dev
+	SHOAL_SOAK=$(SOAK) $(PYTEST) --numprocesses auto tests/simulation $(PYTEST_ARGS)
 
 # Real processes that are killed: in the demo, and at each phase of a round; and, while strangers attack, in the middle
-# of large messages: about half an hour.
+# of large messages: about half an hour. Then as long again of trainers that are killed, stopped and started.
 TIMES := 5
 CUTS := 2000
+CHAOS_MINUTES := 30
+CHAOS_SEED := 1
 SOAK_TESTS := tests/averaging/test_kill.py tests/averaging/test_restart.py tests/averaging/test_compressed_kill.py \
 	$(addprefix tests/optim/test_,$(addsuffix .py,averagers_killed failures restarted_node))
 soak: $(VENV)/.installed-dev
@@ -89,6 +100,13 @@ soak: $(VENV)/.installed-dev
 		$(VENV)/bin/shoal demo && $(PYTEST) $(SOAK_TESTS) $(PYTEST_ARGS) || exit 1; \
 	done
 	$(VENV)/bin/python -m tests.soak.transport --times $(CUTS)
+	$(VENV)/bin/python -m tests.soak.chaos --minutes $(CHAOS_MINUTES) --seed $(CHAOS_SEED)
+
+ATTACK_SECONDS := 60
+ALL_SECONDS := 300
+attacks: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m tests.attacks --each --seconds $(ATTACK_SECONDS)
+	$(VENV)/bin/python -m tests.attacks --all --seconds $(ALL_SECONDS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

@@ -71,6 +71,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target-batch-size", type=int, default=128, help="samples of all peers in an epoch")
     parser.add_argument("--epochs", type=int, default=200, help="stop when the run has reached this epoch")
     parser.add_argument("--host-maddrs", nargs="+", default=["/ip4/0.0.0.0/tcp/0"], help="where to listen")
+    parser.add_argument("--identity", type=Path, help="file that keeps this peer's key: the peer id stays the same")
+    parser.add_argument("--membership", type=Path, help="for a closed run (name@key): the file from the run's owner")
     parser.add_argument("--data", type=Path, help="a text to learn instead of Python's standard library")
     return parser.parse_args()
 
@@ -83,11 +85,14 @@ def main() -> None:
     model = GPT()
     torch.seed()  # ... and different batches.
 
-    with shoal.DHT(arguments.initial_peers, start=True, host_maddrs=arguments.host_maddrs) as dht:
+    with shoal.DHT(
+        arguments.initial_peers, start=True, host_maddrs=arguments.host_maddrs, identity_path=arguments.identity
+    ) as dht:
         print("others join with --initial-peers", *dht.get_visible_maddrs(), flush=True)
         optimizer = shoal.Optimizer(
             dht=dht,
             run_id=arguments.run_id,
+            membership=arguments.membership,
             target_batch_size=arguments.target_batch_size,
             batch_size_per_step=arguments.batch_size,
             params=model.parameters(),

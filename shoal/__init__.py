@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shoal.optim.progress_tracker import ProgressTracker as ProgressTracker
     from shoal.optim.reports import DownloadReport as DownloadReport
     from shoal.optim.reports import EpochReport as EpochReport
+    from shoal.optim.reports import ForkReport as ForkReport
     from shoal.optim.reports import ReachabilityReport as ReachabilityReport
     from shoal.optim.state_averager import TrainingStateAverager as TrainingStateAverager
     from shoal.p2p.identity import PeerID as PeerID
@@ -53,6 +54,7 @@ _HOMES = {
     "DownloadReport": "shoal.optim.reports",
     "EpochReport": "shoal.optim.reports",
     "EpochScheduler": "shoal.optim.epoch_scheduler",
+    "ForkReport": "shoal.optim.reports",
     "GradScaler": "shoal.optim.grad_scaler",
     "GradientAverager": "shoal.optim.grad_averager",
     "Join": "shoal.sharding.join",
@@ -74,7 +76,10 @@ _HOMES = {
     "get_dht_time": "shoal.dht.records",
     "register_functional_optimizer": "shoal.functional.registry",
 }
-_ROOMS = ("averaging", "compression", "dht", "flat", "functional", "optim", "p2p", "remote", "sharding", "simulation")
+_ROOMS = (
+    "averaging", "compression", "dht", "flat", "functional", "membership", "optim", "p2p", "remote", "sharding",
+    "simulation"
+)  # fmt: skip
 __all__ = ["__version__", "compression", *_HOMES]
 
 

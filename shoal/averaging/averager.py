@@ -28,8 +28,10 @@ from shoal.compression import Compression, NoCompression
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.flat import FlatBuffer, Layout
+from shoal.membership.holder import Source
 from shoal.p2p.identity import PeerID
 from shoal.swarm.directory import DHTDirectory, Directory
+from shoal.swarm.gates import admit_to
 from shoal.swarm.protocol.contribution import Contribution, Outcome, encode_gathered, told
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.messages import Terms
@@ -98,6 +100,8 @@ class DecentralizedAverager:
         auxiliary: only reduce: lend bandwidth, contribute and receive nothing.
         allow_state_sharing: answer `load_state_from_peers` of other peers; by default only nodes do.
         shutdown_timeout: seconds that `shutdown` waits for the round that is under way to end.
+        membership: of a closed run (`prefix="name@key"`): the line that `shoal keys admit` has printed, or a file with
+            it, or a function that returns one of both, which is asked again before the membership expires.
         declare_state_period, daemon: accepted, and without effect. (hivemind lists donors in the DHT periodically; here
             every member of the run is asked. There is no process that could be a daemon.)
 
@@ -145,6 +149,7 @@ class DecentralizedAverager:
         client_mode: bool | None = None,
         daemon: bool = True,
         shutdown_timeout: float = 5.0,
+        membership: Source | None = None,
     ) -> None:
         client_mode = dht.client_mode if client_mode is None else client_mode
         if client_mode and auxiliary:
@@ -162,6 +167,7 @@ class DecentralizedAverager:
             if not dtype.is_floating_point:
                 raise ValueError(f"averaged_tensors[{index}] is of {dtype}: only floating point can be averaged")
         self.set_group_bits(initial_group_bits)
+        admit_to(lambda: dht.node, prefix, membership)
         layout = Layout.of(averaged_tensors).on("cpu")
         self._rules = Rules(
             sizes=layout.sizes,
@@ -253,7 +259,7 @@ class DecentralizedAverager:
         # The donor is there before others meet this peer. The state may change at any time, so it has no name, and no
         # snapshot is offered twice.
         snapshot, priority = partial(self._take_snapshot, swarm), lambda: self.state_sharing_priority
-        self._donor = donor = StateDonor(node, name, snapshot, lambda: None, allow, priority)
+        self._donor = donor = StateDonor(node, name, snapshot, lambda: None, allow, priority, swarm.gate)
         try:
             await swarm.start()
         except BaseException:  # cancelled, too

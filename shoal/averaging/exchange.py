@@ -120,7 +120,6 @@ class Exchange:
 
     def put_out(self, keys: Sequence[bytes]) -> None:
         """Continue without these members."""
-        self.progressed += 1
         self._reduce(self.book.put_out(keys))
 
     def repair(self, repair: Repair) -> list[Source]:
@@ -132,7 +131,6 @@ class Exchange:
         Raises:
             RuleBroken: if it does not fit the round.
         """
-        self.progressed += 1
         fetches, ready = self.book.repair(repair)
         for source in repair.sources:
             self._expected.stop(source.chunk)
@@ -218,17 +216,17 @@ class Exchange:
                 out.copy_(codec.decode(encoded, out.dtype, out.numel()))
             self._payloads.pop(chunk, None)
             book.reduced(chunk)
-            live = [key for key in book.keys if key != book.me and key not in book.out and book.receives[key]]
             message = Result(book.begin.round, chunk, book.plan)
-            self._send(live, message, [encoded], self._name(Carries.RESULT, chunk))
+            self._send(book.recipients(), message, [encoded], self._name(Carries.RESULT, chunk))
             if book.receives[book.me]:
                 self._received(chunk, out)
 
     def _contributions(self, chunk: int) -> dict[bytes, tuple[torch.Tensor, float]]:
         """(tensor, weight) by member, in member order, so that the sum does not depend on the order of arrival."""
         book, codec, mine = self.book, self._codecs[chunk], self._slice(self._inputs, chunk)
-        payloads = self._payloads.get(chunk, {})
-        tensors = {key: codec.decode(payload, mine.dtype, mine.numel()) for key, payload in payloads.items()}
+        payloads = self._payloads.get(chunk, {}).items()
+        came = {key: payload for key, payload in payloads if key not in book.parted}
+        tensors = {key: codec.decode(payload, mine.dtype, mine.numel()) for key, payload in came.items()}
         if book.weights[book.me] > 0 and book.receives[book.me]:
             tensors[book.me] = mine
         return {key: (tensors[key], book.weights[key]) for key in book.keys if key in tensors}

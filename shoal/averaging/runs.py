@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from shoal.dht.records import get_dht_time
 from shoal.swarm.directory import DHTDirectory, Directory
 from shoal.swarm.protocol.messages import Begin
 from shoal.swarm.protocol.rules import Rules
-from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Member
 from shoal.swarm.swarm import Swarm
 
@@ -39,10 +38,7 @@ class Runs:
             members: that are in the run, too.
         """
         swarm = self._make(run_id, directory, rules)
-        # Members of such a run forget what they followed when they leave it. Ballots continue from the clock, so that
-        # no round has the name of an earlier one, whose messages may still arrive.
-        ballot = Ballot(int(get_dht_time() * 1000), bytes(32))
-        await swarm.start(tip=self._tips.get(run_id), members=members, ballot=ballot)
+        await swarm.start(tip=self._tips.get(run_id), members=members)
         try:
             yield swarm
         finally:

@@ -17,8 +17,10 @@ from rich.console import Console
 import shoal
 from shoal.cli.demo.settings import ENOUGH_EPOCHS, Compression, DemoSettings
 from shoal.cli.demo.text import TextError
+from shoal.cli.keys.command import app as keys_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=shoal.__doc__)
+app.add_typer(keys_app, name="keys")
 
 
 def _print_version(wanted: bool) -> None:

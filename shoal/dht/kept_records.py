@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shoal.dht.records import MAX_SECONDS_AHEAD, NO_SUBKEY, DHTRecord, decode_subkey, decode_value
+from shoal.dht.run_keys import is_misplaced
 from shoal.dht.storage import LocalStorage
 from shoal.dht.validation import CompositeValidator
 
@@ -30,9 +31,9 @@ class KeptRecords:
     def is_valid(self, record: DHTRecord) -> bool:
         """Whether `record` may be kept, shown to the user and passed on. Records that are kept are not checked
         again."""
-        if self._storage.holds(record) or self._cache.holds(record):
+        if self.holds(record):
             return True
-        if record.expiration_time > self._clock() + MAX_SECONDS_AHEAD + CLOCK_DIFFERENCE:
+        if is_misplaced(record) or record.expiration_time > self._clock() + MAX_SECONDS_AHEAD + CLOCK_DIFFERENCE:
             return False
         if not self._validator.validate(record):
             return False
@@ -43,6 +44,10 @@ class KeptRecords:
         except ValueError:
             return False
         return True
+
+    def holds(self, record: DHTRecord) -> bool:
+        """Whether this very record is kept: then it was found valid."""
+        return self._storage.holds(record) or self._cache.holds(record)
 
     def known(self, key: int) -> list[DHTRecord]:
         """The records under the id of a key: those that are stored, or else the cached ones."""

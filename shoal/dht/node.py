@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from shoal.dht.closed_runs import ClosedRunValidator
 from shoal.dht.greeting import greet
 from shoal.dht.kept_records import KeptRecords
 from shoal.dht.lookup import Lookup
@@ -34,6 +35,7 @@ from shoal.dht.records import (
 )
 from shoal.dht.replication import Replication
 from shoal.dht.routing import RoutingTable
+from shoal.dht.run_keys import is_misplaced
 from shoal.dht.search import Heed, search
 from shoal.dht.storage import LocalStorage
 from shoal.dht.validation import CompositeValidator, RecordValidator, SignatureValidator
@@ -108,7 +110,7 @@ class DHTNode:
         self._redial = Redial(self._rng)
         self._initial_lost = asyncio.Event()
         self._stop_listening_for_losses = node.on_lost(self._on_lost)
-        self._validator = CompositeValidator([SignatureValidator(node.identity), *validators])
+        self._validator = CompositeValidator([SignatureValidator(node.identity), ClosedRunValidator(), *validators])
         self._replication = Replication(self.table, self.storage, num_replicas, republish_period, self._rng)
         self._records = KeptRecords(self.storage, self.cache, self._validator, clock)
         self._protocol = Protocol(
@@ -230,7 +232,9 @@ class DHTNode:
         kept = dict.fromkeys(records, False)
         valid = [record for record in records if self._records.is_valid(record)]
         if len(valid) < len(records):
-            log.warning("%d records are not stored: the validators refuse them", len(records) - len(valid))
+            misplaced = any(map(is_misplaced, records))
+            why = "under a run's key each peer has its own subkey" if misplaced else "the validators refuse them"
+            log.warning("%d records are not stored: %s", len(records) - len(valid), why)
         if not valid:
             return kept
         target = key_id(records[0].key)
@@ -292,7 +296,7 @@ class DHTNode:
             if not records:
                 lacking.append(peer)
             for record in records:
-                if record.key == key and not found.holds(record) and self._records.is_valid(record):
+                if record.key == key and not found.holds(record) and self._protocol.believes(peer, record):
                     found.store(record, self._clock())
             return not latest and len(found) > 0
 

@@ -27,10 +27,11 @@ from shoal.dht.messages import (
     Store,
     Stored,
 )
-from shoal.dht.records import DHTRecord, key_id
+from shoal.dht.quota import OWNED_RECORDS, STORED_BYTES, STORED_RECORDS, VERIFIED, Quota
+from shoal.dht.records import DHTRecord, key_id, owners_of
 from shoal.dht.replication import Replication
 from shoal.dht.routing import RoutingTable
-from shoal.p2p.errors import P2PError, Refused
+from shoal.p2p.errors import P2PError, Refused, Unavailable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Answer, Node
@@ -77,6 +78,8 @@ class Protocol:
         self._blocked: dict[PeerID, tuple[float, int]] = {}  # until when, after how many failures
         self._handovers: dict[PeerID, bool] = {}  # whose records are handed over next; True: it joined
         self._handing_over = False
+        self._stored_records, self._stored_bytes = Quota(STORED_RECORDS), Quota(STORED_BYTES)
+        self._verified, self._owned = Quota(VERIFIED), Quota(OWNED_RECORDS)
         self._visible: list[Multiaddr] = []
         self._visible_of: list[Multiaddr] = []
         self._sender = Sender(client_mode, ())
@@ -118,7 +121,7 @@ class Protocol:
         if isinstance(message, Find):
             return self._find(peer, message)
         if isinstance(message, Store):
-            return Stored([self.keep(record, message.cache) for record in message.records])
+            return self._store(peer, message)
         return Pong(self.sender())
 
     def _find(self, peer: PeerID, message: Find) -> Found:
@@ -127,12 +130,38 @@ class Protocol:
         known = [KnownPeer(contact.peer.key, contact.addresses) for contact in nearest if contact.peer != peer]
         return Found(known, self._records.known(target) if message.records else [])
 
-    def keep(self, record: DHTRecord, cache: bool = False) -> bool:
-        """Stores `record` here, if it is valid; returns whether it is kept."""
-        if not self._records.is_valid(record):
-            log.debug("refused an invalid record under %r, subkey %r", record.key, record.subkey)
+    def _store(self, peer: PeerID, request: Store) -> Stored:
+        now = asyncio.get_running_loop().time()
+        size = sum(record.size for record in request.records)
+        if not self._stored_records.use(peer, len(request.records), now):
+            raise Refused(f"store less: more than {STORED_RECORDS.per_second:g} records a second came from this peer")
+        if not self._stored_bytes.use(peer, size, now):
+            raise Refused(f"store less: more than {STORED_BYTES.per_second:g} bytes a second came from this peer")
+        return Stored([self._keep(peer, record, request.cache, now) for record in request.records])
+
+    def _keep(self, peer: PeerID, record: DHTRecord, cache: bool, now: float) -> bool:
+        """Stores `record` here, if it is valid, and its owner does not store too much; returns whether it is kept."""
+        if self._records.holds(record):
+            return self._records.cache(record) if cache else self.keep_valid(record)
+        if not self.believes(peer, record):
+            log.debug("refused a record under %r, subkey %r", record.key, record.subkey)
             return False
-        return self._records.cache(record) if cache else self.keep_valid(record)
+        owners = owners_of(record)
+        if not all(self._owned.allows(owner, 1, now) for owner in owners):
+            return False
+        kept = self._records.cache(record) if cache else self.keep_valid(record)
+        if kept:  # what is old, and not kept, costs its owner nothing: others may send that again and again
+            for owner in owners:
+                self._owned.use(owner, 1, now)
+        return kept
+
+    def believes(self, peer: PeerID, record: DHTRecord) -> bool:
+        """Whether `record`, which `peer` has sent, is valid. To find that out costs a signature, and so much of that
+        peer's quota."""
+        is_known = not owners_of(record) or self._records.holds(record)
+        if not is_known and not self._verified.use(peer, 1, asyncio.get_running_loop().time()):
+            return False
+        return self._records.is_valid(record)
 
     def keep_valid(self, record: DHTRecord) -> bool:
         """Stores `record`, which was found valid, here; returns whether it is kept."""
@@ -147,7 +176,9 @@ class Protocol:
         """`p2p.Node.call`, by which the routing table learns how `peer` is doing."""
         try:
             reply = await self.node.call(peer, SERVICE, request, expect, timeout=timeout)
-        except (P2PError, TimeoutError):
+        except (P2PError, TimeoutError) as error:
+            if isinstance(request, Store) and isinstance(error, Refused) and not isinstance(error, Unavailable):
+                raise  # it is well, and keeps no more from this peer for now
             now = asyncio.get_running_loop().time()
             _, failures = self._blocked.pop(peer, (0.0, 0))
             self._blocked[peer] = (now + min(BLOCK_SECONDS * 2**failures, MAX_BLOCK_SECONDS), min(failures + 1, 16))

@@ -11,6 +11,7 @@ from shoal.dht.records import NO_SUBKEY, DHTRecord, key_id, owners_of
 MAX_ENTRY_BYTES = 512 << 10
 """Bytes of all records of one key, so that they fit into one reply."""
 MAX_ENTRY_RECORDS = 4096
+MAX_OWNED_RECORDS = 1024  # of one owner, of all keys together
 
 # Where a record is in the order in which records make room for others: whether it has an owner, its expiration time,
 # the id of its key, its subkey.
@@ -47,8 +48,10 @@ class LocalStorage:
     What only its owner can write, only its owner can replace: a record without owner never replaces one that has an
     owner, and a subkey with an owner replaces a record without subkey that has none, whatever their expiration times.
 
-    When a bound is exceeded, records without owner go first, and of these and of the others what expires soonest. To
-    store a record takes time that is logarithmic in the number of those that are kept.
+    An owner that has as many records here as one may have gets no further places; it may replace what it has.
+
+    When another bound is exceeded, records without owner go first, and of these and of the others what expires soonest.
+    To store a record takes time that is logarithmic in the number of those that are kept.
 
     Args:
         max_records: of all keys together, a subkey counting as one.
@@ -61,6 +64,7 @@ class LocalStorage:
         self.bytes = 0
         self._entries: dict[int, _Entry] = {}
         self._count = 0
+        self._owned: dict[bytes, int] = {}  # how many records each owner has
         # (expiration time, key id, subkey), the soonest first. What was replaced meanwhile is still in it.
         self._expirations: list[tuple[float, int, bytes]] = []
         self._order: list[_Place] | None = None  # of all records, as `_Entry.order`
@@ -92,6 +96,8 @@ class LocalStorage:
         current = self._kept(identifier, record.subkey)
         if current == record:
             return True
+        if current is None and any(self._owned.get(owner, 0) >= MAX_OWNED_RECORDS for owner in owners_of(record)):
+            return False
         entry = self._entries.get(identifier)
         if entry is not None:
             if not _wins(record, entry):
@@ -132,6 +138,8 @@ class LocalStorage:
         self.bytes += record.size
         place = _place(identifier, record)
         entry.owned += place[0]
+        for owner in owners_of(record):
+            self._owned[owner] = self._owned.get(owner, 0) + 1
         heapq.heappush(self._expirations, place[1:])
         for order in (entry.order, self._order):
             if order is not None:
@@ -144,7 +152,12 @@ class LocalStorage:
         if not entry.records:
             del self._entries[identifier]
         entry.bytes -= record.size
-        entry.owned -= bool(owners_of(record))
+        owners = owners_of(record)
+        entry.owned -= bool(owners)
+        for owner in owners:
+            self._owned[owner] -= 1
+            if not self._owned[owner]:
+                del self._owned[owner]
         self._count -= 1
         self.bytes -= record.size
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -10,13 +11,16 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch.optim import Optimizer
 
 from shoal.flat import grad_of
 from shoal.optim.accumulator import lost_gradient
 from shoal.optim.epoch_round import Averaged, EpochRound, Gradients, report_of
+from shoal.optim.forks import Forks
 from shoal.optim.grad_averager import AveragerGradients
 from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.kept import Keeper, Kept, read_kept
 from shoal.optim.progress import RunProgress
 from shoal.optim.reports import DownloadReport, Event
 from shoal.optim.run import Run, until
@@ -269,6 +273,8 @@ class Epoch:
         self.applied = self._counted_from = replica.tip  # the latter begins the epoch of what is accumulated
         self._downloads = 0  # since the last epoch that this peer ended together with others
         self._made_with: frozenset[bytes] = frozenset()  # the peers with which, or from which, it has its state
+        self._forks = Forks(run, replica, Keeper(settings.kept_state_dir, run.me), tell)
+        self._told_pin = 0  # the last pin of which was said that nobody has its state
 
     @property
     def is_busy(self) -> bool:
@@ -307,6 +313,9 @@ class Epoch:
     def advance(self, batch_size: int, grad_scaler: GradScaler | None) -> None:
         """Use the parameters' `.grad`, the mean over `batch_size` samples, and end the epoch if that is due. Where
         others are past it, download their state instead. Raises as `Optimizer.step`."""
+        self._forks.look(self._made_with)
+        if not self._follow_pin():
+            return
         if self.is_behind:
             self._synchronise()
         elif batch_size:
@@ -510,7 +519,10 @@ class Epoch:
     def donor(self, service: str) -> StateDonor:
         """Make what serves this peer's state to newcomers, as a service of that name."""
         node, allow = self._run.dht.node, self._settings.averager_opts.get("allow_state_sharing", True)
-        return StateDonor(node, service, self.take_snapshot, lambda: self._replica.tip, allow, self.priority)
+        gate, replica = self._run.swarm.gate, self._replica
+        return StateDonor(
+            node, service, self.take_snapshot, lambda: replica.tip, allow, self.priority, gate, replica.line.to_wire
+        )
 
     def priority(self) -> float:
         """The priority of this peer's state among those that newcomers are offered: an outranked state comes last."""
@@ -541,6 +553,8 @@ class Epoch:
         self._accumulation.leave()
         self._accumulation.load_averager_state(state_dict.get("shoal", {}).get("grad_averager", {}))
         self._replica.load_state_dict(state_dict)
+        if not self._run.swarm.believes(self._replica.tip):  # it was pinned in another run
+            self._replica.tip = replace(self._replica.tip, pin=0)
         self._run.follow(self._replica.tip)
         self._restart(self._replica.tip)
 
@@ -570,6 +584,10 @@ class Epoch:
             Rejected: if the state can't fit a newcomer.
         """
         timeout = self._settings.load_state_timeout
+        mine = self._replica.tip
+        self._follow_pin()
+        if not donors and self._replica.tip != mine and not self.is_behind:
+            return  # the others had followed the pin already
         try:
             if self._download(donors, timeout) if donors else self.load_state(timeout):
                 return
@@ -587,9 +605,13 @@ class Epoch:
         # wait; but since that may not help either, only the 2nd, 4th, 8th time and so on.
         self._downloads += 1
         is_awaited = self._downloads > 1 and self._downloads.bit_count() == 1
-        mine, is_behind = self._replica.tip, self.is_behind
+        mine, is_behind, swarm, pin = self._replica.tip, self.is_behind, self._run.swarm, self._forks.due()
+        # Where somebody holds the state that the owner has pinned, no other will do.
+        least = pin.number if pin is not None and is_behind and swarm.behind_pin >= pin.number else mine.pin
 
         def wanted(tip: Tip) -> bool:
+            if tip.pin < least or not swarm.believes(tip):
+                return False
             return tip.outranks(mine) if is_behind else not mine.outranks(tip)
 
         try:
@@ -598,6 +620,8 @@ class Epoch:
             log.info("%s", error)
             return False
         tip = state.manifest.tip
+        givers = frozenset(donor.key for donor in state.chunks_from)
+        fork = self._forks.leave(tip, state.line, self._made_with, givers)
         try:
             self._replica.load(state)
         except ValueError as error:
@@ -607,20 +631,76 @@ class Epoch:
         if state.lossy:
             self._round.machine.has_lossy_state(tip.epoch)
         digest = self._replica.state_digest.hex()
-        givers = frozenset(donor.key for donor in state.chunks_from)
         was_made_apart, self._made_with = self._made_with.isdisjoint(givers), givers
-        if mine.epoch and tip != mine and was_made_apart:
-            left, taken = (f"epoch {one.epoch} ({one.samples:g} samples)" for one in (mine, tip))
-            log.warning(
-                "this peer has left its state of %s for that of %s, which it has from %s: the state with more samples "
-                "behind it is kept",
-                left,
-                taken,
-                ", ".join(map(repr, state.chunks_from)),
-            )
+        if fork is not None:
+            self._forks.left(fork)
+        elif mine.epoch and was_made_apart and not tip.is_state_of(mine):
+            self._forks.caught_up(mine, tip, givers)
         self._restart(tip)
         self._tell(DownloadReport(tip.epoch, state.seconds, state.nbytes, len(state.chunks_from), digest))
         return True
+
+    # -- what the owner has pinned
+
+    def _follow_pin(self) -> bool:
+        """Follow the newest pin of the run's owner, as far as this peer can without a download. Returns whether it may
+        go on: a newcomer begins from nothing but the pinned state and its descendants."""
+        if self._forks.due() is not None and self.is_busy:
+            self.take_result(wait=True)
+        pin = self._forks.due()
+        if pin is None:
+            return True
+        if self._forks.follows_from(pin):
+            tip = replace(self._replica.tip, pin=pin.number)
+            log.info(
+                "the owner has pinned %s (pin %d): this peer's state %s leads on from it", pin.tip, pin.number, tip
+            )
+            self._replica.tip = self.applied = tip
+            self._run.follow(tip)
+            self._count_from(tip)
+            return True
+        kept = self._forks.kept(pin)
+        if kept is not None:
+            self._continue_from(kept, pin.number)
+            return True
+        is_new = self._replica.tip.epoch == 0 < pin.epoch
+        if is_new:
+            self._run.wait_for_pin(pin.number, self._settings.matchmaking_time)
+        if self._run.swarm.behind_pin >= pin.number:
+            return True  # `is_behind`: it is downloaded
+        if self._told_pin != pin.number:
+            self._told_pin = pin.number
+            log.warning(
+                "the owner has pinned %s (pin %d), and nobody in reach holds that state or one that leads on from it: "
+                "this peer %s until somebody does",
+                pin.tip, pin.number, "waits" if is_new else "goes on from its own",
+            )  # fmt: skip
+        return not is_new
+
+    def _continue_from(self, kept: Kept, pin: int) -> None:
+        """Continue from a state that was left before, with the pin of that number.
+
+        Raises:
+            ValueError: if it does not fit this model; then nothing has changed.
+        """
+        state = kept.as_downloaded(pin)
+        tip = state.manifest.tip
+        fork = self._forks.leave(tip, state.line, self._made_with, [])
+        self._accumulation.leave()
+        self._replica.load(state)
+        self._run.follow(tip)
+        self._made_with = frozenset()
+        self._restart(tip)
+        log.warning("this peer continues from the state that it had left: epoch %d, tip %s", tip.epoch, tip)
+        if fork is not None:
+            self._forks.left(fork)
+
+    def load_kept(self, path: str | os.PathLike[str]) -> None:
+        """See `Optimizer.load_kept_state`."""
+        self.take_result(wait=True)
+        kept = read_kept(path)
+        tip = kept.snapshot.tip
+        self._continue_from(kept, tip.pin if self._run.swarm.believes(tip) else 0)
 
     def _restart(self, tip: Tip) -> None:
         """Begin an epoch from another state than that of the last round."""

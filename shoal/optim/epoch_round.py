@@ -83,7 +83,8 @@ def make_run(settings: Settings, dht: DHT, replica: Replica, gradients: Gradient
         sizes=sizes,
         matchmaking_time=settings.matchmaking_time,
         round_timeout=settings.allreduce_timeout,
-        min_group=settings.min_peers,
+        min_group=settings.min_group,
+        min_share=settings.min_share,
         target_samples=float(settings.target_batch_size),
         due_sizes=replica.buffers.sizes,
         state_sizes=replica.shared.sizes,
@@ -205,13 +206,19 @@ class EpochRound:
 
     def few_are_here(self) -> bool:
         """Wait for `min_peers`, at most for `matchmaking_time`; whether they have not come."""
-        least = self._settings.min_peers
+        least = self._least()
         if least == 1:
             return False
         found = self._run.wait_for_contributors(least, self._settings.matchmaking_time)
         if found < least:
-            log.warning("%d peers are here, and min_peers=%d: the next step tries again", found, least)
+            wanted, last = self._settings.min_peers, self._run.swarm.peer.last
+            of_last = "" if isinstance(wanted, int) else f" of {last} in the last epoch, which is {least}"
+            log.warning("%d peers are here, and min_peers=%s%s: the next step tries again", found, wanted, of_last)
         return found < least
+
+    def _least(self) -> int:
+        """How many peers must contribute to the next round."""
+        return self._rules.least(self._run.swarm.peer.last)
 
     def assist(self) -> Outcome:
         """Join the next round without anything to average. Raises as `Run.average`."""
@@ -309,9 +316,8 @@ class EpochRound:
 
     def _alone(self, samples: float, error: AveragingError) -> Averaged | None:
         """Continue without a round, with what this peer has; the swarm decides later whose state is kept."""
-        least = self._settings.min_peers
-        if not samples or least > 1:
-            why = f"min_peers={least}" if samples else "this peer has no gradients of its own"
+        if not samples or self._least() > 1:
+            why = f"min_peers={self._settings.min_peers}" if samples else "this peer has no gradients of its own"
             log.warning("no average (%s), and %s: the next step tries again", error, why)
             return None
         before = self._replica.tip
@@ -395,4 +401,5 @@ def report_of(outcome: Outcome, epoch: int, digest: bytes) -> EpochReport:
         bytes_sent=outcome.bytes_sent,
         bytes_received=outcome.bytes_received,
         state_digest=digest.hex(),
+        tip=str(outcome.commit.next_tip),
     )

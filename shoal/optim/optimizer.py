@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -12,6 +13,7 @@ import torch
 
 from shoal.compression import Compression
 from shoal.dht.dht import DHT
+from shoal.membership.holder import Source
 from shoal.optim._torch import scale_by_own_rules
 from shoal.optim.epoch import Accumulation, Epoch
 from shoal.optim.epoch_round import make_gradients, make_run
@@ -22,6 +24,7 @@ from shoal.optim.progress import LocalProgress, RunProgress, refresh_of
 from shoal.optim.reports import Event, ReachabilityReport
 from shoal.optim.settings import SAMPLES, SECONDS, AnyOptimizer, AnyScheduler, Params, Settings, make_trained
 from shoal.optim.state import Replica
+from shoal.swarm.gates import admit_to
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +110,15 @@ class Optimizer(torch.optim.Optimizer):
         verbose: log at INFO what happens to the run.
         max_grad_norm: scale the averaged gradient down if its norm over all parameters is larger than this.
         min_peers: the number of training peers without which no epoch ends. `step` waits for them, at most for
-            `matchmaking_time`, and then continues accumulating.
+            `matchmaking_time`, and then continues accumulating. A fraction (0.6; 1.0 is all) is a share of the peers
+            that contributed to the last epoch: with more than 0.5, of a swarm that falls apart at most one side goes
+            on, and the other waits. A peer that has just come knows of no last epoch.
+        membership: of a closed run (`run_id="name@key"`), which admits only whom its owner admits: the line that
+            `shoal keys admit` has printed, or a file with it, or a function that returns one of both. A file or a
+            function is asked again before the membership expires, the function in a thread of its own.
+        kept_state_dir: a folder for the state that this peer leaves where the run has forked: the last one, in a file
+            that `load_kept_state` takes. None: it is kept in memory, if it takes no more than a quarter of what is
+            free.
 
     All peers of a run need equal target_batch_size, modes (delay_optimizer_step, delay_grad_averaging,
     delay_state_averaging, average_state_every, use_local_updates, grad_averager_factory), compressions,
@@ -161,7 +172,9 @@ class Optimizer(torch.optim.Optimizer):
         shutdown_timeout: float = 5,
         verbose: bool = False,
         max_grad_norm: float | None = None,
-        min_peers: int = 1,
+        min_peers: float = 1,
+        membership: Source | None = None,
+        kept_state_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         client_mode = dht.client_mode if client_mode is None else client_mode
         if dht.client_mode and not client_mode:
@@ -170,6 +183,7 @@ class Optimizer(torch.optim.Optimizer):
         refresh = refresh_of(tracker_opts)
         if verbose:
             _show_what_happens()
+        admit_to(lambda: dht.node, run_id, membership)
         made = make_trained(optimizer, params, scheduler, on_host=settings.offload_optimizer)
         self.optimizer, self.scheduler, self._host = made
         wrapped = self.optimizer
@@ -319,6 +333,25 @@ class Optimizer(torch.optim.Optimizer):
         with self._in_trainer("load_state_from_peers"):
             self._check_dht()
             return self._epoch.load_state(timeout)
+
+    @property
+    def tip(self) -> str:
+        """The name of the state of the model's parameters in the run: `<epoch>:<samples behind it>:<lineage, 64 hex
+        digits>`. Peers of one tip have one state. `shoal keys pin` takes it."""
+        return str(self._epoch.applied)
+
+    def load_kept_state(self, path: str | os.PathLike[str]) -> None:
+        """Continue from a state that a peer has left where the run had forked, and kept in `kept_state_dir`. In a run
+        where others hold a state that outranks it, the next `step` downloads that, unless the owner has pinned this
+        one.
+
+        Raises:
+            OSError: if there is no such file.
+            ValueError: if it is no such state, or does not fit this model; then nothing has changed.
+        """
+        with self._in_trainer("load_kept_state"):
+            self._check_dht()
+            self._epoch.load_kept(path)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict, with the epoch (`["state"]["local_epoch"]`), the run's lineage and the

@@ -278,6 +278,7 @@ class RunProgress:
         self._mine = Progress(run.swarm.tip, 0.0, 0.0)
         self._since: float | None = None  # when the step that is under way began; not known before the first report
         self._pending: Future[Count | None] | Future[None] | None = None  # a report that nobody has waited for yet
+        self._waited_in_vain_at: Tip | None = None  # others were counted on there, and did not come
         self._outbox = _Outbox()
         self._running = False
         self._reports = _Reports(run.swarm, refresh, self)
@@ -386,7 +387,7 @@ class RunProgress:
         soon = is_unknown or missing <= others * report.seconds + under_way
         if at_once:
             self._pending = self._reactor.submit(reports.tell(report))
-        elif another and self._may_wait and soon:
+        elif another and self._may_wait and soon and self._waited_in_vain_at != report.tip:
             _take(self._reactor.submit(self._ask(report)))
         elif is_unknown or missing <= 0:
             _take(self._reactor.submit(reports.tell(report)))
@@ -423,6 +424,7 @@ class RunProgress:
             if count is None or not count.wait or self._swarm.behind is not None or self.ready_to_update_epoch:
                 return
             if time.monotonic() >= until:
+                self._waited_in_vain_at = report.tip
                 await self._reports.tell(report)
                 return
             with contextlib.suppress(TimeoutError):

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from blake3 import blake3
 
 from shoal.dht.dht import DHT
+from shoal.membership.holder import Source
 from shoal.optim.progress import Refresh, RunProgress
 from shoal.optim.run import Run
 from shoal.optim.settings import POSITIVE, Kind, fields_of
+from shoal.swarm.gates import admit_to
 from shoal.swarm.protocol.errors import Behind
 from shoal.swarm.protocol.messages import Terms
 from shoal.swarm.protocol.rules import Rules
@@ -60,6 +62,8 @@ class ProgressTracker(RunProgress):
         metadata_expiration, private_key, daemon: hivemind's; accepted, and without effect: a peer counts while it is
             connected, the DHT's identity signs, and no thread or process is started.
         start: connect now; otherwise `start` does.
+        membership: of a closed run (`prefix="name@key"`), see `Optimizer`. To watch is enough for a tracker in client
+            mode that never reports.
 
     Raises:
         ValueError: for arguments that make no sense.
@@ -84,6 +88,7 @@ class ProgressTracker(RunProgress):
         private_key: object = None,
         daemon: bool = True,
         start: bool = True,
+        membership: Source | None = None,
     ) -> None:
         refresh = Refresh(**fields_of(Refresh, locals()))
         Kind("a text of 1 to 90 characters", str, lambda text: 1 <= len(text) <= 90).check("prefix", prefix)
@@ -91,6 +96,7 @@ class ProgressTracker(RunProgress):
         self.dht, self.prefix = dht, prefix
         self.client_mode = dht.client_mode if client_mode is None else client_mode
         self._name = f"{prefix}_progress"
+        admit_to(lambda: dht.node, self._name, membership)
         terms = Terms({"target_batch_size": f"{target_batch_size:g}"}, NO_LAYOUT)
         rules = Rules((), matchmaking_time=PATIENCE, round_timeout=PATIENCE, target_samples=float(target_batch_size))
         run = Run(dht, self._name, terms, rules, Place(role=Role.CLIENT if self.client_mode else Role.NODE))

@@ -20,6 +20,7 @@ class EpochReport:
         allreduce_seconds: the rest of it.
         bytes_sent, bytes_received: in the round.
         state_digest: 64 hex digits, of the parameters after the step.
+        tip: names the state in the run, see `Optimizer.tip`.
     """
 
     epoch: int
@@ -32,13 +33,14 @@ class EpochReport:
     bytes_sent: int
     bytes_received: int
     state_digest: str
+    tip: str = ""
 
     def __str__(self) -> str:
         return (
             f"epoch {self.epoch}: {self.samples:g} samples of {_peers(self.num_peers)}, "
             f"round {self.round_seconds:.3f} s (matchmaking {self.matchmaking_seconds:.3f} s, "
             f"all-reduce {self.allreduce_seconds:.3f} s), {self.bytes_sent / 1e6:.1f} MB sent, "
-            f"{self.bytes_received / 1e6:.1f} MB received, state {self.state_digest[:8]}"
+            f"{self.bytes_received / 1e6:.1f} MB received, state {self.state_digest[:8]}, tip {self.tip}"
         )
 
 
@@ -67,6 +69,38 @@ class DownloadReport:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ForkReport:
+    """The run has forked: peers hold states of which none follows from the other; or its owner has pinned a state.
+
+    Attributes:
+        stays: whether this peer's side is the one that is kept. Else this peer has left its state for the other.
+        tip: of this peer's state, before it left it; as `shoal keys pin` takes it.
+        samples: behind that state.
+        members: the text forms of the peer ids of those with whom this peer made it, as far as is known.
+        other_tip, other_samples, other_members: the same of the other state.
+        reason: why that side is kept.
+        kept: where the state lies that this peer has left, in words: a file, its memory, or nowhere.
+    """
+
+    stays: bool
+    tip: str
+    samples: float
+    members: tuple[str, ...]
+    other_tip: str
+    other_samples: float
+    other_members: tuple[str, ...]
+    reason: str
+    kept: str
+
+    def __str__(self) -> str:
+        mine = f"{self.tip} ({self.samples:g} samples, with {', '.join(self.members) or 'nobody'})"
+        other = f"{self.other_tip} ({self.other_samples:g} samples, of {', '.join(self.other_members) or 'nobody'})"
+        if self.stays:
+            return f"the run has forked: this peer stays at {mine}; the other side is at {other}: {self.reason}"
+        return f"the run has forked: this peer has left {mine}, which is {self.kept}, for {other}: {self.reason}"
+
+
 def _peers(count: int) -> str:
     return "1 peer" if count == 1 else f"{count} peers"
 
@@ -91,4 +125,4 @@ class ReachabilityReport:
         return self.advice or f"all members are reached again: {_peers(self.num_peers)}"
 
 
-Event = EpochReport | DownloadReport | ReachabilityReport
+Event = EpochReport | DownloadReport | ReachabilityReport | ForkReport

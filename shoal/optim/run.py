@@ -137,6 +137,10 @@ class Run:
         self._wait(until(lambda: self.swarm.called, self.swarm.news, timeout))
         return self.swarm.called
 
+    def wait_for_pin(self, number: int, timeout: float) -> None:
+        """Wait at most `timeout` seconds until a connected member holds a state with that pin."""
+        self._wait(until(lambda: self.swarm.behind_pin >= number, self.swarm.news, timeout))
+
     def donors(self) -> list[PeerID]:
         """The peers that could be asked for the state now."""
         members = self.call(self.swarm.peer.view.connected)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_args, get_type_hints
@@ -74,9 +75,15 @@ SAMPLES = Kind("a number of samples, at least 0", NUMBER, lambda number: 0 <= nu
 TARGET = Kind("a number of samples, at least 1", NUMBER, lambda number: 1 <= number < math.inf)
 NOT_NEGATIVE = Kind("a number, at least 0", NUMBER, lambda number: 0 <= number < math.inf)
 COUNT = Kind("a whole number, at least 1", int, lambda number: number >= 1)
+PEERS = Kind(
+    "a whole number, at least 1, or a share of the peers of the last epoch, over 0.0 and at most 1.0",
+    NUMBER,
+    lambda number: number >= 1 if isinstance(number, int) else 0 < number <= 1,
+)
 LEVEL = Kind("a level of logging, as logging.INFO", int)
 RUN_ID = Kind("a text of 1 to 100 characters", str, lambda text: 1 <= len(text) <= 100)
 NAMES = Kind("a list of names", (list, tuple), lambda names: all(isinstance(name, str) for name in names))
+FOLDER = Kind("the name of a folder", (str, os.PathLike))
 COMPRESSION = Kind("one of shoal.compression, such as Float16Compression()", Compression)
 
 COMPRESSIONS = ("grad_compression", "state_averaging_compression", "load_state_compression")
@@ -145,7 +152,8 @@ class Settings:
     averager_opts: Mapping[str, Any]
     performance_ema_alpha: Annotated[float, FRACTION]
     max_grad_norm: Annotated[float | None, POSITIVE]
-    min_peers: Annotated[int, COUNT]
+    min_peers: Annotated[float, PEERS]
+    kept_state_dir: Annotated[str | os.PathLike[str] | None, FOLDER]
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
@@ -177,6 +185,16 @@ class Settings:
                 raise ValueError("auxiliary=True trains nothing: leave batch_size_per_step out")
             if self.grad_averager_factory is not None:
                 raise ValueError("auxiliary=True does not work with grad_averager_factory: it would have to average")
+
+    @property
+    def min_group(self) -> int:
+        """`min_peers` where it is a number of peers, else 1."""
+        return self.min_peers if isinstance(self.min_peers, int) else 1
+
+    @property
+    def min_share(self) -> float:
+        """`min_peers` where it is a share, else 0.0."""
+        return 0.0 if isinstance(self.min_peers, int) else self.min_peers
 
     @property
     def averages_in_background(self) -> bool:

@@ -19,13 +19,15 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.exchange import Vector
-from shoal.compression import Compression, TensorRole, plan_codecs
+from shoal.compression import Compression, NoCompression, TensorRole, plan_codecs
 from shoal.flat import FlatBuffer, Layout, bytes_of, pick_kernels
 from shoal.optim.group_options import KERNELS, GroupOptions, is_plain, plain, restored
 from shoal.optim.host_copy import HostCopy
+from shoal.optim.kept import Kept
 from shoal.optim.placement import Placement
 from shoal.optim.settings import Settings
 from shoal.p2p.errors import Refused
+from shoal.swarm.protocol.line import Line, line_to
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import EncodedState, Snapshot, encoded
 from shoal.transfer.transfer import Downloaded
@@ -258,6 +260,7 @@ class Replica(TrainingState):
 
     Attributes:
         tip: names the state of the parameters.
+        line: the lineages that this state went through, the tip's last.
         state_digest: the blake3 hash of the parameters, 32 bytes.
         trained, frozen: the model's parameters that require gradients, and the others.
         shared: the averaged part of the state: parameters and statistics.
@@ -279,6 +282,7 @@ class Replica(TrainingState):
     ) -> None:
         self._settings, self._host = settings, host
         self._lock = threading.Lock()  # held while the state changes, and while it is copied
+        self.line = Line()
         self.options = GroupOptions(optimizer, scheduler, host)
         super().__init__(optimizer, scheduler, extra_tensors, pinned=host is not None and host.pinned)
         model, memory = (self.parameters, self.memory) if host is None else (host.model, host.memory)
@@ -298,6 +302,16 @@ class Replica(TrainingState):
         unspecified = [TensorRole.UNSPECIFIED] * len(extras)
         self.buffers = SharedTensors(lambda: extras, Layout.of(extras), compression, unspecified)
         self.tip, self.state_digest = Tip.genesis(settings.run_id), self.digest()
+
+    @property
+    def tip(self) -> Tip:
+        """See the class. Whoever sets it says that this state follows from the one before."""
+        return self._tip
+
+    @tip.setter
+    def tip(self, tip: Tip) -> None:
+        self._tip = tip
+        self.line.went_to(tip)
 
     @property
     def max_nbytes(self) -> int:
@@ -395,12 +409,28 @@ class Replica(TrainingState):
         with self._lock:
             return self.snapshot(self.tip, compression, averaged, self.options.at_tip)
 
+    def exact_copy(self) -> Kept:
+        """A copy of the state after the last epoch, uncompressed, with the line that leads to it.
+
+        Raises:
+            ValueError: if the optimizer holds something that is not plain data.
+        """
+        with self._lock:
+            return Kept(self.snapshot(self.tip, NoCompression(), (), self.options.at_tip), self.line.lineages)
+
+    @property
+    def nbytes(self) -> int:
+        """About the size of the state."""
+        kept = [value for _, _, value in self._kept() if isinstance(value, Tensor)]
+        return sum(t.element_size() * t.numel() for t in [*self.parameters, *kept, *self.extra_tensors])
+
     def load(self, state: Downloaded) -> None:
         """See `TrainingState.load`."""
         with self._lock:
             self.placement.take_over()
             super().load(state)
             self.options.refresh()
+            self.line.take_over(state.line, state.manifest.tip)
             self.tip = state.manifest.tip
             self.publish()
         self.state_digest = self.digest()
@@ -409,7 +439,9 @@ class Replica(TrainingState):
         """The local optimizer's state dict, with `["state"]["local_epoch"]`, and beside it under "shoal" the rest."""
         state = self.optimizer.state_dict()
         state["state"] = {**state["state"], "local_epoch": self.tip.epoch}
-        state["shoal"] = {"lineage": self.tip.lineage, "samples": self.tip.samples}
+        state["shoal"] = {"lineage": self.tip.lineage, "samples": self.tip.samples, "line": self.line.to_wire()}
+        if self.tip.pin:
+            state["shoal"]["pin"] = self.tip.pin
         if self.scheduler is not None:
             state["shoal"]["scheduler"] = self.scheduler.state_dict()
         return state
@@ -434,7 +466,9 @@ class Replica(TrainingState):
                 self._host.copy(self._host.memory, self.memory)
             if epoch is not None:
                 samples = ours.get("samples", epoch * self._settings.target_batch_size)
-                self.tip = Tip(epoch, ours.get("lineage", self.tip.lineage), float(samples))
+                tip = Tip(epoch, ours.get("lineage", self.tip.lineage), float(samples), ours.get("pin", 0))
+                self.line.take_over(line_to(tip, ours.get("line", b"")), tip)
+                self.tip = tip
         self.state_digest = self.digest()
 
 

@@ -30,5 +30,9 @@ class Unavailable(Refused):
     """The other peer did not judge the message: it does not serve this, has too much to do, or failed at it."""
 
 
+class Unanswered(Refused):
+    """A handler raises it to decline a message in silence: the sender has had its refusals."""
+
+
 class MessageTooLarge(P2PError, ValueError):
     """A message to be sent exceeds the transport's bound; it was not sent."""

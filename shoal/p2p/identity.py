@@ -5,20 +5,43 @@ from __future__ import annotations
 import base64
 import os
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
+from blake3 import blake3
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
+MAX_VERIFIED = 4096  # signatures that are remembered, each by its hash
 # As libp2p specifies peer ids (RFC 0001): identity multihash of protobuf PublicKey{type: Ed25519, data: key}. Its text
 # is multibase base32 of that as a CIDv1 (libp2p-key), or, older, its base58.
 _MULTIHASH_PREFIX = bytes([0x00, 0x24, 0x08, 0x01, 0x12, 0x20])
 _TEXT_PREFIX = bytes([0x01, 0x72]) + _MULTIHASH_PREFIX
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _BASE58_LENGTH = 52  # of a multihash with that prefix, whatever the key
+
+
+class _Verified:
+    """The last signatures that were found good: members pass signed statements on to each other, so the same ones come
+    again and again. Bad ones are not kept, or they would drive out the good. May be used in any thread, and holds no
+    lock that a fork could leave closed."""
+
+    def __init__(self) -> None:
+        self._names: set[bytes] = set()
+        self._older: set[bytes] = set()
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._names or name in self._older
+
+    def add(self, name: bytes) -> None:
+        if len(self._names) >= MAX_VERIFIED // 2:
+            self._names, self._older = set(), self._names
+        self._names.add(name)
+
+
+_verified = _Verified()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -41,6 +64,13 @@ class PeerID:
             object.__setattr__(self, "key", self.key[len(_MULTIHASH_PREFIX) :])
         if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:
             raise ValueError(f"a peer id is the {KEY_BYTES} bytes of an ed25519 public key, not {self.key!r}")
+
+    # Written out: a peer id is looked up many times for each message, and those that `dataclass` writes are slower.
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, PeerID) and self.key == other.key)
 
     def __str__(self) -> str:
         return "b" + base64.b32encode(_TEXT_PREFIX + self.key).decode().lower().rstrip("=")
@@ -86,11 +116,19 @@ class PeerID:
 
     def verify(self, data: bytes, signature: bytes) -> bool:
         """Whether `signature` (64 bytes) over `data` was made with this peer's secret key."""
+        name = blake3(self.key).update(signature).update(data).digest() if len(signature) == SIGNATURE_BYTES else b""
+        if name in _verified:
+            return True
         try:
             self.public_key().verify(signature, data)
         except (InvalidSignature, ValueError):
             return False
+        _verified.add(name)
         return True
+
+
+# The peer id with that key, mostly one that was made before: messages name peers by their keys.
+peer_of = lru_cache(maxsize=4096)(PeerID)
 
 
 class Identity:

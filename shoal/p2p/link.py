@@ -212,8 +212,9 @@ class Link:
             return self.end("its queue is full")
         try:
             if self._unsent and not self._paying:
-                with memoryview(self._unsent) as unsent:
-                    number = self.socket.send(unsent[: self._upload.piece])
+                # Both views are released here, even if a profiler in another thread holds on to them.
+                with memoryview(self._unsent) as unsent, unsent[: self._upload.piece] as piece:
+                    number = self.socket.send(piece)
                 del self._unsent[:number]
                 self._sent_at = self._loop.time()
                 if wait := self._upload.charge(number, urgent=True):

@@ -27,13 +27,24 @@ class _Connection:
 class MemoryNetwork:
     """Joins `MemoryTransport`s. Time is the running loop's, so it may be virtual.
 
+    Attributes:
+        payload_scale: each byte of a message's buffers takes the time of so many: for tensors that stand for larger
+            ones.
+
     Args:
         delay: seconds that a message of so many bytes takes from one peer to another; zero when not given.
+        enter: asked when it is there: seconds that it takes from then on, since other messages come in as well. A
+            message that comes later from the same peer has to take longer.
         lost_after: seconds until a connection over a cut link counts as lost (the heartbeat's time-out).
     """
 
-    def __init__(self, delay: Delay = lambda _source, _target, _size: 0.0, lost_after: float = 10.0) -> None:
-        self.delay, self.lost_after = delay, lost_after
+    def __init__(
+        self,
+        delay: Delay = lambda _source, _target, _size: 0.0,
+        lost_after: float = 10.0,
+        enter: Delay = lambda _source, _target, _size: 0.0,
+    ) -> None:
+        self.delay, self.enter, self.lost_after, self.payload_scale = delay, enter, lost_after, 1
         self.transports: dict[PeerID, MemoryTransport] = {}
         self._listening: dict[tuple[str, int], MemoryTransport] = {}
         self._ports = itertools.count(1025)
@@ -109,7 +120,7 @@ class MemoryTransport(Transport):
     def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = (), name: bytes = b"") -> None:
         check_size(header, buffers)
         message, payload = bytes(header), [bytes(buffer) for buffer in buffers]
-        size = len(message) + sum(map(len, payload))
+        size = len(message) + self.network.payload_scale * sum(map(len, payload))
         for peer in peers:
             self._tell(peer, size, lambda other: other._arrived(self.peer_id, size, message, payload, name))
 
@@ -125,19 +136,25 @@ class MemoryTransport(Transport):
     def _tell(self, peer: PeerID, size: int, event: Callable[[MemoryTransport], None]) -> None:
         """Call `event` with the other end after the link's delay, never before what was sent earlier; not at all if
         there is no connection, or if it is cut or gone by then."""
-        connection, network = self._connections.get(peer), self.network
+        connection, network, loop = self._connections.get(peer), self.network, asyncio.get_running_loop()
         if connection is None:
             return
+
+        def come() -> None:
+            wait = network.enter(self.peer_id, peer, size)
+            if wait > 0.0:
+                loop.call_later(wait, arrive, context=Context())
+            else:
+                arrive()
 
         def arrive() -> None:
             other, cut = network.transports.get(peer), (self.peer_id, peer) in network._cut
             if other is not None and not cut and other._connections.get(self.peer_id) is connection:
                 event(other)
 
-        loop = asyncio.get_running_loop()
         when = max(loop.time() + network.delay(self.peer_id, peer, size), self._last_arrival.get(peer, 0.0))
         self._last_arrival[peer] = when
-        loop.call_at(when, arrive, context=Context())  # what is under way belongs to neither peer
+        loop.call_at(when, come, context=Context())  # what is under way belongs to neither peer
 
     def _end(self, peer: PeerID, reason: str) -> None:
         self._tell(peer, 0, lambda other: other.lost(self.peer_id, reason))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from shoal.p2p.identity import PeerID
 
@@ -35,18 +36,7 @@ class Multiaddr:
     peer_id: PeerID | None = field(init=False)
 
     def __init__(self, address: str | Multiaddr) -> None:
-        text = str(address)
-        parts = text.split("/") if len(text) <= MAX_LENGTH else []
-        if len(parts) not in (5, 7) or parts[0] or parts[3] != "tcp" or (len(parts) == 7 and parts[5] != "p2p"):
-            raise ValueError(f"{text[:MAX_LENGTH]!r} is not an address: use /ip4/<address>/tcp/<port>[/p2p/<peer id>]")
-        try:
-            _check_host(parts[1], parts[2])
-            if not (parts[4].isascii() and parts[4].isdigit() and int(parts[4]) <= 65535):
-                raise ValueError(f"{parts[4]!r} is not a TCP port")
-            peer_id = PeerID.parse(parts[6]) if len(parts) == 7 else None
-        except ValueError as error:
-            raise ValueError(f"{text!r} is not an address: {error}") from error
-        for name, value in zip(self.__slots__, (parts[1], parts[2], int(parts[4]), peer_id), strict=True):
+        for name, value in zip(self.__slots__, _parsed(str(address)), strict=True):
             object.__setattr__(self, name, value)
 
     @property
@@ -62,6 +52,8 @@ class Multiaddr:
 
     def with_peer(self, peer_id: PeerID | None) -> Multiaddr:
         """This address, of that peer; None: of nobody in particular."""
+        if peer_id == self.peer_id:
+            return self
         tail = f"/p2p/{peer_id}" if peer_id is not None else ""
         return Multiaddr(f"/{self.protocol}/{self.host}/tcp/{self.port}{tail}")
 
@@ -92,6 +84,21 @@ class Multiaddr:
         if protocol not in values:
             raise LookupError(f"there is no /{protocol}/ in {self}")
         return values[protocol]
+
+
+@lru_cache(maxsize=4096)  # members tell each other the same addresses again and again
+def _parsed(text: str) -> tuple[str, str, int, PeerID | None]:
+    parts = text.split("/") if len(text) <= MAX_LENGTH else []
+    if len(parts) not in (5, 7) or parts[0] or parts[3] != "tcp" or (len(parts) == 7 and parts[5] != "p2p"):
+        raise ValueError(f"{text[:MAX_LENGTH]!r} is not an address: use /ip4/<address>/tcp/<port>[/p2p/<peer id>]")
+    try:
+        _check_host(parts[1], parts[2])
+        if not (parts[4].isascii() and parts[4].isdigit() and int(parts[4]) <= 65535):
+            raise ValueError(f"{parts[4]!r} is not a TCP port")
+        peer_id = PeerID.parse(parts[6]) if len(parts) == 7 else None
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not an address: {error}") from error
+    return parts[1], parts[2], int(parts[4]), peer_id
 
 
 def _check_host(protocol: str, host: str) -> None:

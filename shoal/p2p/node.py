@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from shoal.p2p.errors import MessageTooLarge, P2PError, PeerLost, PeerUnreachable, Refused, Unavailable
+from shoal.p2p.errors import MessageTooLarge, P2PError, PeerLost, PeerUnreachable, Refused, Unanswered, Unavailable
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.race import first_to_succeed
@@ -76,17 +76,22 @@ class Service:
         name: at most 128 characters; unique on a node.
         messages: a msgspec struct type with a tag, or a union of them: requests, replies and notices alike.
         undecodable: told who sent what can't be decoded, and what is wrong with it.
+        admit: asked of each message before it is decoded; raises Refused for a peer whose messages are not taken.
     """
 
     def __init__(
-        self, name: str, messages: Any, undecodable: Callable[[PeerID, str], None] = lambda peer, reason: None
+        self,
+        name: str,
+        messages: Any,
+        undecodable: Callable[[PeerID, str], None] = lambda peer, reason: None,
+        admit: Callable[[PeerID], None] = lambda peer: None,
     ) -> None:
         if len(name) > MAX_SERVICE_NAME:
             raise ValueError(f"the service name {name!r} is longer than {MAX_SERVICE_NAME} characters")
         self.name = name
         with _one_at_a_time:
             self.decoder = msgspec.msgpack.Decoder(messages)
-        self.undecodable = undecodable
+        self.undecodable, self.admit = undecodable, admit
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +144,7 @@ class Node:
         self.addresses: list[Multiaddr] = []  # where this node listens
         self.bytes_sent = 0  # of buffers, to other peers
         self.bytes_received = 0
+        self.shared: dict[str, Any] = {}  # what several services of this node have in common, by a name of their own
         self._book: dict[PeerID, list[Multiaddr]] = {}
         self._services: dict[str, tuple[Service, Handler]] = {}
         self._calls: dict[tuple[PeerID, int], asyncio.Future[tuple[Envelope, Sequence[memoryview]]]] = {}
@@ -175,7 +181,7 @@ class Node:
 
     def is_connected(self, peer: PeerID) -> bool:
         """Whether a message to `peer` can be sent now; always true of this node itself."""
-        return peer == self.peer_id or self.transport.is_connected(peer)
+        return self.transport.is_connected(peer) or peer == self.peer_id
 
     def heard(self, peer: PeerID) -> float:
         """When the last message of that peer came, on the loop's clock; minus infinity if none has come since it was
@@ -271,8 +277,9 @@ class Node:
         """As `call`, with buffers, and for replies of several kinds or with buffers."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
-        async with asyncio.timeout_at(until):
-            await self.connect(peer)
+        if self.closed or not self.is_connected(peer):
+            async with asyncio.timeout_at(until):
+                await self.connect(peer)
         number, self._next_call = self._next_call, self._next_call + 1
         future = self._calls[peer, number] = loop.create_future()
         movement = Movement(self.transport.moved(peer))
@@ -340,6 +347,7 @@ class Node:
         if request.service not in self._services:
             raise Unavailable(f"unknown service {request.service!r}")
         service, handler = self._services[request.service]
+        service.admit(peer)
         try:
             message = service.decoder.decode(request.body)
         except _UNDECODABLE as error:
@@ -383,6 +391,8 @@ class Node:
         """Tell the sender of what goes wrong within: it must end neither the connection nor the loop."""
         try:
             yield
+        except Unanswered as error:
+            log.debug("dropped a message of %r to %r: %s", peer, request.service, error)
         except Refused as error:
             self._decline(peer, request, error)
         except Exception as error:

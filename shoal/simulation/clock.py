@@ -111,9 +111,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Handle:
         """As asyncio's; what belongs to an owner that is held waits for it."""
         handle = super().call_soon(callback, *args, context=context)
-        whose = owner.get() if context is None else context.get(owner)
-        if whose in self._held:
-            self._held[whose].append(self._ready.pop())  # type: ignore[attr-defined]
+        if self._held:
+            whose = owner.get() if context is None else context.get(owner)
+            if whose in self._held:
+                self._held[whose].append(self._ready.pop())  # type: ignore[attr-defined]
         return handle
 
     def call_at(
@@ -122,8 +123,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """As asyncio's; what belongs to an owner that is held waits for it."""
 
         def due() -> None:
-            whose = owner.get()
-            if whose in self._held:
+            if self._held and (whose := owner.get()) in self._held:
                 self._held[whose].append(handle)
             else:
                 callback(*args)

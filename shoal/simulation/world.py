@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,26 +19,28 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
 from shoal.p2p.transport import LostHandler, MessageHandler
 from shoal.simulation.clock import Task, VirtualLoop, owner
+from shoal.simulation.lines import Lines, Link, way
 
 EPOCH = 1_700_000_000.0  # what the wall clock says at virtual time 0, in seconds since 1970
-# Between arrivals over one link: far more than a float's rounding, so that timers never tie, far less than a latency.
-GAP = 1e-9
 
 
 class World:
     """A network and its peers; made within a running `VirtualLoop`, whose time is theirs.
 
     A message takes `latency`, plus its size over `bandwidth` after what its sender sent before, plus a part of
-    `jitter` drawn evenly. Messages from one peer to another never overtake each other.
+    `jitter` drawn evenly; and where `bandwidth_in` is given, the time until it has passed its receiver's way in, after
+    what came there before. Messages from one peer to another never overtake each other.
 
     Args:
         seed: of all that is random here.
         latency: seconds from a peer to another.
         jitter: at most so many seconds more.
         bandwidth: of each peer's way out, in bytes per second.
+        bandwidth_in: of each peer's way in.
         lost_after: seconds until a connection over a cut link counts as lost.
 
     Attributes:
+        lines: the rates, which may be changed at any time.
         rng: for the scenario's own choices; what it draws does not change the delays.
         network: the `MemoryNetwork`.
         nodes: the living peers' nodes, in the order in which they were made.
@@ -51,6 +54,7 @@ class World:
         latency: float = 0.01,
         jitter: float = 0.005,
         bandwidth: float = 100e6,
+        bandwidth_in: float = math.inf,
         lost_after: float = 10.0,
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -59,16 +63,11 @@ class World:
         self._loop = loop
         self.seed = seed
         self.rng = random.Random(f"{seed}/scenario")
-        self._delays = random.Random(f"{seed}/delays")
-        self.latency = latency
-        self.jitter = jitter
-        self.bandwidth = bandwidth
-        self.network = MemoryNetwork(self._delay, lost_after)
+        self.lines = Lines(random.Random(f"{seed}/delays"), latency, jitter, bandwidth, bandwidth_in)
+        self.network = MemoryNetwork(self._delay, lost_after, self._enter)
         self.nodes: dict[PeerID, Node] = {}
         self.trace: list[tuple[float, str]] = []
         self._names: dict[PeerID, int] = {}
-        self._way_out_free: dict[PeerID, float] = {}
-        self._last_arrival: dict[tuple[PeerID, PeerID], float] = {}
         self._cut: dict[tuple[PeerID, PeerID], None] = {}
 
     # -- time and record
@@ -80,6 +79,12 @@ class World:
     def log(self, text: str) -> None:
         """Add an event of the scenario to the trace."""
         self.trace.append((self._loop.time(), text))
+
+    def heard(self, source: PeerID, target: PeerID, header: bytes, buffers: Sequence[memoryview]) -> None:
+        """Add a message to the trace: its header, which tells what payloads hold that matter, and their sizes."""
+        sizes = ",".join(str(len(buffer)) for buffer in buffers)
+        names = f"{self.name(source)} to {self.name(target)}"
+        self.trace.append((self._loop.time(), f"{names}: {blake3(header).hexdigest(8)} {len(header)},{sizes} bytes"))
 
     def digest(self) -> str:
         """A hash of the trace: the same for the same seed, whichever process ran it."""
@@ -159,16 +164,32 @@ class World:
         self._cut.clear()
         self.network.heal()
 
+    def set_rates(self, peer: PeerID, *, out: float | None = None, into: float | None = None) -> None:
+        """From now on the peer's way out and way in carry so many bytes per second; None: as those of other peers."""
+        self.log(f"{self.name(peer)} sends {out} B/s, takes {into} B/s")
+        self.lines.set_rates(peer, out, into)
+
+    def set_link(
+        self, one: PeerID, other: PeerID, *, latency: float, bandwidth: float = math.inf, one_way: bool = False
+    ) -> None:
+        """From now on the link between the two has this latency, in seconds, and carries so many bytes per second each
+        way; or only the way from `one` to `other` does, if `one_way`."""
+        ways = [(one, other)] if one_way else [(one, other), (other, one)]
+        for source, target in ways:
+            self.log(f"{self.name(source)} to {self.name(target)}: {latency:g} s, {bandwidth:g} B/s")
+            self.lines.links[way(source, target)] = Link(latency, bandwidth)
+
+    def unset_link(self, one: PeerID, other: PeerID) -> None:
+        """The link between the two is as others are."""
+        for source, target in ((one, other), (other, one)):
+            if self.lines.links.pop(way(source, target), None) is not None:
+                self.log(f"{self.name(source)} to {self.name(target)} as others")
+
     def _delay(self, source: PeerID, target: PeerID, size: int) -> float:
-        now = self._loop.time()
-        left = max(now, self._way_out_free.get(source, 0.0)) + size / self.bandwidth
-        self._way_out_free[source] = left
-        arrival = max(
-            left + self.latency + self._delays.uniform(0.0, self.jitter),
-            self._last_arrival.get((source, target), 0.0) + GAP,
-        )
-        self._last_arrival[source, target] = arrival
-        return arrival - now
+        return self.lines.travel(source, target, size, self._loop.time())
+
+    def _enter(self, source: PeerID, target: PeerID, size: int) -> float:
+        return self.lines.enter(source, target, size, self._loop.time())
 
 
 @contextmanager
@@ -210,12 +231,7 @@ class _Transport(MemoryTransport):
         await super().dial(address)
 
     def received(self, source: PeerID, header: bytes, buffers: Sequence[memoryview]) -> None:
-        hasher = blake3(header)
-        for buffer in buffers:
-            hasher.update(buffer)
-        size = len(header) + sum(map(len, buffers))
-        names = f"{self._world.name(source)} to {self._world.name(self.peer_id)}"
-        self._world.log(f"{names}: {size} bytes {hasher.hexdigest(8)}")
+        self._world.heard(source, self.peer_id, header, buffers)
         super().received(source, header, buffers)
 
     def lost(self, peer: PeerID, reason: str) -> None:

@@ -77,6 +77,7 @@ class Contacts:
 
     Attributes:
         reports: changes in whom this peer reaches; a reader takes them out, in any thread.
+        tips: states of members that this peer's state outranks, each with the member's key; read in the same way.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Contacts:
         self._channel, self._peer, self._view = channel, peer, peer.view
         self._directory, self._tensors, self._act = directory, tensors, act
         self.reports: deque[Reachability] = deque(maxlen=MAX_REPORTS)
+        self.tips: deque[tuple[bytes, Tip]] = deque(maxlen=MAX_REPORTS)
         self._strangers: dict[bytes, _Stranger] = {}
         self._meeting: set[bytes] = set()
         self._pinged: dict[bytes, None] = {}  # peers that owe an answer
@@ -121,19 +123,18 @@ class Contacts:
     # -- peers with other terms
 
     def check_terms(self) -> None:
-        """For a newcomer: raises `Rejected` if other peers of the run have other terms, and this peer is the one that
-        differs.
+        """For a newcomer: raises `Rejected` if other peers of the run have other terms, this peer reaches nobody with
+        its own, and so it is the one that differs.
 
-        The side with more samples behind its state stays. Before there are any, the side with more peers does, and of
-        sides of equal size the one with the smallest key, so that exactly one gives way."""
+        Of two peers alone, the one with more samples behind its state stays; before there are any, the one with the
+        smaller key."""
         strangers = {k: known for k, known in self._strangers.items() if self._channel.is_connected(k)}
-        if not strangers:
+        if not strangers or len(self._view.connected()) > 1:
             return
         tip = self._peer.tip
-        if not any(known.tip.outranks(tip) for known in strangers.values()):
-            alike = [member.key for member in self._view.connected()]
-            if tip.epoch or (len(strangers), min(alike)) < (len(alike), min(strangers)):
-                return
+        is_first = bool(tip.epoch) or (len(strangers) == 1 and self._view.me.key < min(strangers))
+        if is_first and not any(known.tip.outranks(tip) for known in strangers.values()):
+            return
         difference = next(iter(strangers.values())).difference
         raise Rejected(f"the other peers of the run go by other terms: {difference}. Make it equal on all peers")
 
@@ -174,6 +175,7 @@ class Contacts:
     def on_hello(self, peer: PeerID, hello: msg.Hello) -> msg.Hello:
         """A peer of the run speaks. Raises Refused if it uses another peer's name."""
         require(hello.sender.key == peer.key, "HELLO in the name of another peer")
+        require(self._channel.believes(hello.tip), "a tip with a pin that is not known here")
         differs_in = self._peer.terms.difference(hello.terms)
         if differs_in is not None:
             self._is_stranger(peer, hello, differs_in)
@@ -183,10 +185,15 @@ class Contacts:
             return self._peer.hello()
         self._strangers.pop(peer.key, None)
         self.spoke(hello.sender)
-        self._reach.known(self._out_of_reach(hello.members), self._now(), listed=False)
+        new = self._view.hear(peer.key, hello.members, self._now())
+        # One that was lost is not known any more, and lives if others reach it.
+        known = [m for m in hello.members if self._view.is_known(m.key) or self._reach.misses(m.key)]
+        self._reach.known(self._out_of_reach(known), self._now(), listed=False)
         self._reach_changed.set()
-        for member in self._view.learn(hello.members):
+        for member in new:
             self._channel.node.spawn(self.meet(member))
+        if self._peer.keeps_state and self._peer.tip.outranks(hello.tip):
+            self.tips.append((peer.key, hello.tip))
         self._peer.told(peer.key, hello.tip, self._now())
         seen, self._seen = self._seen, asyncio.Event()
         seen.set()
@@ -339,6 +346,8 @@ class Contacts:
                 log.warning("%r could not refresh its record in the DHT: %s", self._view.me.peer, error)
                 continue
             now = self._now()
+            self._view.listed(listed, now)
+            self._reach.forget(self._view.forget(now), but=[member.key for member in listed])
             self._reach.known(listed, now, listed=True)
             self._reach.known(self._out_of_reach(self._view.members.values()), now, listed=False)
             self._reach_changed.set()

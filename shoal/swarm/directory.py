@@ -5,13 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 
 from shoal.dht.node import DHTNode
 from shoal.dht.records import get_dht_time
+from shoal.dht.run_keys import members_key
 from shoal.dht.validation import owner_marker
-from shoal.swarm.protocol.view import MAX_MEMBERS, Member
+from shoal.membership.membership import Part
+from shoal.swarm.duties import parts_of
+from shoal.swarm.gate import Document
+from shoal.swarm.gates import gate_of
+from shoal.swarm.owners_words import OwnersWords
+from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +53,15 @@ class DHTDirectory(Directory):
 
     Args:
         dht: this peer's DHT node.
-        run_id: names the run.
+        run_id: names the run. Of a closed one, records carry their peers' memberships, and others are not read.
         clock: seconds, as the DHT's.
     """
 
     def __init__(self, dht: DHTNode, run_id: str, clock: Callable[[], float] = get_dht_time) -> None:
         self._dht, self._clock = dht, clock
-        self._key = f"{run_id}/members"
+        self._gate = gate_of(dht.node, run_id)
+        self._words = None if self._gate is None else OwnersWords(dht, self._gate, clock)
+        self._key = members_key(run_id)
         self._unlisted = self._behind = False  # whether that was said
         self._gone: dict[bytes, float] = {}  # of each: what its record must outlive to be listed
         self._written = 0.0  # the latest expiration time of this peer's records
@@ -61,16 +70,37 @@ class DHTDirectory(Directory):
     async def publish(self, member: Member) -> None:
         expiration = self._clock() + RECORD_SECONDS
         self._written = max(self._written, expiration)
-        listed = await self._store(member, msgspec.msgpack.encode(member), expiration)
+        listed = await self._store(member, self._encoded(member), expiration)
         if not (listed or self._unlisted or self._dht.peer_id in self._dht.node.twins):
             until = datetime.fromtimestamp(expiration, UTC).isoformat(timespec="seconds")
             why = "either none can be reached, or this machine's clock is behind, or another process uses this identity"
             log.warning("no node of the DHT keeps this peer's record (%r, until %s): %s", self._key, until, why)
         self._unlisted = not listed
 
+    def _encoded(self, member: Member) -> bytes:
+        return msgspec.msgpack.encode(member if self._gate is None else (member, self._gate.holder.text))
+
+    def _decoded(self, subkey: object, record: Any) -> Member | None:
+        """The member that a record lists; None for a record that counts for nothing."""
+        try:
+            if self._gate is None:
+                member = _decoder.decode(record)
+            else:
+                member, membership = _admitted.decode(record)
+        except (msgspec.MsgspecError, TypeError, UnicodeDecodeError):
+            return None  # a record of its own making hurts nobody but its owner
+        if subkey != owner_marker(member.peer):
+            return None  # anybody may have written it, so it says nothing and takes no place
+        if self._gate is not None and member.peer != self._dht.peer_id:
+            parts = (Part.WATCH,) if member.role is Role.CLIENT else parts_of(member.role)
+            if not self._gate.learn(membership, member.key, *parts):
+                return None
+        return member
+
     async def withdraw(self, member: Member) -> None:
         """List this peer no longer."""
-        await self._store(member, b"", self._clock() + RECORD_SECONDS)
+        record = b"" if self._gate is None else msgspec.msgpack.encode((None, self._gate.holder.text))
+        await self._store(member, record, self._clock() + RECORD_SECONDS)
 
     async def _store(self, member: Member, record: bytes, expiration: float) -> bool:
         return await self._dht.store(self._key, record, expiration, subkey=owner_marker(member.peer))
@@ -80,18 +110,17 @@ class DHTDirectory(Directory):
         records = found.value if found is not None and isinstance(found.value, dict) else {}
         members, latest = [], 0.0
         for subkey, record in records.items():
-            try:
-                member = _decoder.decode(record.value)
-            except (msgspec.MsgspecError, TypeError, UnicodeDecodeError):
-                continue  # a record of its own making hurts nobody but its owner
-            if subkey != owner_marker(member.peer):
-                continue  # anybody may have written it, so it says nothing and takes no place
+            member = self._decoded(subkey, record.value)
+            if member is None:
+                continue
             latest = max(latest, record.expiration_time)
             if member.peer == self._dht.peer_id:
                 self._look_for_twin(record.expiration_time)
             if record.expiration_time > self._gone.get(member.key, 0.0):
                 members.append(member)
         self._compare_clocks(latest)
+        if self._words is not None:
+            await self._words.refresh()
         return members[:MAX_MEMBERS]
 
     def gone(self, key: bytes) -> None:
@@ -125,3 +154,4 @@ class DHTDirectory(Directory):
 
 
 _decoder = msgspec.msgpack.Decoder(Member)
+_admitted = msgspec.msgpack.Decoder(tuple[Member, Document])  # in a closed run

@@ -4,7 +4,7 @@ round."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
@@ -55,38 +55,63 @@ class Fetching:
         return failed
 
     async def fetch_committed(self, commit: Commit, open_exchange: Callable[[Begin], BytesExchange]) -> BytesExchange:
-        """Fetch the whole result of a round from one of its members. Raises `ResultLost` if none of them sends it."""
+        """Fetch the whole result of a round from one of its members. All are asked at once: one that says nothing
+        holds up nobody. Raises `ResultLost` if none of them sends it."""
         failed: dict[bytes, str] = {}
-        async for key in self._holders(commit, failed):
+        connected, missing = self._holders(commit)
+        for holders in (connected, missing):
+            asked = [asyncio.ensure_future(self._ask(key, commit, failed)) for key in holders]
             try:
-                answer = await self._channel.call(key, Digests(commit.round), Committed, self._timeout)
-                is_it = answer.begin.round == commit.round and root_of(answer.digests) == commit.root
-                require(is_it, "its chunks are not those that were committed")
-                check_begin(answer.begin)
-                is_whole = len(answer.digests) == answer.begin.starts[-1]
-                require(is_whole, "it says that the round had another number of chunks")
-                exchange = open_exchange(answer.begin)
-                wanted = [Source(chunk, key, digest) for chunk, digest in enumerate(answer.digests)]
-                try:
-                    missing = await self.fetch(exchange, wanted)
-                finally:  # cancelled, too
-                    exchange.close()  # the next holder, or the next round, writes there
-                if not missing:
-                    return exchange
-                failed.update(missing)
-            except (P2PError, TimeoutError) as error:
-                failed[key] = str(error) or "no answer in time"
+                for answered in asyncio.as_completed(asked):
+                    key, answer = await answered
+                    if answer is not None and (exchange := await self._fetch_from(key, answer, open_exchange, failed)):
+                        return exchange
+            finally:
+                for question in asked:
+                    question.cancel()
         reasons = "; ".join(f"{PeerID(key)!r}: {reason}" for key, reason in failed.items())
         raise ResultLost(f"the round of epoch {commit.tip.epoch} was missed, and nobody brings its result: {reasons}")
 
-    async def _holders(self, commit: Commit, failed: dict[bytes, str]) -> AsyncIterator[bytes]:
-        """The other members of the round: first those that are connected, then those that can be dialled."""
+    async def _ask(self, key: bytes, commit: Commit, failed: dict[bytes, str]) -> tuple[bytes, Committed | None]:
+        """Ask a member for the plan of the round, and for the digests of its chunks; dial it if need be."""
+        try:
+            unreached = await self._channel.connect({} if self._channel.is_connected(key) else {key: DIAL_TIMEOUT})
+            require(key not in unreached, unreached.get(key, ""))
+            answer = await self._channel.call(key, Digests(commit.round), Committed, self._timeout)
+            is_it = answer.begin.round == commit.round and root_of(answer.digests) == commit.root
+            require(is_it, "its chunks are not those that were committed")
+            check_begin(answer.begin)
+            require(commit.samples == sum(answer.begin.weights), "the round had other samples than were committed")
+            is_whole = len(answer.digests) == answer.begin.starts[-1]
+            require(is_whole, "it says that the round had another number of chunks")
+            return key, answer
+        except (P2PError, TimeoutError) as error:
+            failed[key] = str(error) or "no answer in time"
+            return key, None
+
+    async def _fetch_from(
+        self,
+        key: bytes,
+        answer: Committed,
+        open_exchange: Callable[[Begin], BytesExchange],
+        failed: dict[bytes, str],
+    ) -> BytesExchange | None:
+        """Fetch the chunks from a member that knows their digests; None if it does not send them."""
+        try:
+            exchange = open_exchange(answer.begin)
+        except P2PError as error:
+            failed[key] = str(error)
+            return None
+        wanted = [Source(chunk, key, digest) for chunk, digest in enumerate(answer.digests)]
+        try:
+            missing = await self.fetch(exchange, wanted)
+        finally:  # cancelled, too
+            exchange.close()  # the next holder, or the next round, writes there
+        failed.update(missing)
+        return None if missing else exchange
+
+    def _holders(self, commit: Commit) -> tuple[list[bytes], list[bytes]]:
+        """The other members of the round: those that are connected, and those that may be dialled."""
         others = [key for key in commit.members if key != self._channel.node.peer_id.key]
         connected = [key for key in others if self._channel.is_connected(key)]
-        for key in connected:
-            yield key
-        missing = [key for key in others if key not in connected]
-        failed.update(await self._channel.connect(dict.fromkeys(missing, DIAL_TIMEOUT)))
-        for key in missing:
-            if key not in failed:
-                yield key
+        return connected, [key for key in others if key not in connected]

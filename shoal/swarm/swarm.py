@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import struct
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,9 @@ from shoal.p2p.node import Answer, Node, Service
 from shoal.swarm.channel import Channel
 from shoal.swarm.contacts import Contacts
 from shoal.swarm.directory import Directory
+from shoal.swarm.duties import parts_for, parts_of
 from shoal.swarm.fetching import Fetching
+from shoal.swarm.gates import gate_of
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Meet, Send
 from shoal.swarm.protocol.book import require
@@ -29,8 +32,9 @@ from shoal.swarm.protocol.errors import AveragingError, Behind, ResultLost
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
+from shoal.swarm.protocol.statements import Signer
 from shoal.swarm.protocol.tensors import Tensors
-from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import MAX_ADDRESSES, Member, Role, View
 
 DEFAULT_CHUNK_TIMEOUT = 15.0  # `next_chunk_timeout` when none is given, in seconds
@@ -84,6 +88,10 @@ class Swarm:
     Attributes:
         peer: the machine.
         contacts: who is there, and connected.
+        gate: of a closed run; None in an open one.
+
+    Raises:
+        ValueError: if the run is closed, and this peer has no membership, or none for its role.
     """
 
     def __init__(
@@ -104,10 +112,17 @@ class Swarm:
         reducer_timeout = 2 * sender_timeout if place.reducer_timeout is None else place.reducer_timeout
         self.node, self.rules, self._chunk_timeout = node, rules, chunk_timeout
         self._request_timeout = JOIN_TIMEOUT if place.request_timeout is None else place.request_timeout
-        self.service = Service(f"averaging/{run_id}", msg.Message, self._undecodable)
-        channel = self._channel = Channel(node, self.service)
+        self.gate = gate = gate_of(node, run_id)
+        self._averages = bool(rules.sizes or rules.due_sizes or rules.state_sizes)
+        if gate is not None:
+            gate.holder.require(*parts_of(place.role, averages=self._averages))
+        admit = (lambda peer: None) if gate is None else gate.admit
+        self.service = Service(f"averaging/{run_id}", msg.Message, self._undecodable, admit)
+        has_pins = gate is not None and gate.run.run_id == run_id  # the owner pins states of the run itself
+        channel = self._channel = Channel(node, self.service, gate, has_pins=has_pins)
         view, silence = View(run_id, me, channel.is_connected), Silence(sender_timeout, reducer_timeout)
-        self.peer = Peer(view, terms, rules, silence, keeps_state=place.keeps_state)
+        self._signer = Signer(node.identity, run_id)
+        self.peer = Peer(view, terms, rules, silence, self._signer, keeps_state=place.keeps_state)
         self.contacts = Contacts(channel, self.peer, directory, place.tensors, self._act)
         self._fetching = Fetching(channel, chunk_timeout, self._progressed)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -128,6 +143,7 @@ class Swarm:
         self._tasks: list[asyncio.Task[Any]] = []
         self._fetches: dict[asyncio.Task[Any], bytes] = {}  # of chunks for a repair, each with its round
         self._stop_listening: Callable[[], None] = lambda: None
+        self._leave_gate: Callable[[], None] = lambda: None
 
     # -- what this peer knows
 
@@ -152,6 +168,16 @@ class Swarm:
         return self.peer.participant.behind(self._now())
 
     @property
+    def behind_pin(self) -> int:
+        """The pin of that state; 0 if it has none, or if there is no such state."""
+        behind = self.behind
+        return 0 if behind is None else behind.pin
+
+    def believes(self, tip: Tip) -> bool:
+        """Whether there can be such a tip: only an owner pins states."""
+        return self._channel.believes(tip)
+
+    @property
     def made(self) -> bool:
         """Whether this peer has completed an epoch since it started: then it is no newcomer any more."""
         return self.peer.participant.made
@@ -168,24 +194,22 @@ class Swarm:
 
     # -- life
 
-    async def start(
-        self, *, tip: Tip | None = None, members: Iterable[Member] = (), ballot: Ballot | None = None
-    ) -> None:
+    async def start(self, *, tip: Tip | None = None, members: Iterable[Member] = ()) -> None:
         """Serve, be listed, and meet the members that are there. A peer whose start fails has stopped.
 
         Args:
             tip: the state that this peer is at; None: the beginning of the run.
             members: those that are known already.
-            ballot: lower ballots are void.
         """
         self._loop = asyncio.get_running_loop()
+        self._signer.instance = struct.pack(">d", self._now())
         self.peer.view.learn(members)
         if tip is not None:
             self.peer.participant.move(tip)
-        if ballot is not None:
-            self.peer.participant.heard_of(ballot)
         self.peer.settle(self._now())
         self.node.serve(self.service, self._handle)
+        if self.gate is not None:
+            self._leave_gate = self.gate.enter(self._removed, self._tell_news)
         self._stop_listening = self.node.on_lost(lambda peer, reason: self._lost(peer.key))
         try:
             await self.contacts.start()
@@ -200,6 +224,7 @@ class Swarm:
             self.retire()
         self.node.stop_serving(self.service)
         self._stop_listening()
+        self._leave_gate()
         for task in self._tasks:
             task.cancel()
         self._stopped = True
@@ -251,11 +276,13 @@ class Swarm:
         coordinator = self.peer.participant.coordinator()
         self._reported_to = (coordinator.key, report.tip)
         self._asked.append(coordinator.key)
+        self.peer.asks_coordinator(coordinator.key, self._now(), report.samples)
         try:
             answer = (await self._channel.ask(coordinator.key, report, self._request_timeout)).body
         finally:
             self._asked.remove(coordinator.key)
         if isinstance(answer, msg.Count):
+            self.peer.coordinator_answered(coordinator.key, joined=False, now=self._now())
             if answer.called and answer.tip == self.tip and not self.called:
                 self.peer.is_called()
                 self._act()
@@ -271,7 +298,7 @@ class Swarm:
         match answer:
             case msg.Elsewhere():
                 await self.contacts.meet(answer.coordinator)
-            case msg.Hello() if answer.tip == tip:
+            case msg.Hello() if answer.tip == tip or not self._channel.believes(answer.tip):
                 await self.contacts.meet_peer(PeerID(key))
             case msg.Hello():
                 self.peer.told(key, answer.tip, self._now())
@@ -403,7 +430,7 @@ class Swarm:
                 if is_missed:  # those that were in the round may hold a better state meanwhile
                     others = [PeerID(k) for k in commit.members if k != self.me.key and self._channel.is_connected(k)]
                     await asyncio.gather(*map(self.contacts.meet_peer, others))
-                    peer.give_up_missed()
+                    peer.give_up_missed(self._now())
                 else:
                     peer.move(commit.tip, self._now())  # this peer's state is still there
                 self._act()
@@ -417,6 +444,10 @@ class Swarm:
     # -- messages
 
     def _handle(self, peer: PeerID, message: Any, buffers: Buffers) -> Answer | Awaitable[Answer]:
+        if self.gate is not None:
+            self.gate.require(peer, *parts_for(message, averages=self._averages))
+        tip = getattr(message, "tip", None)
+        require(tip is None or self.believes(tip), "a tip with a pin that is not known here")
         if isinstance(message, msg.Hello | msg.Progress | msg.Join | msg.Call | msg.Begin):
             self._require_to_be_in_the_run()
         match message:
@@ -466,6 +497,11 @@ class Swarm:
     def _undecodable(self, peer: PeerID, reason: str) -> None:
         self.peer.undecodable(peer.key, reason)
         self._act()
+
+    def _removed(self, key: bytes) -> None:
+        """That peer's membership of the closed run has ended."""
+        self.contacts.left(key)
+        self._lost(key)
 
     def _lost(self, key: bytes) -> None:
         known = self.contacts.lose(key)
@@ -567,6 +603,7 @@ class Swarm:
     async def _join(self, key: bytes, join: msg.Join, buffers: Sequence[Any]) -> None:
         """Give the coordinator with that key this peer's JOIN."""
         participant, coordinator = self.peer.participant, PeerID(key)
+        self.peer.asks_coordinator(key, self._now())
         try:
             answer = (await self._channel.ask(key, join, self._request_timeout, buffers)).body
         except TimeoutError:
@@ -583,6 +620,7 @@ class Swarm:
             self._lost(key)
         else:
             if isinstance(answer, msg.Joined):
+                self.peer.coordinator_answered(key, joined=True, now=self._now())
                 return
             await self._heed(key, join.tip, answer)
             if isinstance(answer, msg.Hello) and answer.tip == join.tip:
@@ -603,6 +641,7 @@ class Swarm:
         lost = self.peer.view.lost
         patience = {member.key: AGAIN_SECONDS if member.key in lost else self._chunk_timeout for member in missing}
         failed = await self._channel.connect(patience)
+        await self._channel.introduce_all([m.key for m in begin.members if m.key not in patience], self._chunk_timeout)
         if participant.begin is not begin:
             return  # the round has ended meanwhile
         for key, reason in failed.items():
@@ -638,6 +677,7 @@ class Swarm:
             now = self._now()
             if now - asleep > 2 * LOOK_SECONDS:
                 self.contacts.forget_watches()
+                self.peer.stood_still(now)
             if now - asleep > LOOK_SECONDS + self._chunk_timeout:
                 # The process was stopped, or the machine asleep. The others may have gone on without this peer: find
                 # them before a round is begun without them.

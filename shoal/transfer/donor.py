@@ -18,7 +18,10 @@ from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Node, Reply, Service
 from shoal.p2p.sealing import NAME_BYTES
-from shoal.swarm.protocol.tip import Digest, Tip
+from shoal.swarm.duties import STATES
+from shoal.swarm.gate import Gate
+from shoal.swarm.protocol.line import MAX_OFFERED
+from shoal.swarm.protocol.tip import DIGEST_BYTES, Digest, Tip
 from shoal.transfer.manifest import MAX_CHUNKS, BufferShape, Manifest, state_chunks
 
 MAX_SNAPSHOTS: Final = 2
@@ -33,9 +36,12 @@ class GetManifest(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
 
 class Offer(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """The buffer holds the manifest of the state. Newcomers prefer the states of the highest priority."""
+    """The buffer holds the manifest of the state. Newcomers prefer the states of the highest priority. `line`: the
+    last lineages that the donor went through (`Line.to_wire`). (It is not in the manifest, which names the state: two
+    that hold one state may remember lines of different lengths.)"""
 
     priority: Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)] = 0.0
+    line: Annotated[bytes, msgspec.Meta(max_length=MAX_OFFERED * DIGEST_BYTES)] = b""
 
 
 class GetChunk(msgspec.Struct, tag=3, array_like=True, frozen=True):
@@ -53,9 +59,10 @@ class Withheld(msgspec.Struct, tag=5, array_like=True, frozen=True):
     """Answers GetManifest: the peer does not share its state."""
 
 
-def transfer_service(name: str) -> Service:
-    """The messages between newcomers and donors, under that name."""
-    return Service(name, GetManifest | Offer | GetChunk | Chunk | Withheld)
+def transfer_service(name: str, gate: Gate | None = None) -> Service:
+    """The messages between newcomers and donors, under that name; in a closed run with its gate."""
+    admit = (lambda peer: None) if gate is None else gate.admit
+    return Service(name, GetManifest | Offer | GetChunk | Chunk | Withheld, admit=admit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +122,8 @@ class StateDonor:
             is offered twice.
         allow: whether newcomers are served at all; may be changed later.
         priority: of this state among those of others, when it is asked for.
+        gate: of a closed run, whose state members get that train.
+        line: the lineages that the state went through, see `Offer`.
     """
 
     def __init__(
@@ -125,9 +134,11 @@ class StateDonor:
         current_tip: Callable[[], Tip | None],
         allow: bool = True,
         priority: Callable[[], float] = lambda: 0.0,
+        gate: Gate | None = None,
+        line: Callable[[], bytes] = bytes,
     ) -> None:
-        self.allow = allow
-        self._node, self._service = node, transfer_service(service_name)
+        self.allow, self._gate, self._line = allow, gate, line
+        self._node, self._service = node, transfer_service(service_name, gate)
         self._take_snapshot, self._current_tip, self._priority = take_snapshot, current_tip, priority
         self._held: dict[bytes, _Held] = {}  # by the manifest's id, the oldest first
         self._preparing: asyncio.Task[_Held] | None = None
@@ -143,6 +154,8 @@ class StateDonor:
         forget_spares()
 
     def _handle(self, peer: PeerID, message: object, _buffers: object) -> Reply | Coroutine[Any, Any, Reply]:
+        if self._gate is not None:
+            self._gate.require(peer, *STATES)
         match message:
             case GetManifest():
                 return self._offer(peer) if self.allow else Reply(Withheld())
@@ -163,7 +176,7 @@ class StateDonor:
                 raise Refused("this peer does not share its state any more")
             held = preparing.result()
         held.readers.add(peer)
-        return Reply(Offer(self._priority()), [held.state.manifest.encode()])
+        return Reply(Offer(self._priority(), self._line()), [held.state.manifest.encode()])
 
     def _make_room(self) -> bool:
         """Drop a snapshot that is not in use, if too many are held. Returns whether another one can be held."""

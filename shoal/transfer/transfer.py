@@ -27,6 +27,7 @@ from shoal.p2p.leases import Expected, Leases
 from shoal.p2p.node import Node, Reply, Service
 from shoal.p2p.transport import Movement
 from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.line import agreed, line_to
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import Chunk, GetChunk, GetManifest, Offer, Withheld, chunk_name, now, transfer_service
 from shoal.transfer.download import DownloadPlan
@@ -63,6 +64,7 @@ class Downloaded:
         dropped: the donors that offered or sent nothing usable, each with its reason.
         nbytes: the size of the chunks as they were sent.
         seconds: from the first question to the last chunk.
+        line: the lineages that lead to the state, its own last, as far as all who offered it agree; may be empty.
     """
 
     manifest: Manifest
@@ -73,6 +75,7 @@ class Downloaded:
     dropped: dict[PeerID, str]
     nbytes: int
     seconds: float
+    line: tuple[bytes, ...] = ()
 
     def tensors(self) -> list[Tensor]:
         """The tensors of the layout, as views of the buffers.
@@ -195,6 +198,7 @@ class _Download:
     reserve: Reserve | None
     _patience: asyncio.Timeout = field(init=False)  # ends the download when nothing has arrived for `timeout` seconds
     _offers: dict[PeerID, tuple[Manifest, float]] = field(init=False, default_factory=dict)  # with their priorities
+    _lines: dict[PeerID, tuple[bytes, ...]] = field(init=False, default_factory=dict)
     _dropped: dict[PeerID, str] = field(init=False, default_factory=dict)
     _withheld: set[PeerID] = field(init=False, default_factory=set)
     _unwanted: set[PeerID] = field(init=False, default_factory=set)
@@ -267,6 +271,7 @@ class _Download:
             self._dropped[donor] = str(error) or "did not answer in time"
         else:
             self._offers[donor] = manifest, reply.body.priority
+            self._lines[donor] = line_to(manifest.tip, reply.body.line)
             if self._fetch is not None and self._fetch.id == manifest.id:
                 self._fetch.plan.add_donor(donor)
 
@@ -314,7 +319,10 @@ class _Download:
             return None
         buffers, lossy, scalars = fetch.parts[1:], fetch.codecs.lossy, bytes(bytes_of(fetch.parts[0]))
         seconds = now() - self._start
-        return Downloaded(manifest, buffers, lossy, scalars, plan.chunks_from, self._dropped, fetch.nbytes, seconds)
+        line = agreed([self._lines[donor] for donor, (offer, _) in self._offers.items() if offer.id == manifest.id])
+        return Downloaded(
+            manifest, buffers, lossy, scalars, plan.chunks_from, self._dropped, fetch.nbytes, seconds, line
+        )
 
     def _look_who_sends(self, plan: DownloadPlan) -> None:
         """A donor whose chunk is on its way over a slow line is not silent."""

@@ -23,7 +23,7 @@ from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tip import Ballot
 from shoal.swarm.protocol.view import View
 from tests.codecs import codecs_of
-from tests.swarm.rounds import TERMS, begin_of, key, member, members
+from tests.swarm.rounds import TERMS, begin_of, key, member, members, signer
 
 CHUNKS = 4
 
@@ -144,8 +144,11 @@ def test_a_chunk_that_is_asked_for_is_a_copy() -> None:
     chunk, _ = others(exchange)
     data = bytes_of(torch.full((begin.chunk_elements,), 3.0))
     exchange.result(key(2), Result(begin.round, chunk, begin.ballot), [data])
-    participant = Participant(View("run", member(1), lambda key: True), begin.tip, TERMS, [], Silence(15.0, 30.0))
+    participant = Participant(
+        View("run", member(1), lambda key: True), begin.tip, TERMS, [], Silence(15.0, 30.0), signer(1)
+    )
     participant.offer(Contribution(1.0, lambda begin, send, fault: exchange))
+    participant.asked[begin.ballot.coordinator] = None  # it has its JOIN
     participant.enter(begin.ballot.coordinator, begin, [], 0.0, relayed=False)
     answer: Any = participant.on_fetch(Fetch(begin.round, chunk))
     assert isinstance(answer, Reply)

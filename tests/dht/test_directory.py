@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from shoal.dht.node import DHTNode
+from shoal.dht.records import make_record
+from shoal.dht.validation import SignatureValidator, owner_marker
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
 from shoal.swarm.directory import DHTDirectory
@@ -50,22 +53,42 @@ def test_a_clock_that_is_behind_is_told_of_once(caplog: pytest.LogCaptureFixture
     run(scenario())
 
 
-def test_records_that_anybody_can_write_hide_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_record_that_is_nobodys_gets_no_place(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         world = World(3)
         first = await join(world)
         second = await join(world, initial=[first])
         liar = await join(world, initial=[first])
         key, until = "run/members", world.wall_clock() + 86400
-        assert await liar.store(key, "nobody is here", until)
         for dht in (first, second):
             await DHTDirectory(dht, "run", world.wall_clock).publish(member(dht))
+        subkeys = [None, *(f"!{number}" for number in range(MAX_MEMBERS + 100))]  # they come before those of members
+        lies = [make_record(key, "nobody is here", until, subkey, world.wall_clock()) for subkey in subkeys]
+        for dht in (first, second):
+            assert not any(await liar._protocol.send_records(dht.peer_id, (), lies) or [True])
+        assert not caplog.records
         assert not await liar.store(key, "nobody is here", until)
-        subkeys = [f"!{number}" for number in range(MAX_MEMBERS + 100)]  # they come before those of members
-        await liar.store_many([key] * len(subkeys), ["x"] * len(subkeys), until, subkeys)
+        assert [line.getMessage() for line in caplog.records] == [
+            "1 records are not stored: under a run's key each peer has its own subkey"
+        ]
+        caplog.clear()
         newcomer = await join(world, initial=[liar])
         assert set(await DHTDirectory(newcomer, "run", world.wall_clock).read()) == {member(first), member(second)}
         assert not caplog.records, "nor does such a record say anything of clocks"
+
+    run(scenario())
+
+
+def test_an_owner_has_one_place_under_a_runs_key() -> None:
+    async def scenario() -> None:
+        world = World(7)
+        first = await join(world)
+        liar = await join(world, initial=[first])
+        own, until = owner_marker(liar.peer_id), world.wall_clock() + 86400
+        signer = SignatureValidator(liar.node.identity)
+        records = [make_record("run/members", "x", until, subkey, until) for subkey in (own, f"!{own}", f"{own}!")]
+        signed = [msgspec.structs.replace(record, value=signer.sign_value(record)) for record in records]
+        assert await liar._protocol.send_records(first.peer_id, (), signed) == [True, False, False]
 
     run(scenario())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +29,15 @@ def pool() -> Iterator[Pool]:
         yield pool
     finally:
         pool.end()
+
+
+@pytest.fixture(autouse=True)
+def level_of_the_log() -> Iterator[None]:
+    """An optimizer that is `verbose` sets it for the process."""
+    logger = logging.getLogger("shoal")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 Alone = Callable[..., shoal.Optimizer]

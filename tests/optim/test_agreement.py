@@ -50,6 +50,7 @@ FREE: dict[str, Any] = {
     "averager_opts": {"request_timeout": 5.0},
     "tracker_opts": {"min_refresh_period": 0.25},
     "performance_ema_alpha": 0.2,
+    "kept_state_dir": "no folder is made before a state is kept",
 }
 
 SPELLINGS: list[dict[str, Any]] = [  # keys that are a peer's own, and other words for what the others have
@@ -95,7 +96,7 @@ def running() -> Iterator[list[shoal.DHT]]:
 
 def test_every_option_is_one_or_the_other() -> None:
     options = set(inspect.signature(shoal.Optimizer).parameters)
-    assert options - set(DIFFERING) - set(FREE) == {"dht", "run_id", "params"}
+    assert options - set(DIFFERING) - set(FREE) == {"dht", "run_id", "params", "membership"}
     assert not set(DIFFERING) & set(FREE)
 
 

@@ -198,7 +198,7 @@ def test_verbose_tells_of_every_epoch_in_a_line_to_read(started: shoal.DHT, capl
         logger.setLevel(level)
     line = (
         r"epoch 1: 8 samples of 1 peer, round \d+\.\d{3} s \(matchmaking \d+\.\d{3} s, all-reduce \d+\.\d{3} s\), "
-        r"\d+\.\d MB sent, \d+\.\d MB received, state [0-9a-f]{8}"
+        r"\d+\.\d MB sent, \d+\.\d MB received, state [0-9a-f]{8}, tip 1:8:[0-9a-f]{64}"
     )
     assert [message for message in caplog.messages if re.fullmatch(line, message)], caplog.messages
     assert "EpochReport(" not in caplog.text

@@ -6,6 +6,7 @@ It can begin and end any number of trainings, each with a new DHT, so that tests
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import json
 import logging
@@ -20,9 +21,11 @@ import torch
 from blake3 import blake3
 
 import shoal
+from examples.admission import membership_from
 from shoal.compression import compression_by_spec
 from shoal.flat import bytes_of
 from shoal.optim import epoch_round as machines
+from shoal.optim.reports import Event
 from tests.optim.models import OPTIMIZERS, OUTSIDE, SCHEDULERS, backward, fixed_batch, flat, make_model
 
 FACTORIES = {
@@ -94,6 +97,7 @@ class Training:
         if download_seconds:
             self.slow_down_downloads(download_seconds)
         self.events: list[dict[str, Any]] = []
+        self.forks: list[dict[str, Any]] = []
         self.optimizer.on_event = self.heard
         self.thread: threading.Thread | None = None
         self.stop_at: float = float("inf")
@@ -118,6 +122,9 @@ class Training:
         machines.this_machine = (lambda: machine) if machine else REAL_MACHINE
         if arguments.pop("shares_extra", False):
             arguments["extra_tensors"] = [self.extra]
+        if admission := arguments.pop("admission", None):
+            url, code = admission
+            arguments["membership"] = membership_from(url, code, self.dht.peer_id)
         if own := arguments.pop("own_averager", ""):
             arguments["grad_averager_factory"] = FACTORIES[own]
         made = shoal.Optimizer(
@@ -146,8 +153,10 @@ class Training:
 
         self.optimizer._run.download = slow  # type: ignore[method-assign]
 
-    def heard(self, event: shoal.EpochReport | shoal.DownloadReport | shoal.ReachabilityReport) -> None:
-        if isinstance(event, shoal.ReachabilityReport):
+    def heard(self, event: Event) -> None:
+        if isinstance(event, shoal.ForkReport):
+            self.forks.append(dataclasses.asdict(event))
+        if not isinstance(event, shoal.EpochReport | shoal.DownloadReport):
             return
         kind = "epoch" if isinstance(event, shoal.EpochReport) else "download"
         line = {"kind": kind, "time": time.monotonic(), "epoch": event.epoch, "digest": event.state_digest}
@@ -324,7 +333,14 @@ def main() -> None:
                 say(ok=True)
             case "report":
                 alive = training.thread is not None and training.thread.is_alive()
-                say(events=training.events, log=training.log.lines, errors=training.errors, training=alive)
+                say(
+                    events=training.events,
+                    log=training.log.lines,
+                    errors=training.errors,
+                    training=alive,
+                    tip=training.optimizer.tip,
+                    forks=training.forks,
+                )
             case "end":
                 training.end()
                 training = None

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.p2p import tls
-from shoal.p2p.identity import Identity, PeerID
+from shoal.p2p.identity import MAX_VERIFIED, Identity, PeerID, _Verified
 
 
 def test_a_signature_holds_for_its_data_and_signer_only():
@@ -25,6 +25,28 @@ def test_a_signature_holds_for_its_data_and_signer_only():
     assert not other.peer_id.verify(b"data", signature)
     assert not identity.peer_id.verify(b"data", signature[:-1])
     assert not identity.peer_id.verify(b"data", bytes(64))
+
+
+def test_a_signature_that_was_good_once_makes_no_other_good(monkeypatch):
+    identity, other = Identity(), Identity()
+    signature = identity.sign(b"data")
+    assert identity.peer_id.verify(b"data", signature)
+    monkeypatch.setattr(PeerID, "public_key", lambda _: pytest.fail("it was verified before"))
+    assert identity.peer_id.verify(b"data", signature)
+    monkeypatch.undo()
+    assert not identity.peer_id.verify(b"dat", b"a" + signature[:-1])
+    assert not identity.peer_id.verify(b"datb", signature)
+    assert not other.peer_id.verify(b"data", signature)
+    assert not identity.peer_id.verify(b"data", signature[:-1] + bytes([signature[-1] ^ 1]))
+
+
+def test_so_many_signatures_are_remembered_and_no_more():
+    remembered = _Verified()
+    for number in range(10 * MAX_VERIFIED):
+        remembered.add(number.to_bytes(8))
+        assert number.to_bytes(8) in remembered
+        assert max(0, number - MAX_VERIFIED // 2 + 1).to_bytes(8) in remembered
+        assert len(remembered._names) + len(remembered._older) <= MAX_VERIFIED
 
 
 def test_the_text_form_is_libp2ps():

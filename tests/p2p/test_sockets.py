@@ -432,6 +432,27 @@ def test_a_defect_in_what_drives_a_link_ends_it_and_is_told(monkeypatch, caplog)
     asyncio.run(main())
 
 
+def test_who_looks_at_all_objects_of_the_process_costs_no_connection(monkeypatch):
+    """A memory profiler in another thread holds the views that are sent from for a moment longer."""
+    held: list[memoryview] = []
+    send = socket.socket.send
+
+    def profiled(connection, data):
+        held.extend(thing for thing in gc.get_objects() if isinstance(thing, memoryview))
+        return send(connection, data)
+
+    async def main():
+        async with sockets(None, None) as (listener, dialler):
+            await dialler.transport.dial(await listener.transport.listen(LOOPBACK))
+            monkeypatch.setattr(socket.socket, "send", profiled)
+            dialler.transport.send([listener.transport.peer_id], b"hello")
+            dialler.transport.send([listener.transport.peer_id], b"hello again")
+            await listener.until_messages(2)
+            assert listener.lost == dialler.lost == []
+
+    asyncio.run(main())
+
+
 def test_32_transports_that_all_dial_each_other_need_no_thread():
     async def main():
         before = len(os.listdir("/proc/self/task"))

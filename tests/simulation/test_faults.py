@@ -22,6 +22,7 @@ def test_trainers_come_together_again(seed: int, caplog: pytest.LogCaptureFixtur
         try:
             await swarm.suffer(swarm.rng.randint(2, 8), 60.0)
             await swarm.until_together(TOGETHER_SECONDS)
+            swarm.check_history()
         except BaseException:
             print("\n".join(swarm.schedule))
             raise

@@ -206,7 +206,7 @@ def test_a_missed_result_that_comes_slowly_is_waited_for() -> None:
     async def scenario() -> None:
         world = World(1)
         late, others = await one_who_misses(world, 3)
-        world.bandwidth = 8_000.0  # a chunk a second
+        world.lines.out = 8_000.0  # a chunk a second
         began = asyncio.get_running_loop().time()
         outcome = await late.round(timeout=6.0, bound=True)
         assert outcome.missed
@@ -220,11 +220,11 @@ def test_a_holder_that_is_lost_while_it_sends_is_followed_by_the_next() -> None:
     async def scenario() -> None:
         world = World(1)
         late, others = await one_who_misses(world, 4)
-        world.bandwidth = 8_000.0  # two seconds for a chunk
+        world.lines.out = 8_000.0  # two seconds for a chunk
         task = late.spawn_round(timeout=60.0, bound=True)
         await asyncio.sleep(2.5)
         world.kill(min(others, key=lambda other: other.key).node.peer_id)  # the one that is asked first
-        world.bandwidth = 100e6
+        world.lines.out = 100e6
         outcome = await task
         assert isinstance(outcome, Outcome), outcome
         assert outcome.missed

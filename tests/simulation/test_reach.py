@@ -246,3 +246,24 @@ def test_the_same_seed_dials_at_the_same_times() -> None:
         return world.digest()
 
     assert run(scenario()) == run(scenario())
+
+
+def test_a_lost_member_of_which_another_tells_must_live() -> None:
+    """Then it is dialled at once, and warned of in 10 s, whether or not the directory lists it."""
+
+    async def scenario() -> None:
+        world = World(9, lost_after=0.2)
+        board = Board()
+        peers = await spawn_swarm(world, 3, board)
+        await asyncio.gather(*(peer.round() for peer in peers))
+        one, other, third = peers
+        world.cut(one.node.peer_id, other.node.peer_id)
+        await asyncio.sleep(2.0)
+        assert reached(one) == {one.key, third.key}
+        board.listed.pop(other.key)
+        await asyncio.sleep(9.0)  # from here on, third should have noticed if it were dead
+        third.node.notify([one.node.peer_id], third.swarm.service, third.swarm.peer.hello())
+        await asyncio.sleep(0.5)
+        assert one.swarm.contacts._reach._missing[other.key].seen < asyncio.get_running_loop().time()
+
+    run(scenario())

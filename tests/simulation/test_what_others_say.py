@@ -12,7 +12,7 @@ from shoal.p2p.errors import Refused
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
 from shoal.swarm.protocol.errors import Rejected
-from shoal.swarm.protocol.messages import Committed, Digests, Hello, Join, Part, Terms
+from shoal.swarm.protocol.messages import Commit, Committed, Digests, Fetch, Hello, Join, Part, Terms
 from shoal.swarm.protocol.tip import Tip
 from tests.simulation.swarms import TERMS, Board, spawn_peer, spawn_swarm
 from tests.simulation.test_missed_commits import assert_alike, trainers_of
@@ -132,3 +132,40 @@ def test_a_part_that_the_decoder_refuses_is_a_fault_at_once(weight: float) -> No
         lying.cancel()
 
     run(scenario(), until=500.0)
+
+
+def test_a_liar_that_commits_nothing_at_each_tip_costs_one_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    """Though it does its work as a coordinator in between."""
+
+    async def scenario() -> None:
+        world = World(6)
+        liar, *others = trainers = await trainers_of(world, 4)
+        await asyncio.gather(*(trainer.train(1) for trainer in trainers))
+        swarm, handler = liar.peer.swarm, liar.peer.swarm._handle
+
+        async def never() -> Any:
+            await asyncio.Event().wait()
+
+        def handle(peer: Any, message: Any, buffers: Any) -> Any:
+            is_asked = isinstance(message, Digests | Fetch) and message.round == bytes(16)
+            return never() if is_asked else handler(peer, message, buffers)
+
+        def lie(trainer: Trainer) -> None:
+            keys = (swarm.me.key, *swarm.peer.view.others())
+            commit = Commit(swarm.tip, bytes(16), bytes(32), 40.0, keys, swarm.peer.view.snapshot(), swarm.me.key)
+            liar.peer.node.notify(
+                [other.peer.node.peer_id for other in others], swarm.service, swarm._signer.sign(commit)
+            )
+
+        liar.peer.node.stop_serving(swarm.service)
+        liar.peer.node.serve(swarm.service, handle)
+        liar.at_state = lie
+        lying = liar.peer.node.spawn(liar.train_on(trainers, 100))
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*(other.train_on(others, 30) for other in others))
+        assert asyncio.get_running_loop().time() - began < 30 * 1.0 + 2 * 15.0, "each of its COMMITs was waited for"
+        assert_alike(others)
+        lying.cancel()
+
+    run(scenario(), until=2000.0)
+    assert "nobody brings its result" in caplog.text

@@ -14,7 +14,7 @@ from blake3 import blake3
 from shoal.averaging.exchange import Exchange
 from shoal.p2p.errors import P2PError
 from shoal.swarm.protocol.contribution import Contribution, Fault, Outcome, SendTo
-from shoal.swarm.protocol.errors import AveragingError, Behind
+from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.messages import Begin, Progress
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
@@ -22,6 +22,7 @@ from shoal.transfer.donor import EncodedState, Snapshot, StateDonor, encoded
 from shoal.transfer.manifest import CHUNK_ELEMENTS
 from shoal.transfer.transfer import download_state
 from tests.codecs import codecs_of
+from tests.simulation.history import Batch, History
 from tests.simulation.swarms import Peer
 
 ELEMENTS = 2_000
@@ -42,10 +43,20 @@ class Trainer:
     outcomes: list[Outcome] = field(default_factory=list)
     downloaded: list[Tip] = field(default_factory=list)
     goal: tuple[int, asyncio.Event] | None = None
-    ended: list[float] = field(default_factory=list)  # when each epoch did
+    committed_at: list[float] = field(default_factory=list)  # when each of `outcomes` was here
+    ended: list[float] = field(default_factory=list)  # when each epoch did, those made alone too
     download_seconds: float = 0.0  # that each takes longer: its way in is slow
     patience: float = 30.0  # for a round that stands still; then `train_on` goes on alone
     at_state: Callable[[Trainer], None] = lambda trainer: None  # called whenever it has come to a tip
+    batch_seconds: float = BATCH_SECONDS
+    history: History | None = None
+    process: str = ""  # the name of this start of it, in the history
+    batches: int = 0  # that it has begun
+
+    @property
+    def batch(self) -> Batch:
+        """The samples that it holds or makes, as the history names them."""
+        return self.process, self.batches
 
     async def reached(self, epoch: int) -> None:
         """Wait until it is there."""
@@ -93,10 +104,11 @@ class Trainer:
     async def count(self) -> float:
         """Until the round is called; returns this peer's samples."""
         swarm, samples = self.peer.swarm, 0.0
+        self.batches += 1
         while swarm.tip == self.tip and not swarm.called:
             with contextlib.suppress(P2PError, TimeoutError):  # the coordinator is out of reach: there will be another
-                await swarm.report(Progress(swarm.tip, samples, 1.0 / BATCH_SECONDS))
-            await asyncio.sleep(BATCH_SECONDS)
+                await swarm.report(Progress(swarm.tip, samples, 1.0 / self.batch_seconds))
+            await asyncio.sleep(self.batch_seconds)
             samples += 1.0
         return samples
 
@@ -104,10 +116,15 @@ class Trainer:
         peer = self.peer
 
         def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
+            if self.history is not None and not peer.swarm.missed:  # else it only fetches the result of that round
+                self.history.contributes(self, begin, samples)
             return Exchange(peer.key, begin, [peer.vector], [peer.output], codecs_of([peer.vector]), send, fault)
 
         outcome = await peer.swarm.average(Contribution(samples, open_exchange, tip=self.tip), patience)
         self.outcomes.append(outcome)
+        self.committed_at.append(asyncio.get_running_loop().time())
+        if self.history is not None:
+            self.history.committed(outcome)
         self._step(peer.output, outcome.commit.next_tip)
 
     def _step(self, update: torch.Tensor, tip: Tip) -> None:
@@ -143,13 +160,13 @@ class Trainer:
                     swarm.forget_behind()
 
     async def _end(self, samples: float) -> bool:
-        """End the epoch, with others or alone; whether that was done. Raises Behind."""
+        """End the epoch, with others or alone; whether that was done. Raises Behind and Rejected."""
         loop, swarm, before = asyncio.get_running_loop(), self.peer.swarm, self.tip
         until = loop.time() + self.patience
         while True:
             try:
                 await self.average(samples, until - loop.time())
-            except Behind:
+            except (Behind, Rejected):
                 raise
             except AveragingError:
                 until = max(until, swarm.got_on_at + self.patience)
@@ -159,6 +176,8 @@ class Trainer:
                     return False
                 name = f"{self.peer.name} alone at {loop.time()}".encode()
                 swarm.move(before.after(blake3(name).digest(), samples), made=True)
+                if self.history is not None:
+                    self.history.made_alone(self, before, swarm.tip, samples)
                 self._step(self.peer.vector, swarm.tip)
             return True
 

@@ -7,18 +7,14 @@ few of them are under way between two peers for ever, in both directions; and it
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import json
 import logging
-import os
 import random
 import sys
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +26,7 @@ from shoal.p2p.node import Node, Service
 from shoal.p2p.sealing import NAME_BYTES
 from shoal.p2p.sockets import SocketTransport
 from shoal.p2p.transport import MAX_BUFFER_BYTES
+from tests.soak.held import process_holds
 
 PATTERN = memoryview(random.Random(0).randbytes(MAX_BUFFER_BYTES))
 SIZES = (MAX_BUFFER_BYTES, MAX_BUFFER_BYTES, 3 << 20, 1 << 20, 100_000)
@@ -169,19 +166,12 @@ class Member:
 
     def state(self) -> dict[str, Any]:
         """What it holds, and what it has counted."""
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
         transport: Any = self.node.transport
-        status = Path("/proc/self/status").read_text().splitlines()
         return {
-            "threads": len(os.listdir("/proc/self/task")),
-            "descriptors": len(os.listdir("/proc/self/fd")),
+            **process_holds(),
             "tasks": len(asyncio.all_tasks()),
             "links": len(transport._links),
             "lanes": len(transport._lanes._lanes),
-            "objects": len(gc.get_objects()),
-            "rss": next(int(line.split()[1]) << 10 for line in status if line.startswith("VmRSS")),
-            "peak": next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM")),
             "names": sorted(thread.name for thread in threading.enumerate()),
             **{key: self.counts[key] for key in ("large", "rounds", "lost", "cut")},
         }

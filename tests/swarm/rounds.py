@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shoal.p2p.identity import Identity
 from shoal.swarm.protocol.messages import Begin, Have, Join, Repair, Terms
 from shoal.swarm.protocol.plan import ChunkSpan, divide
 from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.statements import Signer
 from shoal.swarm.protocol.tip import Ballot, Tip
 from shoal.swarm.protocol.view import Member, Role
 
@@ -16,9 +18,18 @@ CHUNK = 1 << 12
 RULES = Rules(sizes=(8 * CHUNK,), matchmaking_time=10.0, round_timeout=60.0)
 
 
+# In the order of their keys, as members are in a round.
+IDENTITIES = sorted((Identity(bytes([n]) * 32) for n in range(256)), key=lambda identity: identity.peer_id)
+
+
 def key(number: int) -> bytes:
     """The key of the how-many-eth peer."""
-    return bytes([number]) * 32
+    return IDENTITIES[number].peer_id.key
+
+
+def signer(number: int, run_id: str = "run") -> Signer:
+    """What the how-many-eth peer signs with."""
+    return Signer(IDENTITIES[number], run_id)
 
 
 def keys(*numbers: int) -> tuple[bytes, ...]:
@@ -44,7 +55,7 @@ def begin_of(
     weights: Sequence[float] | None = None,
 ) -> Begin:
     """A BEGIN as a coordinator makes it."""
-    return Begin(
+    begin = Begin(
         tip=tip,
         ballot=Ballot(attempt, key(coordinator)),
         members=tuple(group),
@@ -56,6 +67,7 @@ def begin_of(
         with_state=False,
         timeout=60.0,
     )
+    return signer(coordinator).sign(begin)
 
 
 def chunks_of(begin: Begin) -> list[ChunkSpan]:

@@ -13,7 +13,7 @@ from shoal.swarm.protocol.tip import Ballot
 from shoal.swarm.protocol.view import Member, Role
 from tests.swarm.rounds import begin_of, chunks_of, digest, key, keys, member, members
 
-PLAN = Ballot(1, key(1))
+PLAN = b"p" * 16
 LATER = Ballot(2, key(1))
 
 
@@ -223,20 +223,21 @@ def test_a_new_reducer_collects_the_parts_again(book: Book) -> None:
     book.put_out([key(4)])
     _, ready = book.repair(Repair(book.begin.round, LATER, (Source(7, key(2), b""),)))
     assert 7 not in ready
-    assert book.part_arrived(key(1), 7, LATER, 1.0)
+    assert book.part_arrived(key(1), 7, book.plan, 1.0)
     assert not book.is_ready(7)
-    assert book.part_arrived(key(3), 7, LATER, 1.0)
+    assert book.part_arrived(key(3), 7, book.plan, 1.0)
     assert book.is_ready(7)
     assert 7 not in [chunk for _, chunk in book.next_parts()], "a part of it is not sent to itself"
 
 
 def test_what_was_on_its_way_when_a_chunk_changed_hands_is_no_fault(book: Book) -> None:
+    before = book.plan
     book.repair(Repair(book.begin.round, LATER, (Source(7, key(1), b""), Source(6, key(2), b""))))
-    assert not book.result_arrived(key(4), 7, PLAN)
-    assert not book.part_arrived(key(1), 0, PLAN, 1.0)
+    assert not book.result_arrived(key(4), 7, before)
+    assert not book.part_arrived(key(1), 0, before, 1.0)
     for wrong in (
-        lambda: book.result_arrived(key(4), 7, LATER),
-        lambda: book.part_arrived(key(1), 0, LATER, 1.0),
+        lambda: book.result_arrived(key(4), 7, book.plan),
+        lambda: book.part_arrived(key(1), 0, book.plan, 1.0),
     ):
         with pytest.raises(RuleBroken):
             wrong()
@@ -247,7 +248,7 @@ def test_a_repair_that_comes_twice_changes_nothing_more(book: Book) -> None:
     book.put_out([key(4)])
     repair = Repair(book.begin.round, LATER, (Source(7, key(2), b""), Source(6, key(1), b"")))
     book.repair(repair)
-    assert book.part_arrived(key(1), 7, LATER, 1.0)
+    assert book.part_arrived(key(1), 7, book.plan, 1.0)
     book.repair(repair)
     assert list(book.parts[7]) == [key(1)]
     assert [chunk for _, chunk in book.next_parts()].count(6) == 1

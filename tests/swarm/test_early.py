@@ -35,9 +35,23 @@ def test_one_member_can_bring_so_many_and_all_so_many_bytes(monkeypatch: pytest.
     with pytest.raises(Refused, match="too many"):
         kept.keep(member(1).key, part(THIS, 2), [])
     with pytest.raises(Refused, match="too many"):
-        kept.keep(member(2).key, part(THIS, 2), [memoryview(bytes(3))])
+        kept.keep(member(2).key, part(THIS, 2), [memoryview(bytes(9))])
     kept.keep(member(2).key, part(THIS, 2), [memoryview(bytes(2))])
     assert len(kept.take(THIS)) == 3
+
+
+def test_one_that_fills_the_memory_leaves_room_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that is dropped does not come again, and whoever sent it would be blamed."""
+    monkeypatch.setattr(early, "MAX_EARLY_BYTES", 100)
+    kept = EarlyChunks()
+    for chunk in range(10):
+        kept.keep(member(1).key, part(OTHER, chunk), [memoryview(bytes(10))])
+    for number in (2, 3, 4):
+        for chunk in range(2):
+            kept.keep(member(number).key, part(THIS, chunk), [memoryview(bytes(10))])
+    with pytest.raises(Refused, match="too many"):
+        kept.keep(member(1).key, part(OTHER, 10), [memoryview(bytes(10))])
+    assert len(kept.take(THIS)) == 6
 
 
 def test_what_is_kept_holds_no_memory_of_a_lane() -> None:

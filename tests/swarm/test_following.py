@@ -6,11 +6,13 @@ from shoal.swarm.protocol.messages import Commit
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.view import View
-from tests.swarm.rounds import RULES, TERMS, TIP, key, keys, member, members
+from tests.swarm.rounds import RULES, TERMS, TIP, key, keys, member, members, signer
 
 
 def test_who_was_in_the_last_round_follows() -> None:
-    peer = Peer(View("run", member(1), lambda key: True), TERMS, RULES, Silence(15.0, 30.0), keeps_state=False)
+    peer = Peer(
+        View("run", member(1), lambda key: True), TERMS, RULES, Silence(15.0, 30.0), signer(1), keeps_state=False
+    )
     peer.view.returned(member(2))
     left = TIP.after(bytes(32), 1.0)
     peer.participant.move(left)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,20 +12,33 @@ from shoal.swarm.protocol.actions import Ask, Send
 from shoal.swarm.protocol.book import Book
 from shoal.swarm.protocol.contribution import Contribution
 from shoal.swarm.protocol.coordinator import NOTICE_SECONDS, Coordinator, Phase
-from shoal.swarm.protocol.messages import Abort, Broken, Hello, Join, Progress, Survey
+from shoal.swarm.protocol.history import History
+from shoal.swarm.protocol.messages import Broken, Hello, Join, Progress, Survey
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.view import View
-from tests.swarm.rounds import RULES, TERMS, chunks_of, digest, have_of, join_of, key, keys, member, members
+from tests.swarm.rounds import (
+    RULES,
+    TERMS,
+    TIP,
+    chunks_of,
+    digest,
+    have_of,
+    join_of,
+    key,
+    keys,
+    member,
+    members,
+    signer,
+)
 from tests.swarm.wire import Digests
 
 
 def peer_of(*numbers: int) -> Peer:
     """Peer 1, which knows and reaches all of these, in a run whose first coordinator it is."""
     for number in range(1000):
-        peer = Peer(
-            View(f"run {number}", member(1), lambda key: True), TERMS, RULES, Silence(15.0, 30.0), keeps_state=False
-        )
+        view, own = View(f"run {number}", member(1), lambda key: True), signer(1, f"run {number}")
+        peer = Peer(view, TERMS, RULES, Silence(15.0, 30.0), own, keeps_state=False)
         peer.view.learn(members(*numbers))
         if peer.participant.coordinator() == member(1):
             return peer
@@ -71,7 +85,7 @@ def test_garbage_that_a_member_would_have_others_read_is_refused(garbage: bytes)
     assert not peer.lead.joins
 
 
-def test_two_that_do_not_reach_each_other_are_judged_once() -> None:
+def test_two_that_do_not_reach_each_other_are_parted_once() -> None:
     peer, lead = leading(1, 2, 3)
     for _ in range(100):
         complain(peer, lead, 2, key(3))
@@ -79,10 +93,9 @@ def test_two_that_do_not_reach_each_other_are_judged_once() -> None:
     for _ in range(4):
         while (at := peer.wake_at()) is not None and at < 10.0:
             peer.tick(at)
-    assert set(lead.out) == {key(3)}
-    assert told(peer, Abort) == [key(3)]
-    # One survey before the judgement, to all three, and one after it, to two.
-    assert len(told(peer, Survey)) == 5
+    assert not lead.out
+    assert set(lead.parted) == {frozenset(keys(2, 3))}
+    assert len(told(peer, Survey)) == 3, "one, to all three"
 
 
 def test_who_complains_of_several_is_out() -> None:
@@ -137,12 +150,10 @@ def own_join(peer: Peer, now: float) -> Join | None:
 
 
 def test_whoever_resigns_joins_again_itself() -> None:
-    """Another member tells of a better state, which nobody could send lately: the round that gathers here is given up,
-    and the next one begins with this peer as well."""
+    """Another member tells of a better state: the round that gathers here is given up. Nobody can send that state, and
+    the next round begins with this peer as well."""
     peer = peer_of(1, 2, 3)
     better = peer.tip.after(digest("b"), 100.0)
-    peer.told(key(3), better, 0.0)
-    peer.view.ignore(peer.tip, 0.0)
     peer.participant.offer(
         Contribution(1.0, lambda begin, send, fault: Digests(Book(key(1), begin, chunks_of(begin)), send), tip=peer.tip)
     )
@@ -154,7 +165,18 @@ def test_whoever_resigns_joins_again_itself() -> None:
     assert peer.lead.phase is Phase.GATHERING
     peer.told(key(3), better, 2.0)
     assert peer.lead.over
+    peer.view.ignore(peer.tip, 2.0)
     assert own_join(peer, 2.0) is not None
+
+
+def test_a_claim_that_is_ignored_ends_no_round() -> None:
+    peer = peer_of(1, 2, 3)
+    better = peer.tip.after(digest("b"), 100.0)
+    peer.told(key(3), better, 0.0)
+    peer.view.ignore(peer.tip, 0.0)
+    join(peer, 2)
+    peer.told(key(3), better, 2.0)
+    assert peer.lead.phase is Phase.GATHERING
 
 
 def test_a_join_of_a_peer_that_is_lost_before_its_tip_comes_is_void() -> None:
@@ -192,3 +214,22 @@ def test_a_late_report_of_this_peer_to_itself_is_no_better_state() -> None:
     peer.move(old, 0.0)
     peer.receive(key(1), report, [], 0.0)
     assert peer.participant.behind(0.0) is None
+
+
+def test_who_reports_and_never_joins_is_waited_for_ever_more_seldom() -> None:
+    """It may be slow only: then it is in the round that waits for it."""
+    rules = replace(RULES, target_samples=10.0)
+    history = History()
+    for epoch in range(17):
+        lead = Coordinator(key(1), TIP, rules, signer(1), history)
+        lead.expect(members(1, 2, 3), 0.0)
+        for number, samples in ((3, 5.0), (1, 5.0), (2, 5.0)):
+            lead.progress(key(number), Progress(TIP, samples, 1.0), 0.0)
+        for number in (1, 2):
+            lead.join(key(number), join_of(member(number)), b"", 0.0)
+        assert (lead.begin is None) is (epoch in (0, 2, 4, 8, 16))
+        lead.tick(rules.matchmaking_time)
+        lead.tick(rules.matchmaking_time + 1.0)
+        assert lead.begin is not None
+    history.committed({key(3): 1.0}, 100.0)
+    assert not history.absent, "it has joined a round"

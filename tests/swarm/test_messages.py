@@ -26,6 +26,7 @@ from shoal.swarm.protocol.messages import (
     Description,
     Digests,
     Done,
+    Doubt,
     Elsewhere,
     Fetch,
     Follows,
@@ -44,6 +45,7 @@ from shoal.swarm.protocol.messages import (
     Result,
     Source,
     Survey,
+    TakeOver,
     Terms,
     Unjoin,
     Waiting,
@@ -51,13 +53,14 @@ from shoal.swarm.protocol.messages import (
 from shoal.swarm.protocol.tip import Ballot, Tip
 from shoal.swarm.protocol.view import MAX_ADDRESSES, MAX_MEMBERS, Member, Role
 from shoal.transfer.donor import transfer_service
-from tests.swarm.rounds import TIP, begin_of, digest, have_of, join_of, key, keys, member, members
+from tests.swarm.rounds import TIP, begin_of, digest, have_of, join_of, key, keys, member, members, signer
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # all that `Node` takes for a refusal
 BEGIN = begin_of(members(1, 2, 3))
 BALLOT, ROUND, ROOT = BEGIN.ballot, BEGIN.round, digest("r")
 COMMIT = Commit(TIP, ROUND, ROOT, 3.0, keys(1, 2, 3), members(1, 2, 3))
 REPAIR = Repair(ROUND, BALLOT, (Source(0, key(1), b""), Source(1, key(2), ROOT)))
+DOUBT = signer(2).sign(Doubt(TIP, key(1), key(2)))
 GOOD: list[msgspec.Struct] = [
     Hello(member(1), Terms({"a": "b"}, ROOT), TIP, members(1, 2)),
     Progress(TIP, 8.0, 1.5),
@@ -65,9 +68,10 @@ GOOD: list[msgspec.Struct] = [
     join_of(member(1)),
     Joined(TIP),
     Elsewhere(member(2)),
+    Elsewhere(member(2), BEGIN),
     BEGIN,
-    Part(ROUND, 3, BALLOT, 1.0),
-    Result(ROUND, 3, BALLOT),
+    Part(ROUND, 3, ROUND, 1.0),
+    Result(ROUND, 3, ROUND),
     Done(ROUND, BALLOT, ROOT),
     Broken(ROUND, key(1), True, "it sent garbage"),
     Survey(TIP, ROUND, BALLOT, keys(3), BEGIN),
@@ -80,13 +84,15 @@ GOOD: list[msgspec.Struct] = [
     Pong(),
     Digests(ROUND),
     Committed(BEGIN, (ROOT,) * 8),
-    Orphaned(BEGIN, BALLOT),
+    Orphaned(BEGIN),
     Leave(),
     Follows(BALLOT),
     Waiting(ROUND),
     Unjoin(),
     Describe(),
     Description(),
+    DOUBT,
+    TakeOver(TIP, (DOUBT,)),
 ]
 
 decoder = msgspec.msgpack.Decoder(Message)
@@ -105,7 +111,7 @@ def test_a_message_survives_the_wire(message: msgspec.Struct) -> None:
 
 def test_every_message_has_a_number_of_its_own() -> None:
     tags = [kind.__struct_config__.tag for kind in get_args(Message)]
-    assert len(set(tags)) == len(tags) == 29
+    assert len(set(tags)) == len(tags) == 31
 
 
 BAD_AMOUNTS = [-1.0, -1e-300, math.nan, math.inf, -math.inf, 2e300, "1", None]
@@ -168,12 +174,11 @@ def of(kind: type[msgspec.Struct], field: str, *values: Any) -> list[Any]:
         *of(Done, "round", *BAD_ROUNDS),
         *of(Abort, "round", *BAD_ROUNDS),
         *of(Digests, "round", *BAD_ROUNDS),
-        *of(Part, "plan", *BAD_BALLOTS),
+        *of(Part, "plan", *BAD_ROUNDS),
         *of(Done, "ballot", *BAD_BALLOTS),
         *of(Survey, "ballot", *BAD_BALLOTS),
         *of(Have, "ballot", *BAD_BALLOTS),
         *of(Follows, "ballot", *BAD_BALLOTS),
-        *of(Orphaned, "ballot", *BAD_BALLOTS),
         *of(Done, "root", bytes(33), "r"),
         *of(Commit, "root", *BAD_KEYS),
         *of(Broken, "peer", *BAD_KEYS),
@@ -199,7 +204,7 @@ def test_a_field_beyond_its_bound_is_refused(message: msgspec.Struct) -> None:
 
 def test_the_bounds_themselves_are_allowed() -> None:
     over_the_wire(msgspec.structs.replace(join_of(member(1)), weight=1e15, attempt=(1 << 52) - 1, patience=86400.0))
-    over_the_wire(Part(ROUND, MAX_CHUNKS - 1, BALLOT, 1.0))
+    over_the_wire(Part(ROUND, MAX_CHUNKS - 1, ROUND, 1.0))
     over_the_wire(Have(BALLOT, (ROOT,) * MAX_CHUNKS, None, TOO_MANY_KEYS[:MAX_MEMBERS], None, None))
     over_the_wire(Abort(ROUND, "x" * 256))
 

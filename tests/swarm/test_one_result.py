@@ -16,7 +16,7 @@ from tests.swarm.wire import Wire
 
 MANY = st.lists(st.integers(0, 1 << 16), min_size=1, max_size=25)
 ANY = st.integers(0, 1 << 16)
-PATIENT = replace(RULES, round_timeout=1e6)  # a round ends by what happens, not by its time
+PATIENT = replace(RULES, round_timeout=86400.0)  # a round ends by what happens, not by its time
 
 
 class RoundMachine(RuleBasedStateMachine):

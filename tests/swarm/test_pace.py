@@ -218,3 +218,24 @@ def test_everyone_else_dies() -> None:
     for number in range(1, 8):
         pace.lost(bytes([number]))
     assert ask(pace, bytes([0]), 1.1, 20.0, step=20.0) == 0.0
+
+
+def test_who_does_not_keep_its_word_is_not_relied_on_until_it_does() -> None:
+    word: dict[bytes, None] = {}
+    pace = Pace(30.0, unreliable=word)
+    pace.reported(A, 0.0, 20.0, 4.0, False, 0.0)
+    assert pace.reported(B, 10.0, 10.0, 1.0, True, 1.0) > 0, "20 are under way"
+    assert pace.reported(B, 10.0, 10.0, 1.0, True, 9.0) == 0, "they should have come by 4.0"
+    assert A in word
+    later = Pace(30.0, unreliable=word)  # the next epoch
+    later.reported(A, 0.0, 20.0, 4.0, False, 10.0)
+    assert later.under_way(but=B) == 0
+    assert later.reported(B, 10.0, 10.0, 1.0, True, 11.0) == 0
+    later.reported(A, 20.0, 20.0, 4.0, False, 14.0)  # it comes
+    assert A not in word
+
+
+def test_a_step_that_takes_longer_than_begin_waits_is_not_relied_on() -> None:
+    pace = Pace(30.0, patience=15.0)
+    pace.reported(A, 0.0, 1e15, 1e4, False, 0.0)
+    assert pace.reported(B, 10.0, 10.0, 1.0, True, 1.0) == 0

@@ -10,12 +10,12 @@ import pytest
 
 from shoal.swarm.protocol.book import Book, RuleBroken
 from shoal.swarm.protocol.contribution import Contribution
-from shoal.swarm.protocol.messages import Begin, Commit, Have, Repair, Source, Survey
+from shoal.swarm.protocol.messages import Begin, Commit, Doubt, Elsewhere, Have, Repair, Source, Survey
 from shoal.swarm.protocol.participant import Participant, State
 from shoal.swarm.protocol.silence import Silence
-from shoal.swarm.protocol.tip import NO_BALLOT, Ballot, Tip
+from shoal.swarm.protocol.tip import MAX_LEAP, NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import Role, View
-from tests.swarm.rounds import TERMS, TIP, begin_of, chunks_of, digest, key, keys, member, members
+from tests.swarm.rounds import TERMS, TIP, begin_of, chunks_of, digest, key, keys, member, members, signer
 from tests.swarm.wire import Digests
 
 ME = key(2)
@@ -23,6 +23,7 @@ BEGIN = begin_of(members(1, 2, 3))
 
 
 def follow(participant: Participant, begin: Begin, sender: bytes | None = None, *, relayed: bool = False) -> None:
+    participant.asked[begin.ballot.coordinator] = None  # it has its JOIN
     participant.enter(sender or begin.ballot.coordinator, begin, [], 0.0, relayed=relayed)
 
 
@@ -35,9 +36,9 @@ def follow_survey(participant: Participant, sender: bytes, survey: Survey) -> No
 
 
 def participant_at(tip: Tip, joined: bool = True) -> Participant:
-    """Peer 2, with an input that waits unless not `joined`."""
-    view = View("run", member(2), lambda key: True)
-    participant = Participant(view, tip, TERMS, [], Silence(15.0, 30.0))
+    """Peer 2, which reaches all but peer 1, with an input that waits unless not `joined`."""
+    view = View("run", member(2), lambda other: other != key(1))
+    participant = Participant(view, tip, TERMS, [], Silence(15.0, 30.0), signer(2))
     if joined:
         participant.offer(
             Contribution(1.0, lambda begin, send, fault: Digests(Book(ME, begin, chunks_of(begin)), send))
@@ -63,7 +64,12 @@ def has_all(participant: Participant) -> None:
 
 
 def survey_of(number: int, coordinator: int, begin: Begin = BEGIN, out: tuple[bytes, ...] = ()) -> Survey:
-    return Survey(begin.tip, begin.round, Ballot(number, key(coordinator)), out, None)
+    survey = Survey(begin.tip, begin.round, Ballot(number, key(coordinator)), out, None)
+    return signer(coordinator).sign(survey)
+
+
+def repair_of(number: int, coordinator: int, sources: tuple[Source, ...] = (), begin: Begin = BEGIN) -> Repair:
+    return signer(coordinator).sign(Repair(begin.round, Ballot(number, key(coordinator)), sources))
 
 
 def commit_of(begin: Begin = BEGIN, root: bytes = digest("r")) -> Commit:
@@ -152,8 +158,8 @@ def test_a_successor_is_followed_and_then_its_predecessor_no_more() -> None:
     with pytest.raises(RuleBroken, match="attempt 1, and this peer has followed 2"):
         follow_survey(participant, key(1), survey_of(1, 1))
     with pytest.raises(RuleBroken, match="attempt 1, and this peer has followed 2"):
-        participant.on_repair(key(1), Repair(BEGIN.round, BEGIN.ballot, ()))
-    repair = Repair(BEGIN.round, Ballot(2, key(3)), ())
+        participant.on_repair(key(1), repair_of(1, 1))
+    repair = repair_of(2, 3)
     participant.on_repair(key(3), repair)
     assert participant.repair is repair
     assert participant.state is State.IN_ROUND
@@ -172,7 +178,7 @@ def test_only_a_member_that_holds_a_ballot_can_use_it(sender: int, holder: int) 
     participant = in_round()
     for follow_it in (
         lambda: follow_survey(participant, key(sender), survey_of(2, holder)),
-        lambda: participant.on_repair(key(sender), Repair(BEGIN.round, Ballot(2, key(holder)), ())),
+        lambda: participant.on_repair(key(sender), repair_of(2, holder)),
     ):
         with pytest.raises(RuleBroken, match="does not hold that ballot"):
             follow_it()
@@ -193,7 +199,7 @@ def test_another_round_is_not_surveyed_or_repaired_here() -> None:
         with pytest.raises(RuleBroken, match="not in that round"):
             follow_survey(participant, key(1), survey_of(3, 1, other))
         with pytest.raises(RuleBroken, match="not in that round"):
-            participant.on_repair(key(1), Repair(other.round, Ballot(3, key(1)), ()))
+            participant.on_repair(key(1), repair_of(3, 1, begin=other))
 
 
 def test_a_repair_of_a_chunk_that_does_not_exist_changes_nothing() -> None:
@@ -201,7 +207,7 @@ def test_a_repair_of_a_chunk_that_does_not_exist_changes_nothing() -> None:
     before = traces(participant)
     sources = (Source(7, key(1), b""), Source(8, key(1), b""))
     with pytest.raises(RuleBroken, match="a repair of chunks that do not exist"):
-        participant.on_repair(key(1), Repair(BEGIN.round, BEGIN.ballot, sources))
+        participant.on_repair(key(1), repair_of(1, 1, sources))
     assert traces(participant) == before
 
 
@@ -212,11 +218,52 @@ def test_who_is_counted_out_does_not_answer() -> None:
 
 def test_a_ballot_that_a_member_has_followed_voids_lower_ones_here_too() -> None:
     participant = in_round()
-    participant.heard_of(Ballot(5, key(1)))
-    participant.heard_of(Ballot(4, key(3)))
+    follow_survey(participant, key(1), survey_of(5, 1))
     assert participant.ballot.number == 5
     with pytest.raises(RuleBroken, match="has followed 5"):
         follow_survey(participant, key(3), survey_of(4, 3))
+    shown = participant.on_survey(key(3), survey_of(4, 3), [], 0.0)
+    assert isinstance(shown, Have)
+    assert shown.follows == survey_of(5, 1), "a higher ballot counts only with the survey that made it"
+
+
+def test_who_still_reaches_the_coordinator_follows_no_successor() -> None:
+    participant = in_round()
+    participant.view.reaches = lambda key: True
+    answer = participant.on_survey(key(3), survey_of(2, 3), [], 0.0)
+    assert isinstance(answer, Elsewhere)
+    assert answer.begin is BEGIN, "it says in which round it is"
+    assert participant.ballot == BEGIN.ballot
+
+
+def test_a_successor_with_the_doubts_of_most_is_followed() -> None:
+    participant = in_round()
+    participant.view.learn(members(1, 3, 4))
+    participant.view.reaches = lambda key: True
+    doubts = {n: signer(n).sign(Doubt(TIP, key(1), key(n))) for n in (3, 4, 1)}
+    foreign = signer(4).sign(Doubt(TIP, key(1), key(3)))  # in another's name
+    survey = survey_of(2, 3)
+    for too_few in ((), (doubts[3],), (doubts[3], doubts[3]), (doubts[3], foreign), (doubts[3], doubts[1])):
+        claim = signer(3).sign(msgspec.structs.replace(survey, doubts=too_few))
+        assert isinstance(participant.on_survey(key(3), claim, [], 0.0), Elsewhere)
+    enough = signer(3).sign(msgspec.structs.replace(survey, doubts=(doubts[3], doubts[4])))
+    follow_survey(participant, key(3), enough)
+
+
+def test_an_attempt_that_nobody_can_have_come_to_is_not_followed() -> None:
+    participant = in_round()
+    with pytest.raises(RuleBroken, match="this peer knows of 1"):
+        follow_survey(participant, key(1), survey_of(2 + MAX_LEAP, 1))
+    with pytest.raises(RuleBroken, match="this peer knows of 0"):
+        follow(participant_at(TIP), begin_of(members(1, 2, 3), attempt=1 + MAX_LEAP))
+
+
+def test_what_is_not_signed_is_not_followed() -> None:
+    unsigned = msgspec.structs.replace(BEGIN, timeout=61.0)
+    with pytest.raises(RuleBroken, match="without its coordinator's signature"):
+        follow(participant_at(TIP), unsigned, key(3), relayed=True)
+    with pytest.raises(RuleBroken, match="not signed by who sent it"):
+        follow_survey(in_round(), key(1), msgspec.structs.replace(survey_of(2, 1), out=keys(3)))
 
 
 # -- DONE and COMMIT
@@ -227,7 +274,7 @@ def test_done_is_said_under_the_ballot_that_is_followed() -> None:
     has_all(participant)
     follow_survey(participant, key(3), survey_of(2, 3))
     assert participant.done == Ballot(1, key(1)), "a successor must hear under which ballot this was complete"
-    participant.on_repair(key(3), Repair(BEGIN.round, Ballot(2, key(3)), ()))
+    participant.on_repair(key(3), repair_of(2, 3))
     assert participant.state is State.IN_ROUND, "it says DONE again, under the new ballot"
 
 
@@ -235,7 +282,7 @@ def test_a_new_round_begins_with_a_clean_sheet() -> None:
     participant = in_round()
     has_all(participant)
     follow_survey(participant, key(3), survey_of(2, 3))
-    participant.on_repair(key(3), Repair(BEGIN.round, Ballot(2, key(3)), ()))
+    participant.on_repair(key(3), repair_of(2, 3))
     participant.leave()
     assert (participant.begin, participant.repair, participant.done) == (None, None, None)
     follow(participant, begin_of(members(1, 2), attempt=3))
@@ -287,7 +334,7 @@ class Racing(Participant):
 
 def test_any_thread_may_ask_whether_others_are_past_this_state() -> None:
     view = View("run", member(2), lambda key: True)
-    participant = Racing(view, TIP, TERMS, [], Silence(15.0, 30.0))
+    participant = Racing(view, TIP, TERMS, [], Silence(15.0, 30.0), signer(1))
     participant.made = True
     assert participant.behind(0.0) is None
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from shoal.swarm.protocol.coordinator import Phase
-from shoal.swarm.protocol.messages import Begin
-from tests.swarm.rounds import RULES, key
+from shoal.swarm.protocol.messages import Begin, Call, Progress
+from tests.swarm.rounds import RULES, TIP, key, keys
 from tests.swarm.test_coordinator import gathering, join
 
 ROUND_SECONDS = RULES.round_timeout
@@ -66,12 +66,13 @@ def test_who_has_left_is_not_in_the_round() -> None:
 
 
 def test_where_samples_are_counted_the_call_says_how_long() -> None:
-    others = frozenset({key(1), key(2)})
-    coordinator = gathering(1, 2, 3, rules=replace(RULES, target_samples=10.0), veterans=others)
+    coordinator = gathering(1, 2, 3, rules=replace(RULES, target_samples=10.0), veterans=frozenset(keys(1, 2, 3)))
     join(coordinator, 1, now=0.0, patience=8.0)
+    join(coordinator, 2, now=0.0, patience=8.0)  # most have joined
     deadline = coordinator.deadline
     join(coordinator, 1, now=2.0, patience=40.0)
     assert coordinator.deadline == deadline
+    coordinator.unjoin(key(2), 3.0)
     coordinator.unjoin(key(1), 3.0)
     assert (coordinator.phase, coordinator.deadline) == (Phase.GATHERING, deadline)
 
@@ -91,3 +92,21 @@ def test_time_stands_still_while_a_user_lets_the_others_wait() -> None:
     deadline = counted.wake_at()
     counted.wait(50.0)
     assert counted.wake_at() == deadline, "where samples are counted nobody has a say"
+
+
+def test_where_samples_are_counted_one_join_calls_nothing() -> None:
+    coordinator = gathering(1, 2, 3, rules=replace(RULES, target_samples=10.0))
+    join(coordinator, 1, now=0.0, patience=8.0)
+    assert coordinator.phase is Phase.COUNTING
+    assert coordinator.wake_at() == 8.0
+    coordinator.tick(8.0)
+    assert coordinator.begin is not None, "an earlier coordinator may have called it, and nobody else"
+
+
+def test_where_samples_are_counted_those_who_joined_bring_theirs() -> None:
+    coordinator = gathering(1, 2, 3, rules=replace(RULES, target_samples=10.0))
+    join(coordinator, 1, now=0.0, patience=8.0)
+    coordinator.progress(key(2), Progress(TIP, 8.9, 1.0), 1.0)
+    assert coordinator.phase is Phase.COUNTING
+    _, actions = coordinator.progress(key(2), Progress(TIP, 9.0, 1.0), 1.0)
+    assert any(isinstance(action.message, Call) for action in actions)

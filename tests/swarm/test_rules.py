@@ -87,3 +87,11 @@ def test_options_that_no_step_can_be_made_with_have_no_vote() -> None:
     asked = [msgspec.structs.replace(join_of(member(number)), options=b"bad") for number in (1, 2)]
     asked.append(msgspec.structs.replace(join_of(member(3)), options=b"good"))
     assert changed(RULES, options_fit=lambda options: options != b"bad").options(asked) == b"good"
+
+
+@pytest.mark.parametrize(
+    ("group", "share", "last", "least"),
+    [(1, 0.0, 9, 1), (3, 0.0, 9, 3), (1, 0.5, 9, 5), (1, 0.6, 5, 3), (1, 0.1, 30, 3), (1, 1.0, 4, 4), (1, 0.6, 0, 1)],
+)
+def test_of_how_many_members_a_round_is_at_least(group: int, share: float, last: int, least: int) -> None:
+    assert changed(RULES, min_group=group, min_share=share).least(last) == least

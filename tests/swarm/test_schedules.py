@@ -12,7 +12,7 @@ from tests.simulation.swarms import seeds
 from tests.swarm.rounds import RULES, member
 from tests.swarm.wire import Wire
 
-PATIENT = replace(RULES, round_timeout=1e6)
+PATIENT = replace(RULES, round_timeout=86400.0)
 SCHEDULES = 60  # of each seed
 
 

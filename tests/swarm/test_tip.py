@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.swarm.protocol.tip import LAST_EPOCH, MOST_SAMPLES, Ballot, Tip
 from tests.swarm.rounds import TIP, digest, key
 
 digests = st.binary(min_size=32, max_size=32)
@@ -49,15 +49,9 @@ def test_samples_count_before_epochs() -> None:
     assert Tip(2, digest("b"), 11.0).outranks(many)
 
 
-def test_a_round_is_named_by_tip_and_ballot() -> None:
-    names = {
-        tip.round_id(Ballot(number, key(coordinator)))
-        for tip in (TIP, TIP.after(digest("a"), 1.0), Tip(0, digest("l"), 0.0))
-        for number in (1, 2)
-        for coordinator in (1, 2)
-    }
-    assert len(names) == 12
-    assert all(len(name) == 16 for name in names)
+def test_what_follows_from_the_most_that_can_be_claimed_can_still_be_said() -> None:
+    after = Tip(LAST_EPOCH, digest("a"), MOST_SAMPLES).after(digest("b"), MOST_SAMPLES)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(after), type=Tip) == after
 
 
 def test_ballots_are_ordered_by_number_and_no_two_peers_hold_the_same() -> None:

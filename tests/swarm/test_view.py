@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role, View
-from tests.swarm.rounds import TIP, key, member, members
+from shoal.swarm.protocol.view import HEARSAY_SECONDS, MAX_HEARSAY, MAX_MEMBERS, Member, Role, View
+from tests.swarm.rounds import TIP, key, keys, member, members
 
 ME = member(0)
 
@@ -137,3 +137,37 @@ def test_a_member_that_is_behind_does_not_coordinate_until_it_has_caught_up() ->
 def test_a_fingerprint_differs_when_the_members_do(other: tuple[int, ...]) -> None:
     assert known(1, 2, 3).fingerprint() == known(3, 1, 2).fingerprint()
     assert known(1, 2, 3).fingerprint() != known(*other).fingerprint()
+
+
+# -- hearsay
+
+
+def test_who_is_only_mentioned_is_no_member() -> None:
+    view = known(2)
+    before = view.fingerprint()
+    assert view.hear(key(2), members(2, 3, 4), 0.0) == list(members(3, 4))
+    assert view.hear(key(2), members(3, 4), 1.0) == [], "they are being met"
+    assert view.fingerprint() == before
+    assert {m.key for m in view.snapshot()} == {m.key for m in view.candidates(0)} == set(keys(0, 2))
+    view.returned(member(3))
+    assert key(3) in view.members
+
+
+def test_one_teller_mentions_so_many_and_leaves_room_for_others() -> None:
+    view, many = known(2), [Member(n.to_bytes(32), (), Role.CLIENT) for n in range(1000)]
+    assert len(view.hear(key(2), many, 0.0)) == MAX_HEARSAY
+    assert view.hear(key(2), members(9), 0.0) == []
+    assert view.hear(key(3), members(9), 0.0) == list(members(9))
+    assert len(view.members) == 2
+    assert view.num_clients() == 0
+
+
+def test_who_gives_no_sign_is_forgotten() -> None:
+    view = known(2)
+    view.hear(key(2), members(3, 4), 0.0)
+    assert view.forget(HEARSAY_SECONDS - 1.0) == []
+    view.listed(members(3), HEARSAY_SECONDS - 1.0)
+    assert view.forget(HEARSAY_SECONDS) == [key(4)]
+    assert view.is_known(key(3))
+    assert not view.is_known(key(4))
+    assert view.hear(key(2), members(4), 100.0) == list(members(4)), "others may mention it again"

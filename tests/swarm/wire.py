@@ -20,8 +20,9 @@ from shoal.swarm.protocol.messages import Begin, Commit, Fetch, Join, Part, Repa
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
+from shoal.swarm.protocol.statements import Signer
 from shoal.swarm.protocol.view import Member, View
-from tests.swarm.rounds import TERMS, chunks_of
+from tests.swarm.rounds import IDENTITIES, TERMS, chunks_of
 
 
 class Digests:
@@ -118,7 +119,12 @@ class Wire:
         self.peers: dict[bytes, Peer] = {}
         for member in members:
             peer = Peer(
-                View("run", member, self._reaches(member.key)), TERMS, rules, Silence(1e9, 1e9), keeps_state=True
+                View("run", member, self._reaches(member.key)),
+                TERMS,
+                rules,
+                Silence(1e9, 1e9),
+                Signer(next(one for one in IDENTITIES if one.peer_id == member.peer), "run"),
+                keeps_state=True,
             )
             peer.view.learn(members)
             self.peers[member.key] = peer

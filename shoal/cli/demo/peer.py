@@ -18,6 +18,7 @@ from shoal.cli.demo.model import CharacterGPT, ModelShape
 from shoal.cli.demo.parent import START, STOP, Parent
 from shoal.cli.demo.settings import Compression, PeerConfig, load_text
 from shoal.cli.demo.translate import as_message
+from shoal.optim.reports import Event
 
 _EVALUATIONS = 10
 
@@ -73,8 +74,8 @@ class Peer:
         optimizer.on_event = self._tell
         return optimizer
 
-    def _tell(self, event: shoal.EpochReport | shoal.DownloadReport | shoal.ReachabilityReport) -> None:
-        if not isinstance(event, shoal.ReachabilityReport):  # which is in the log as well
+    def _tell(self, event: Event) -> None:
+        if isinstance(event, shoal.EpochReport | shoal.DownloadReport):  # the others are in the log as well
             self._parent.tell(as_message(event))
 
     def _train(self) -> None:

@@ -4,9 +4,9 @@ functions."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from shoal.swarm.protocol.book import RuleBroken, require, root_of
+from shoal.swarm.protocol.book import RuleBroken, check_repair, require, root_of
 from shoal.swarm.protocol.messages import Begin, Have, Source
 from shoal.swarm.protocol.tip import Ballot
 from shoal.swarm.protocol.view import Member
@@ -21,24 +21,26 @@ def check_answer(begin: Begin, ballot: Ballot, member: Member, have: Have, said:
     chunks, repair = begin.starts[-1] if member.contributes else 0, have.repair
     require(have.commit is None, "it has a commit of another round")
     require(len(have.digests) == chunks, f"it listed {len(have.digests)} chunks of {chunks}")
+    require(all(len(digest) in (0, 32) for digest in have.digests), "it listed digests of another length")
     for earlier in (have.done, repair.ballot if repair is not None else None):
         # A member that answers follows no ballot below `ballot` any more, and `ballot` is new.
         if earlier is not None and not begin.ballot <= earlier < ballot:
             raise RuleBroken(f"it followed attempt {earlier.number}, which nobody made before attempt {ballot.number}")
     if repair is not None:
-        require(repair.round == begin.round, "it follows a repair of another round")
-        exist = all(source.chunk < begin.starts[-1] for source in repair.sources)
-        require(exist, "it follows a repair of chunks that do not exist")
+        check_repair(begin, repair)
     held = root_of(have.digests) if member.contributes else b""
     require(said in (None, held), "it does not hold what it said it was done with")
 
 
-def repaired(begin: Begin, live: Sequence[bytes], haves: Mapping[bytes, Have]) -> tuple[tuple[Source, ...], bytes]:
+def repaired(
+    begin: Begin, live: Sequence[bytes], haves: Mapping[bytes, Have], parted: Collection[frozenset[bytes]] = ()
+) -> tuple[tuple[Source, ...], bytes]:
     """The sources of the chunks that the reducers of BEGIN no longer send, and the digest of the result if it is
     settled (every member has every chunk in some version), else b"".
 
     Args:
         live: the members that are not out, in member order; `haves` has an answer of each without a flaw.
+        parted: the pairs of members that exchange nothing.
     """
     here = [member for member in begin.members if member.key in live]
     reducers = [m.key for m in here if m.reduces] or [m.key for m in here if m.addresses] or live
@@ -59,8 +61,12 @@ def repaired(begin: Begin, live: Sequence[bytes], haves: Mapping[bytes, Have]) -
         # If there are two versions of a chunk (its reducer lied), the result is the one that more members hold.
         digest = max(votes, key=lambda digest: (votes[digest], digest), default=b"")
         result.append(digest)
-        if digest and (owner not in live or len(holders) > 1 or chunk in fetched):
-            sources.append(Source(chunk, holders[digest][chunk % len(holders[digest])], digest))
+        lacking = [k for k in live if len(haves[k].digests) > chunk and not _digest(haves[k], chunk)] if parted else []
+        cut_off = [key for key in lacking if frozenset((key, owner)) in parted]
+        if digest and (owner not in live or len(holders) > 1 or chunk in fetched or cut_off):
+            reached = [h for h in holders[digest] if not any(frozenset((h, key)) in parted for key in cut_off)]
+            able = reached or holders[digest]
+            sources.append(Source(chunk, able[chunk % len(able)], digest))
         elif owner not in live:
             sources.append(Source(chunk, reducers[chunk % len(reducers)], b""))
         elif owner != original[chunk]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from blake3 import blake3
 
 from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.messages import Begin, Part, Repair, Result, Source
 from shoal.swarm.protocol.plan import ChunkSpan
-from shoal.swarm.protocol.tip import Ballot
 
 # Parts that a member has under way to one reducer. A chunk's result is also the credit for the next part, so neither
 # side ever has more than this many chunks queued to the other.
@@ -44,11 +43,14 @@ class Book:
         missing: the chunks whose averages are missing.
         parts: of each of my chunks, whose part has come.
         out: members that have left the round.
-        plan: the ballot under which `owners` stands.
+        parted: members with which this one exchanges nothing: their parts are not waited for, and what they reduce is
+            fetched from others.
+        plan: names the BEGIN or the Repair by which `owners` stands.
+        changes: a counter that grows when members leave, or the plan changes.
     """
 
     def __init__(self, me: bytes, begin: Begin, chunks: list[ChunkSpan]) -> None:
-        self.me, self.begin, self.chunks, self.plan = me, begin, chunks, begin.ballot
+        self.me, self.begin, self.chunks, self.plan = me, begin, chunks, begin.round
         self.keys = [member.key for member in begin.members]
         self.weights = dict(zip(self.keys, begin.weights, strict=True))
         self.receives = {m.key: m.contributes for m in begin.members}
@@ -59,6 +61,11 @@ class Book:
         self.missing = set(range(len(chunks))) if self.receives[me] else set()
         self.parts: dict[int, dict[bytes, None]] = {}
         self.out: dict[bytes, None] = {}
+        self.parted: dict[bytes, None] = {}
+        self._past: dict[bytes, None] = {}  # the plans before
+        self.changes = 0
+        self._owing = {key: None for key in self.keys if key != me and self.receives[key]}  # neither out nor parted
+        self._lacks: dict[int, int] = {}  # of each of my chunks, how many of them have not brought their part
         self._reduced: dict[int, None] = {}
         self._weighed: dict[bytes, float] = {}  # what a member's parts weigh, once one has come
         self._queues: defaultdict[bytes, deque[int]] = defaultdict(deque)  # parts that are not sent yet, by reducer
@@ -70,8 +77,13 @@ class Book:
         self.owners[chunk] = owner
         if owner == self.me:
             self.parts[chunk] = {}
-        elif self.receives[self.me]:
+            self._lacks[chunk] = len(self._owing)
+        elif self.receives[self.me] and owner not in self.parted:
             self._queues[owner].append(chunk)
+
+    def knows(self, plan: bytes) -> bool:
+        """Whether that is the plan, or an earlier one, of this round."""
+        return plan == self.plan or plan in self._past
 
     # -- as a sender
 
@@ -90,14 +102,16 @@ class Book:
                 parts.append((owner, self._queues[owner].popleft()))
         return parts
 
-    def result_arrived(self, sender: bytes, chunk: int, plan: Ballot) -> bool:
+    def result_arrived(self, sender: bytes, chunk: int, plan: bytes) -> bool:
         """A reducer has sent the average of a chunk under `plan`. Returns whether it is needed. Raises RuleBroken if
         the chunk is not the sender's to reduce."""
         if chunk >= len(self.chunks):
             raise RuleBroken(f"a result of chunk {chunk}; the round has {len(self.chunks)}")
         self._under_way[sender] = max(0, self._under_way[sender] - 1)
+        if sender in self.parted:
+            return False
         if self.owners[chunk] != sender:
-            if plan < self.plan:
+            if plan in self._past:
                 return False  # on its way when the chunk was given to another
             raise RuleBroken(f"a result of chunk {chunk}, which is not its to reduce")
         return not self.digests[chunk]
@@ -109,15 +123,17 @@ class Book:
 
     # -- as a reducer
 
-    def part_arrived(self, sender: bytes, chunk: int, plan: Ballot, weight: float) -> bool:
+    def part_arrived(self, sender: bytes, chunk: int, plan: bytes, weight: float) -> bool:
         """A member's part of one of my chunks has arrived under `plan`. Returns whether it is needed. Raises RuleBroken
         if it does not belong here. The first part of a member fixes the weight of all of them."""
         if sender not in self.weights:
             raise RuleBroken("it is not a member of the round")
         if chunk >= len(self.chunks):
             raise RuleBroken(f"a part of chunk {chunk}; the round has {len(self.chunks)}")
+        if sender in self.parted:
+            return False
         if chunk not in self.parts:
-            if plan < self.plan:
+            if plan in self._past:
                 return False  # on its way when the chunk was given to another
             raise RuleBroken(f"chunk {chunk} is not mine to reduce")
         if not self.receives[sender]:
@@ -128,17 +144,13 @@ class Book:
             raise RuleBroken(f"chunk {chunk} weighs {weight:g}, and what it sent before {self._weighed[sender]:g}")
         self.weights[sender] = weight
         self.parts[chunk][sender] = None
+        if sender in self._owing:
+            self._lacks[chunk] -= 1
         return True
 
     def is_ready(self, chunk: int) -> bool:
         """Whether my chunk can be reduced: the parts of all remaining members have arrived."""
-        return chunk in self.parts and chunk not in self._reduced and not any(self._lacking(chunk))
-
-    def _lacking(self, chunk: int) -> Iterator[bytes]:
-        """The remaining members whose parts of my chunk are missing."""
-        came = self.parts[chunk]
-        owing = (key for key in self.keys if key != self.me and key not in self.out and self.receives[key])
-        return (key for key in owing if key not in came)
+        return chunk not in self._reduced and self._lacks.get(chunk) == 0
 
     def reduced(self, chunk: int) -> None:
         """I have averaged one of my chunks."""
@@ -146,28 +158,37 @@ class Book:
 
     def waiting_for(self) -> dict[bytes, None]:
         """The members that hold up a chunk which I reduce: their parts are missing."""
-        unreduced = (chunk for chunk in self.parts if chunk not in self._reduced)
-        return {key: None for chunk in unreduced for key in self._lacking(chunk)}
+        held_up = [self.parts[chunk] for chunk, lacks in self._lacks.items() if lacks and chunk not in self._reduced]
+        return {key: None for came in held_up for key in self._owing if key not in came}
 
     @property
     def awaited(self) -> dict[int, bytes]:
         """The chunks whose averages are missing, and the other members that send them."""
-        return {chunk: self.owners[chunk] for chunk in sorted(self.missing) if self.owners[chunk] != self.me}
+        mine_to_fetch = {self.me, *self.parted}
+        return {chunk: self.owners[chunk] for chunk in sorted(self.missing) if self.owners[chunk] not in mine_to_fetch}
+
+    def recipients(self) -> list[bytes]:
+        """To whom the averages go that I reduce."""
+        return list(self._owing)
 
     # -- when somebody leaves
 
     def put_out(self, keys: Iterable[bytes]) -> list[int]:
         """Continue without these members. Returns my chunks that can be reduced now."""
+        self.changes += 1
         for key in keys:
             self.out[key] = None
-            self._queues.pop(key, None)
+            self._owes_no_more(key)
             self._under_way.pop(key, None)
         return [chunk for chunk in self.parts if self.is_ready(chunk)]
 
     def repair(self, repair: Repair) -> tuple[list[Source], list[int]]:
         """Follow a repair of chunks that exist. Returns those to fetch, and my new ones that can be reduced now."""
         fetches = []
-        self.plan = repair.ballot
+        self.changes += 1
+        self._past[self.plan] = None
+        self.plan = repair.plan
+        self._part(other for pair in repair.parted if self.me in pair for other in pair if other != self.me)
         for source in repair.sources:
             chunk, owner = source.chunk, source.owner
             if source.digest:
@@ -180,6 +201,27 @@ class Book:
                 self._assign(chunk, owner)
         return fetches, [chunk for chunk in self.parts if self.is_ready(chunk)]
 
+    def _part(self, keys: Iterable[bytes]) -> None:
+        """Exchange nothing with these members from here on. What they have brought to chunks that are not reduced yet
+        is left out (`Exchange`)."""
+        for key in keys:
+            self.parted[key] = None
+            self._owes_no_more(key)
+
+    def _owes_no_more(self, key: bytes) -> None:
+        """No part is waited for from that member, and none is sent to it."""
+        self._queues.pop(key, None)
+        if key in self._owing:
+            del self._owing[key]
+            for chunk, came in self.parts.items():
+                self._lacks[chunk] -= key not in came
+
+    @property
+    def lacks_only_parted(self) -> bool:
+        """Whether nothing is missing but what others hold, reduced by members from whom this one is parted."""
+        theirs = all(self.owners[chunk] in self.parted for chunk in self.missing)
+        return bool(self.missing) and theirs and len(self._reduced) == len(self.parts)
+
     @property
     def complete(self) -> bool:
         """Whether this member has every average, or, if it receives none, has reduced all of its chunks."""
@@ -188,6 +230,17 @@ class Book:
     def root(self) -> bytes:
         """The digest of all chunk digests, 32 bytes; b"" of a member that does not receive the result."""
         return root_of(self.digests) if self.receives[self.me] else b""
+
+
+def check_repair(begin: Begin, repair: Repair) -> None:
+    """Raises RuleBroken, with the reason, for a Repair that cannot be one of that round."""
+    keys = {member.key for member in begin.members}
+    require(repair.round == begin.round, "a repair of another round")
+    require(all(source.chunk < begin.starts[-1] for source in repair.sources), "a repair of chunks that do not exist")
+    require(all(source.owner in keys for source in repair.sources), "a repair by peers that are not in the round")
+    require(all(len(source.digest) in (0, 32) for source in repair.sources), "a repair with digests of another length")
+    pairs = all(one in keys and other in keys and one != other for one, other in repair.parted)
+    require(pairs, "a repair that parts peers that are not in the round")
 
 
 def check_begin(begin: Begin) -> None:
@@ -208,6 +261,7 @@ def root_of(digests: Iterable[bytes]) -> bytes:
 
 MAX_EARLY = 64  # of one member
 MAX_EARLY_BYTES = 1 << 28  # of all members together
+TOO_MANY = "too many chunks by a plan that this peer does not have"
 
 Chunk = tuple[bytes, Part | Result, Sequence[memoryview]]
 
@@ -219,10 +273,18 @@ class EarlyChunks:
         self._kept: list[Chunk] = []
 
     def keep(self, peer: bytes, message: Part | Result, buffers: Sequence[memoryview]) -> None:
-        """Raises RuleBroken if they are too many, or too large."""
-        nbytes = sum(buffer.nbytes for _, _, held in [*self._kept, (peer, message, buffers)] for buffer in held)
-        fits = sum(sender == peer for sender, _, _ in self._kept) < MAX_EARLY and nbytes <= MAX_EARLY_BYTES
-        require(fits, "too many chunks by a plan that this peer does not have")
+        """Where they take too much, some of whoever has brought the most are dropped: an honest member brings few.
+
+        Raises RuleBroken if that is this member, or if it has brought too many."""
+        held = Counter({peer: _size(buffers)})
+        for sender, _, kept in self._kept:
+            held[sender] += _size(kept)
+        require(sum(sender == peer for sender, _, _ in self._kept) < MAX_EARLY, TOO_MANY)
+        while held.total() > MAX_EARLY_BYTES:
+            most = max(held, key=lambda sender: held[sender])
+            require(most != peer, TOO_MANY)
+            last = max(i for i, (sender, _, kept) in enumerate(self._kept) if sender == most and kept)
+            held[most] -= _size(self._kept.pop(last)[2])
         # Copies, since these must not take the memory in which chunks come for as long as that lasts.
         self._kept.append((peer, message, [memoryview(bytearray(buffer)) for buffer in buffers]))
 
@@ -230,3 +292,7 @@ class EarlyChunks:
         """The chunks of that round, in the order in which they came; the others belong nowhere any more."""
         kept, self._kept = self._kept, []
         return [chunk for chunk in kept if chunk[1].round == round_id]
+
+
+def _size(buffers: Sequence[memoryview]) -> int:
+    return sum(buffer.nbytes for buffer in buffers)

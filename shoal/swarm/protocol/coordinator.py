@@ -30,14 +30,16 @@ from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Ask, Send
 from shoal.swarm.protocol.answers import check_answer, repaired
 from shoal.swarm.protocol.book import RuleBroken, require, root_of
+from shoal.swarm.protocol.history import History
 from shoal.swarm.protocol.pace import Pace
 from shoal.swarm.protocol.plan import can_divide, chunk_elements, chunk_table, divide
 from shoal.swarm.protocol.rules import Rules
-from shoal.swarm.protocol.tip import NO_BALLOT, Ballot, Tip
+from shoal.swarm.protocol.statements import Signer
+from shoal.swarm.protocol.tip import MAX_LEAP, NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member
 
 NOTICE_SECONDS = 0.5  # after which all members have noticed that one is lost
-MAX_REFUSED_REPAIRS = 3  # by one member; then it is put out
+MAX_REFUSED_REPAIRS = 3  # by one member, or that have not helped it; then it is put out
 REMINDER_SECONDS = 0.5  # in which a member may say why it does not join
 MAX_GATHERED_BYTES = MAX_BUFFER_BYTES - 64 * MAX_MEMBERS  # of all members together: with their keys, one buffer
 
@@ -53,18 +55,18 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Judgement:
-    """Two members that both reach the coordinator cannot reach each other: one of them has to leave.
+    """Two members that both reach the coordinator cannot reach each other: they are parted.
 
     Attributes:
-        at: when it is made. By then all members notice if one of the two is lost.
+        at: when. By then all members notice if one of the two is lost.
         complainer, other: the keys of the two.
-        surveyed: whether both were asked what they hold: one may have a commit, or follow another coordinator by now.
+        reason: what the first says of the other.
     """
 
     at: float
     complainer: bytes
     other: bytes
-    surveyed: bool
+    reason: str
 
 
 @dataclass
@@ -75,53 +77,72 @@ class Coordinator:
         me: the key of the peer that runs this.
         tip: the state that the round starts from.
         rules: see `Rules`.
+        signer: signs what this peer says.
+        history: what members brought to earlier commits.
         veterans: the members of the last round. Where members count samples, BEGIN waits only for veterans and for
             members that have reported since, and not for a newcomer that is still downloading the state.
         settled_at: before this time some members may not have been found yet, so BEGIN waits even if all known members
             have joined.
         all_until: before this time BEGIN waits for all connected members. A peer that has downloaded the state of the
             tip does not know who else is there. If it is its turn to coordinate, the others have to hear of it first.
+        last: how many members contributed to the round that led to this tip; 0 if that is not known.
+        haste: what part of the time for BEGIN it takes, see `Deadlines.haste`.
     """
 
     me: bytes
     tip: Tip
     rules: Rules
+    signer: Signer
+    history: History = field(default_factory=History)
     settled_at: float = 0.0
     all_until: float = 0.0
     veterans: frozenset[bytes] = frozenset()
+    last: int = 0
+    haste: float = 1.0
     phase: Phase = Phase.COUNTING
     expected: dict[bytes, Member] = field(default_factory=dict)  # connected members: BEGIN waits for them
-    joins: dict[bytes, msg.Join] = field(default_factory=dict)
-    gathered: dict[bytes, bytes] = field(default_factory=dict)
-    late: dict[bytes, None] = field(default_factory=dict)  # members that joined after BEGIN; they wait for the COMMIT
-    counts: dict[bytes, msg.Progress] = field(default_factory=dict)
+    joins: dict[bytes, msg.Join] = field(default_factory=dict, init=False)
+    gathered: dict[bytes, bytes] = field(default_factory=dict, init=False)
+    late: dict[bytes, None] = field(
+        default_factory=dict, init=False
+    )  # who joined after BEGIN, and waits for the COMMIT
+    counts: dict[bytes, msg.Progress] = field(default_factory=dict, init=False)
     begin: msg.Begin | None = None
     ballot: Ballot = NO_BALLOT
     out: dict[bytes, str] = field(default_factory=dict)  # members put out of the round, and why
-    done: dict[bytes, bytes] = field(default_factory=dict)
-    have: dict[bytes, msg.Have] = field(default_factory=dict)
-    disputed: dict[bytes, bytes] = field(default_factory=dict)  # the digests of DONE, by member, when they differed
+    done: dict[bytes, bytes] = field(default_factory=dict, init=False)
+    have: dict[bytes, msg.Have] = field(default_factory=dict, init=False)
+    disputed: dict[bytes, bytes] = field(default_factory=dict, init=False)  # digests of DONE, when they differed
     settled: bytes = b""  # the digest of the result, once every member has every chunk in some version
     deadline: float = math.inf  # of the phase
-    wait_until: dict[bytes, float] = field(default_factory=dict)  # how long members that joined want to wait
+    wait_until: dict[bytes, float] = field(default_factory=dict, init=False)  # how long who joined wants to wait
     took_over: bool = False
+    doubts: tuple[msg.Doubt, ...] = ()  # of the coordinators before this one
+    postponed: dict[bytes, None] = field(default_factory=dict, init=False)  # members for which a round waited
     reminded: bool = False  # whether members that have not joined were called once more
     pace: Pace = field(init=False)
-    complaints: dict[bytes, dict[bytes, str]] = field(default_factory=dict)  # of each member: of whom, and why
-    refused_repairs: Counter[bytes] = field(default_factory=Counter)  # how many, by member
-    signs_of: Counter[bytes] = field(default_factory=Counter)  # how often each member has seen the round make progress
+    parted: dict[frozenset[bytes], bytes] = field(default_factory=dict, init=False)  # pairs; who of them was blamed
+    waits: Counter[bytes] = field(default_factory=Counter, init=False)  # how often each waited for what others hold
+    waiting: dict[bytes, None] = field(default_factory=dict, init=False)  # who lacks only what others hold for it
+    refused_repairs: Counter[bytes] = field(default_factory=Counter, init=False)  # how many, by member
+    signs_of: Counter[bytes] = field(default_factory=Counter, init=False)  # how often each has seen the round get on
     last_join_at: float | None = None
     join_to_begin: float | None = None  # seconds from the last JOIN to BEGIN
-    _judgements: deque[_Judgement] = field(default_factory=deque)  # the next one first
+    _judgements: deque[_Judgement] = field(default_factory=deque, init=False)  # the next one first
 
     def __post_init__(self) -> None:
-        self.pace = Pace(math.inf if self.rules.target_samples is None else self.rules.target_samples)
+        target = math.inf if self.rules.target_samples is None else self.rules.target_samples
+        self.pace = Pace(target, self.rules.matchmaking_time, self.history.unreliable)
 
     @classmethod
-    def successor(cls, me: bytes, begin: msg.Begin, attempt: int, lost: Iterable[bytes], rules: Rules) -> Coordinator:
+    def successor(
+        cls, me: bytes, begin: msg.Begin, attempt: int, lost: Iterable[bytes], rules: Rules, signer: Signer
+    ) -> Coordinator:
         """The coordinator that takes over the round of a lost one. Call `start_survey` first."""
         out, ballot = dict.fromkeys(lost, "lost"), Ballot(attempt, me)
-        return cls(me, begin.tip, rules, phase=Phase.SURVEYING, begin=begin, ballot=ballot, out=out, took_over=True)
+        taken = cls(me, begin.tip, rules, signer, phase=Phase.SURVEYING, begin=begin, ballot=ballot, out=out)
+        taken.took_over = True
+        return taken
 
     # -- before BEGIN
 
@@ -151,15 +172,38 @@ class Coordinator:
         before, target = self.counts.get(key), self.rules.target_samples
         if report.counted:
             self.counts[key] = msgspec.structs.replace(report, asks=False)
-        samples = sum(count.samples for count in self.counts.values())
+        most = math.inf if target is None else self.history.most(key, target, now)
+        samples = self._samples(now)
         is_due = self.phase is Phase.COUNTING and target is not None and samples >= target
-        actions = self._gather(now + self.rules.matchmaking_time) if is_due else []
+        actions = self._gather(now + self.haste * self.rules.matchmaking_time) if is_due else []
         rate = sum(count.rate for count in self.counts.values())
         called, wait = self.phase is not Phase.COUNTING, 0.0
         if report.counted and (report.asks or self.counts[key] != before):  # else it repeats an earlier report
-            wait = self.pace.reported(key, report.samples, report.step, report.seconds, report.asks and not called, now)
+            has, adds = min(report.samples, most), min(report.step, most)
+            wait = self.pace.reported(key, has, adds, report.seconds, report.asks and not called, now)
         others = self.pace.under_way(but=key)
         return msg.Count(self.tip, samples, rate, len(self.counts), called, others, wait), actions
+
+    def _samples(self, now: float) -> float:
+        """The samples of all members, as far as they count: reported, or brought by a JOIN."""
+        target = self.rules.target_samples
+        has = {key: join.weight for key, join in self.joins.items()}
+        for key, count in self.counts.items():
+            has[key] = max(has.get(key, 0.0), count.samples)
+        if target is None:
+            return sum(has.values())
+        return sum(min(samples, self.history.most(key, target, now)) for key, samples in has.items())
+
+    def _is_called_by_joins(self, now: float) -> bool:
+        """Whether the JOINs that are there call the round. Where samples are counted, who has joined was called by an
+        earlier coordinator, or lies: the round is called if they have the target, if most have joined, or if the first
+        has waited for as long as it wants to."""
+        target, contributing = self.rules.target_samples, [m.key for m in self.expected.values() if m.contributes]
+        most_have = 2 * sum(key in self.joins for key in contributing) > len(contributing)
+        return target is None or most_have or self._samples(now) >= target or now >= self._first_waits_until()
+
+    def _first_waits_until(self) -> float:
+        return next(iter(self.wait_until.values()), math.inf)
 
     def join(self, key: bytes, join: msg.Join, gathered: bytes, now: float) -> list[Send | Ask]:
         """A member's input is ready. It may join again (after a lost answer); the last JOIN counts. Raises RuleBroken
@@ -170,10 +214,11 @@ class Coordinator:
         others = sum(len(data) for other, data in self.gathered.items() if other != key)
         taken = f"gather takes {len(gathered)} bytes, that of the others {others}; all may take {MAX_GATHERED_BYTES}"
         require(others + len(gathered) <= MAX_GATHERED_BYTES, taken)
-        self.joins[key], self.gathered[key], self.wait_until[key] = join, gathered, now + join.patience
+        until = now + self.haste * join.patience
+        self.joins[key], self.gathered[key], self.wait_until[key] = join, gathered, until
         self.last_join_at = now
         if self.phase is Phase.COUNTING:
-            return self._gather(now + join.patience) + self.tick(now)
+            return self.tick(now)
         self._follow_the_first()  # its JOIN may have changed
         return self.tick(now)
 
@@ -195,7 +240,7 @@ class Coordinator:
         if self.rules.target_samples is None and not self.wait_until:
             self.phase, self.deadline, self.reminded = Phase.COUNTING, math.inf, False
         elif self.rules.target_samples is None and not self.reminded:
-            self.deadline = next(iter(self.wait_until.values()))
+            self.deadline = self._first_waits_until()
 
     def _gather(self, deadline: float) -> list[Send | Ask]:
         self.phase, self.deadline = Phase.GATHERING, deadline
@@ -205,6 +250,8 @@ class Coordinator:
         """Do what is due at `now`; to be called at `wake_at` and after every event."""
         if self._judgements and self._judgements[0].at <= now:
             return self._judge(self._judgements.popleft(), now)
+        if self.phase is Phase.COUNTING and self.joins and self._is_called_by_joins(now):
+            return self._gather(max(now, self._first_waits_until())) + self.tick(now)
         if self.phase is Phase.GATHERING and now >= self._begins_at():
             missing = tuple(key for key in self.expected if key not in self.joins and self._waits_for(key))
             if missing and not self._is_full() and not self.reminded:
@@ -229,7 +276,9 @@ class Coordinator:
     def wake_at(self) -> float | None:
         """When `tick` is due if nothing else happens; None if never."""
         times = [judgement.at for judgement in self._judgements]
-        if self.phase is Phase.GATHERING or self._is_running:
+        if self.phase is Phase.COUNTING:
+            times.append(self._first_waits_until())
+        elif self.phase is Phase.GATHERING or self._is_running:
             times.append(self.deadline if self._is_running else self._begins_at())
         return min((time for time in times if time < math.inf), default=None)
 
@@ -246,13 +295,14 @@ class Coordinator:
         return min(self.deadline, self.settled_at if all_are_here else max(self.settled_at, self.all_until))
 
     def _waits_for(self, key: bytes) -> bool:
-        return self.rules.target_samples is None or key in self.counts or key in self.veterans
+        has_reported = key in self.counts and self.history.is_awaited(key)
+        return self.rules.target_samples is None or has_reported or key in self.veterans
 
     def _are_enough(self) -> bool:
         """Whether the members that joined can make a round: they are enough, and one of them can reduce."""
         chosen = [self.joins[key].sender for key in self._chosen()]
         count = sum(self.rules.target_samples is None or sender.contributes for sender in chosen)
-        return count >= max(1, self.rules.min_group) and can_divide(chosen)
+        return count >= self.rules.least(self.last) and can_divide(chosen)
 
     def _chosen(self) -> list[bytes]:
         """The first members that joined, as many as a group may have, with one that can reduce if there is any."""
@@ -265,14 +315,17 @@ class Coordinator:
     def _begin(self, now: float) -> list[Send | Ask]:
         chosen = self._chosen()
         self.late = dict.fromkeys(key for key in self.joins if key not in chosen)
+        self.history.missed(key for key in self.expected if key in self.counts and key not in self.joins)
         members = tuple(self.joins[key].sender for key in sorted(chosen))
         joins = [self.joins[member.key] for member in members]
         reducers = sum(member.reduces for member in members)
         with_state = self.rules.averages_state(self.tip.epoch, joins)
         sizes = self.rules.vector(self.tip.epoch, with_state)
         elements = chunk_elements(sum(sizes), reducers, self.rules.chunk_elements)
-        self.ballot = Ballot(1 + max(join.attempt for join in joins), self.me)
-        self.begin = msg.Begin(
+        known = self.ballot.number
+        attempts = (join.attempt for join in joins if join.attempt <= known + MAX_LEAP)
+        self.ballot = Ballot(1 + max([known, *attempts]), self.me)
+        begin = msg.Begin(
             tip=self.tip,
             ballot=self.ballot,
             members=members,
@@ -285,6 +338,7 @@ class Coordinator:
             timeout=self.rules.round_timeout,
             options=self.rules.options(joins),
         )
+        self.begin = self.signer.sign(begin)
         self.phase, self.deadline = Phase.RUNNING, now + self.rules.round_timeout
         self.join_to_begin = None if self.last_join_at is None else now - self.last_join_at
         return [Send(tuple(member.key for member in members), self.begin, [self.gathered_of_all()])]
@@ -316,29 +370,45 @@ class Coordinator:
             self._gets_on(now)
 
     def broken(self, key: bytes, broken: msg.Broken, reachable: bool, now: float) -> list[Send | Ask]:
-        """A member cannot go on with another. The other is put out at once if it broke a rule, if it is not `reachable`
-        from here either, or if it speaks of itself; else the two are judged. Raises RuleBroken for a complaint of a
-        peer that is not in the round."""
+        """A member cannot go on with another. The other is put out if it is not `reachable` from here either, if it
+        speaks of itself, or if this peer itself has seen it; else the word of one stands against that of another, and
+        the two are parted. Raises RuleBroken for a complaint of a peer that is not in the round."""
         require(key in self.live(), "only a member of the round can complain of another")
-        if broken.fault or broken.peer == key or not reachable:
+        if broken.peer == key or key == self.me or not reachable:
             return self.put_out(broken.peer, broken.reason, now)
-        complaints = self.complaints.setdefault(key, {})
-        if broken.peer in self.live() and broken.peer not in complaints:
-            complaints[broken.peer] = broken.reason
-            self._judgements.append(_Judgement(now + NOTICE_SECONDS, key, broken.peer, False))
-        return []
+        if broken.peer in self.live() and frozenset((key, broken.peer)) not in self.parted:
+            if broken.fault:
+                self._judgements.appendleft(_Judgement(now, key, broken.peer, broken.reason))
+            else:
+                self._judgements.append(_Judgement(now + NOTICE_SECONDS, key, broken.peer, broken.reason))
+        return self.tick(now)
 
     def _judge(self, judgement: _Judgement, now: float) -> list[Send | Ask]:
-        """Of two members that cannot reach each other, put out the one that complains of several, else the other."""
-        complainer, other, live = judgement.complainer, judgement.other, self.live()
-        if self.over or complainer not in live or other not in live:
+        """Part two members, and put out one of them if they cannot go on so."""
+        live, pair = self.live(), frozenset((judgement.complainer, judgement.other))
+        if self.over or not pair <= set(live) or pair in self.parted:
             return []
-        if not judgement.surveyed:
-            self._judgements.append(_Judgement(now + NOTICE_SECONDS, complainer, other, True))
-            return self.start_survey(now)
-        reasons = self.complaints[complainer]
-        key = other if len([k for k in reasons if k in live]) == 1 else complainer
-        return self.put_out(key, reasons[other], now)
+        self.parted[pair] = judgement.other
+        worst = self._cut_off()
+        return self.start_survey(now) if worst is None else self.put_out(worst, judgement.reason, now)
+
+    def _cut_off(self) -> bytes | None:
+        """A member that cannot stay: parted from more than a third of those that are left, or from one whose results
+        nobody could bring it."""
+        live = self.live()
+        pairs = {pair: blamed for pair, blamed in self.parted.items() if pair <= set(live)}
+        count = Counter(key for pair in pairs for key in pair)
+        for pair, blamed in pairs.items():
+            # Of two that are parted from equally many, it is the one that is to blame.
+            worst = max((blamed, *(pair - {blamed})), key=lambda key: count[key])
+            if 3 * count[worst] > len(live) or not any(self._passes_on(m, pair) for m in self._round.members):
+                return worst
+        return None
+
+    def _passes_on(self, member: Member, pair: frozenset[bytes]) -> bool:
+        """Whether both of a pair that is parted can have from that member what it has received."""
+        is_there = member.contributes and member.key not in self.out and member.key not in pair
+        return is_there and not any(frozenset((member.key, key)) in self.parted for key in pair)
 
     def unanswered(self, key: bytes, request: msg.Survey | msg.Repair, reason: str, now: float) -> list[Send | Ask]:
         """A member has not answered a survey in time, or does not follow a repair."""
@@ -356,11 +426,15 @@ class Coordinator:
     def elsewhere(self, key: bytes, now: float) -> list[Send | Ask]:
         """A member that was called is in a round of another coordinator. To go on without it might give this tip two
         results, so this round waits or, if it has begun, ends."""
+        if key in self.postponed:
+            return self.put_out(key, "it is in a round of another coordinator, again", now) if self._is_running else []
+        if key not in (self.live() if self._is_running else self.expected):
+            return []
+        self.postponed[key] = None
         if self.phase is Phase.GATHERING:
-            self.deadline, self.reminded = now + REMINDER_SECONDS, False  # then it is called again
-        if self._is_running and key in self.live():
-            return self.abort("a member is in a round of another coordinator")
-        return []
+            # Then it is called again. BEGIN never comes earlier: others may need all of the time that there was.
+            self.deadline, self.reminded = max(self.deadline, now + REMINDER_SECONDS), False
+        return self.abort("a member is in a round of another coordinator") if self._is_running else []
 
     def live(self) -> list[bytes]:
         """The keys of the members of the round that are not out, in member order."""
@@ -388,19 +462,29 @@ class Coordinator:
         """Ask the remaining members what they hold, under a new ballot."""
         if not self.live():
             return self.abort("no member is left")
+        if (worst := self._cut_off()) is not None:
+            return self.put_out(worst, "it is parted from too many of those that are left", now)
+        left = sum(member.contributes and member.key not in self.out for member in self._round.members)
+        if self.rules.min_share and left < self.rules.least(self.last):
+            return self.abort(f"{left} members are left, of {self.last} in the last epoch: too few for min_peers")
         self.phase = Phase.SURVEYING
         self.deadline = min(self.deadline, now + self._round.timeout)
         self.ballot = Ballot(self.ballot.number + 1, self.me)
-        self.have, self.done = {}, {}
+        self.have, self.done, self.waiting = {}, {}, {}
         begin, buffers = (self.begin, [self.gathered_of_all()]) if self.took_over else (None, [])
-        survey = msg.Survey(self.tip, self._round.round, self.ballot, tuple(self.out), begin)
-        return [Ask(tuple(self.live()), survey, buffers)]
+        out = tuple(self.out)
+        survey = msg.Survey(self.tip, self._round.round, self.ballot, out, begin, self.doubts)
+        return [Ask(tuple(self.live()), self.signer.sign(survey), buffers)]
 
-    def outbid(self, ballot: Ballot, reachable: bool, now: float) -> list[Send | Ask]:
-        """A member follows a higher ballot: give way to its holder if that is `reachable`, else bid higher."""
+    def outbid(self, key: bytes, ballot: Ballot, reachable: bool, now: float) -> list[Send | Ask]:
+        """A member follows a higher ballot: give way to its holder if that is `reachable`, else bid higher. Each member
+        has a coordinator give way once at a tip."""
         if self.phase is not Phase.SURVEYING or ballot <= self.ballot:
             return []
+        if reachable and key in self.postponed:
+            return self.put_out(key, "it follows another coordinator, again", now)
         if reachable:
+            self.postponed[key] = None
             self.phase = Phase.ABORTED
             return []
         self.ballot = Ballot(ballot.number, self.me)
@@ -420,15 +504,32 @@ class Coordinator:
         self.have[key] = have
         if len(self.have) < len(self.live()):
             return []
-        # An earlier coordinator may have put out a member whom we still reach; reducers stopped serving it then.
-        live = self.live()
-        unknown = [other for answer in self.have.values() for other in answer.out if other in live]
-        if unknown:
-            self.out.update((other, "put out by an earlier coordinator") for other in unknown)
+        if self._hear_of_earlier():
             return self.start_survey(now)
+        live = self.live()
         self.phase, self.disputed = Phase.RUNNING, {}
-        sources, self.settled = repaired(self._round, live, self.have)
-        return [Ask(tuple(live), msg.Repair(self._round.round, ballot, sources))]
+        sources, self.settled = repaired(self._round, live, self.have, self.parted)
+        pairs = [(min(pair), max(pair)) for pair in self.parted if pair <= set(live)]
+        repair = msg.Repair(self._round.round, ballot, sources, tuple(pairs))
+        return [Ask(tuple(live), self.signer.sign(repair))]
+
+    def _hear_of_earlier(self) -> bool:
+        """What an earlier coordinator has decided, as the members say: whom it has put out (their reducers do not serve
+        those any more), and which pairs it has parted. Returns whether it is news. What a single one says of another
+        parts the two."""
+        live = self.live()
+        claims = [(by, of) for by, have in self.have.items() for of in have.out if of in live]
+        times = Counter(of for _, of in claims)
+        out = dict.fromkeys(of for by, of in claims if by in (self.me, of) or times[of] > 1)
+        self.out.update((of, "put out by an earlier coordinator") for of in out)
+        new = {frozenset((by, of)): by for by, of in claims if of not in out}
+        repairs = [have.repair for have in self.have.values() if have.repair is not None]
+        for repair in repairs:
+            if repair.ballot.coordinator not in live:  # it is lost: nobody can sign that anew
+                new |= {frozenset(pair): pair[0] for pair in repair.parted if set(pair) <= set(live)}
+        before = len(self.parted)
+        self.parted = {**new, **self.parted}
+        return bool(out) or len(self.parted) > before
 
     def finished(self, key: bytes, done: msg.Done, view: Collection[Member], now: float) -> list[Send | Ask]:
         """A member has all chunks. `view` are the members that the next round expects."""
@@ -437,9 +538,18 @@ class Coordinator:
         if done.root and self.settled and done.root != self.settled:
             # Without this, a member that never follows a repair would make the others repair for ever.
             return self.put_out(key, "it is done with another result than the repair makes", now)
-        self.done[key] = done.root
-        if len(self.done) < len(self.live()):
+        if done.waits:
+            require(any(key in pair for pair in self.parted), "a member that is parted from nobody lacks nothing")
+            self.waiting[key] = None
+            self.waits[key] += 1
+            if self.waits[key] > MAX_REFUSED_REPAIRS:
+                return self.put_out(key, "it still lacks what others have brought to it", now)
+        else:
+            self.done[key] = done.root
+        if len(self.done) + len(self.waiting.keys() - self.done.keys()) < len(self.live()):
             return []
+        if len(self.done) < len(self.live()):
+            return self.start_survey(now)  # others hold by now what they lack
         roots = {root for root in self.done.values() if root}
         if len(roots) > 1:
             self.disputed = self.done
@@ -447,7 +557,8 @@ class Coordinator:
         root = roots.pop() if roots else root_of(())  # all members are auxiliary, and average nothing
         begin, kept = self._round, tuple(member for member in view if member.key not in self.out)
         keys = tuple(member.key for member in begin.members)
-        return self._commit(msg.Commit(self.tip, begin.round, root, sum(begin.weights), keys, kept))
+        commit = msg.Commit(self.tip, begin.round, root, sum(begin.weights), keys, kept, self.me)
+        return self._commit(self.signer.sign(commit))
 
     def _commit(self, commit: msg.Commit) -> list[Send | Ask]:
         self.phase = Phase.COMMITTED

@@ -5,6 +5,8 @@
 | Hello ↔ Hello | any ↔ any | here I am, this is my tip, these are the members that I know |
 | Progress → Count | member → coordinator | so many samples since the tip; so many have all |
 | Call | coordinator → members | the target is reached: join |
+| Doubt | member → next candidate | the coordinator has missed a deadline; signed |
+| TakeOver | next candidate → all | that one is deposed at this tip: the doubts of most members |
 | Join → Joined, Elsewhere or Hello | member → coordinator | my input is ready; you are in, or ask there, or meet |
 | Unjoin | member → coordinator | my JOIN is void |
 | Begin | coordinator → members | the members, and who reduces which chunks |
@@ -27,14 +29,17 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import cached_property
 from typing import Annotated
 
 import msgspec
 
+from shoal.swarm.protocol.statements import UNSIGNED, Seal, name_of_statement
 from shoal.swarm.protocol.tip import Amount, Ballot, Digest, Tip, Weight
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member
 
 MAX_CHUNKS = 1 << 14
+MAX_DOUBTS = 2 * MAX_MEMBERS
 MAX_CHUNK_ELEMENTS = 1 << 20
 MAX_OPTIONS = 64
 MAX_GATHER_BYTES = 64 << 10
@@ -62,6 +67,8 @@ Start = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS)]
 Chunk = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHUNKS)]
 ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 MaybeDigest = Annotated[bytes, msgspec.Meta(max_length=32)]  # b"" for none
+Pairs = Annotated[tuple[tuple[Digest, Digest], ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+Doubts = Annotated[tuple["Doubt", ...], msgspec.Meta(max_length=MAX_DOUBTS)]
 StepOptions = Annotated[bytes, msgspec.Meta(max_length=MAX_OPTIONS_BYTES)]  # b"" for none
 
 
@@ -155,12 +162,13 @@ class Joined(msgspec.Struct, tag=6, array_like=True, frozen=True):
 
 
 class Elsewhere(msgspec.Struct, tag=7, array_like=True, frozen=True):
-    """Not here: the coordinator for this tip is another."""
+    """Not here: the coordinator for this tip is another. `begin` is its BEGIN, if the sender is in its round."""
 
     coordinator: Member
+    begin: Begin | None = None
 
 
-class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True):
+class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True, dict=True):
     """The round. `members` are in the order in which parts are summed; member i reduces the chunks from `starts[i]`
     up to `starts[i + 1]`, each of `chunk_elements` elements; what they gathered is in the buffer. `with_state`: the
     members' states are averaged in this round too (`Rules.vector`). `timeout`: the round ends without a result when it
@@ -178,20 +186,22 @@ class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True):
     with_state: bool
     timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)]
     options: StepOptions = b""
+    seal: Seal = UNSIGNED
 
-    @property
+    @cached_property
     def round(self) -> bytes:
-        return self.tip.round_id(self.ballot)
+        """16 bytes that name this round, and its plan."""
+        return name_of_statement(self)
 
 
 class Part(msgspec.Struct, tag=9, array_like=True, frozen=True):
-    """The sender's input of that chunk; no buffer if its weight is zero (it only asks for the result). `plan` is the
-    ballot of the BEGIN or the Repair by which the sender knows who reduces what; `weight` is that of all its parts, and
+    """The sender's input of that chunk; no buffer if its weight is zero (it only asks for the result). `plan` names
+    the BEGIN or the Repair by which the sender knows who reduces what; `weight` is that of all its parts, and
     may be another than in BEGIN."""
 
     round: Round
     chunk: Chunk
-    plan: Ballot
+    plan: Round
     weight: Weight
 
 
@@ -200,19 +210,22 @@ class Result(msgspec.Struct, tag=10, array_like=True, frozen=True):
 
     round: Round
     chunk: Chunk
-    plan: Ballot
+    plan: Round
 
 
 class Done(msgspec.Struct, tag=11, array_like=True, frozen=True):
-    """The sender has all chunks; `root` is the hash of their digests (b"" from an auxiliary, which has none)."""
+    """The sender has all chunks; `root` is the hash of their digests (b"" from an auxiliary, which has none). If it
+    `waits`, it lacks those that members reduce from whom it is parted, and `root` is b""."""
 
     round: Round
     ballot: Ballot
     root: MaybeDigest
+    waits: bool = False
 
 
 class Broken(msgspec.Struct, tag=12, array_like=True, frozen=True):
-    """The sender can't go on with that member. `fault`: it broke a rule, so it is out whoever else can talk to it."""
+    """The sender can't go on with that member: the two are parted, at once if there was a `fault` (it broke a rule). A
+    peer that says so of itself is out."""
 
     round: Round
     peer: Digest
@@ -222,19 +235,21 @@ class Broken(msgspec.Struct, tag=12, array_like=True, frozen=True):
 
 class Survey(msgspec.Struct, tag=13, array_like=True, frozen=True):
     """The members `out` have left the round; follow this ballot, and tell what you hold. A successor adds the BEGIN
-    (and what was gathered, in the buffer), which may not have reached everybody."""
+    (and what was gathered, in the buffer), which may not have reached everybody, and the doubts of its predecessor."""
 
     tip: Tip
     round: Round
     ballot: Ballot
     out: Keys
     begin: Begin | None
+    doubts: Doubts = ()
+    seal: Seal = UNSIGNED
 
 
 class Have(msgspec.Struct, tag=14, array_like=True, frozen=True):
     """The digest of each chunk (b"" if missing), the ballot under which the sender last was complete, the members that
     it was told are out, the repair that it follows, and the commit if it has one. If `ballot` is higher than the
-    survey's, the sender follows another coordinator and answers nothing else."""
+    survey's, the sender follows another coordinator, whose survey is in `follows`, and answers nothing else."""
 
     ballot: Ballot
     digests: Annotated[tuple[MaybeDigest, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
@@ -242,6 +257,7 @@ class Have(msgspec.Struct, tag=14, array_like=True, frozen=True):
     out: Keys
     repair: Repair | None
     commit: Commit | None
+    follows: Survey | None = None
 
 
 class Source(msgspec.Struct, array_like=True, frozen=True):
@@ -252,12 +268,20 @@ class Source(msgspec.Struct, array_like=True, frozen=True):
     digest: MaybeDigest
 
 
-class Repair(msgspec.Struct, tag=15, array_like=True, frozen=True):
-    """Every chunk that does not come from the reducer that BEGIN named."""
+class Repair(msgspec.Struct, tag=15, array_like=True, frozen=True, dict=True):
+    """Every chunk that does not come from the reducer that BEGIN named, and the pairs of members that are parted: they
+    go on without each other's parts, and fetch each other's results from others."""
 
     round: Round
     ballot: Ballot
     sources: Annotated[tuple[Source, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
+    parted: Pairs = ()
+    seal: Seal = UNSIGNED
+
+    @cached_property
+    def plan(self) -> bytes:
+        """16 bytes that name who brings what from here on."""
+        return name_of_statement(self)
 
 
 class Fetch(msgspec.Struct, tag=16, array_like=True, frozen=True):
@@ -269,7 +293,7 @@ class Fetch(msgspec.Struct, tag=16, array_like=True, frozen=True):
 
 class Commit(msgspec.Struct, tag=17, array_like=True, frozen=True):
     """The result of the round is the one with digest `root`; `view` are the members from here on; `members` were in
-    it."""
+    it. `coordinator` has decided and signed that; others pass it on."""
 
     tip: Tip
     round: Round
@@ -277,6 +301,8 @@ class Commit(msgspec.Struct, tag=17, array_like=True, frozen=True):
     samples: Amount
     members: Keys
     view: Members
+    coordinator: Digest = bytes(32)
+    seal: Seal = UNSIGNED
 
     @property
     def next_tip(self) -> Tip:
@@ -304,12 +330,10 @@ class Pong(msgspec.Struct, tag=20, array_like=True, frozen=True):
     Attributes:
         knows: whether the sender is in that round, or coordinates it; or none was named.
         signs: how often the sender has seen the round get on, by bytes of its own.
-        of_all: the sum of `signs` of all members, if the sender coordinates that round; else 0.
     """
 
     knows: bool = True
     signs: Signs = 0
-    of_all: Signs = 0
 
 
 class Digests(msgspec.Struct, tag=21, array_like=True, frozen=True):
@@ -326,11 +350,9 @@ class Committed(msgspec.Struct, tag=22, array_like=True, frozen=True):
 
 
 class Orphaned(msgspec.Struct, tag=23, array_like=True, frozen=True):
-    """The coordinator of this round is lost, and the receiver is the next; what was gathered is in the buffer. `ballot`
-    is the highest that the sender has followed in it."""
+    """The coordinator of this round is lost, and the receiver is the next; what was gathered is in the buffer."""
 
     begin: Begin
-    ballot: Ballot
 
 
 class Leave(msgspec.Struct, tag=24, array_like=True, frozen=True):
@@ -362,8 +384,24 @@ class Description(msgspec.Struct, tag=29, array_like=True, frozen=True):
     """The answer to Describe: the sender's `Tensors` are in the buffer."""
 
 
+class Doubt(msgspec.Struct, tag=30, array_like=True, frozen=True):
+    """The coordinator `of` has missed a deadline at this tip, as `sender` sees it."""
+
+    tip: Tip
+    of: Digest
+    sender: Digest
+    seal: Seal = UNSIGNED
+
+
+class TakeOver(msgspec.Struct, tag=31, array_like=True, frozen=True):
+    """The sender coordinates this tip: most members doubt those that come before it."""
+
+    tip: Tip
+    doubts: Doubts
+
+
 Message = (
     Hello | Progress | Count | Call | Join | Joined | Elsewhere | Begin | Part | Result | Done | Broken | Survey | Have
     | Repair | Fetch | Commit | Abort | Ping | Pong | Digests | Committed | Orphaned | Leave | Follows
-    | Waiting | Unjoin | Describe | Description
+    | Waiting | Unjoin | Describe | Description | Doubt | TakeOver
 )  # fmt: skip

@@ -16,9 +16,11 @@ for themselves would all wait for each other, or all go on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+KEPT = 0.5  # of the samples of a step that it announced must come: else its next one is not relied on
 LATE = 1.0  # a step is not relied on after its expected time and this fraction of it
 MAX_STEPS_AHEAD = 64  # of one member
 
@@ -57,17 +59,26 @@ class Pace:
 
     Args:
         target: samples of all members at which the epoch ends.
+        patience: a step that takes longer from now on is not relied on: BEGIN would not wait for it either.
+        unreliable: members whose last step did not come as they announced it, in this epoch or before: they are not
+            relied on until one does.
     """
 
-    def __init__(self, target: float) -> None:
-        self._target = target
+    def __init__(self, target: float, patience: float = math.inf, unreliable: dict[bytes, None] | None = None) -> None:
+        self._target, self._patience = target, patience
+        self._unreliable = {} if unreliable is None else unreliable
         self._samples: dict[bytes, float] = {}
         self._steps: dict[bytes, Step] = {}
 
     def reported(self, key: bytes, samples: float, step: float, seconds: float, asks: bool, now: float) -> float:
         """A member has `samples`, and begins a step that adds `step` more and takes `seconds` (0 samples: it begins
         none). If it `asks` first, returns the seconds for which the others can be relied on; 0 means: begin."""
-        in_vain = self._steps.pop(key, None) is not None and samples <= self._samples.get(key, 0.0)
+        before, added = self._steps.pop(key, None), samples - self._samples.get(key, 0.0)
+        in_vain = before is not None and added <= 0
+        if in_vain:
+            self._unreliable[key] = None
+        elif before is not None and added >= KEPT * before.samples:
+            self._unreliable.pop(key, None)
         self._samples[key] = samples
         if step <= 0 or seconds <= 0:
             return 0.0
@@ -83,14 +94,19 @@ class Pace:
 
     def under_way(self, but: bytes) -> float:
         """The samples of all steps that have begun and were not reported, without that member's."""
-        return sum(step.samples for key, step in self._steps.items() if key != but)
+        return sum(step.samples for key, step in self._steps.items() if key != but and key not in self._unreliable)
 
     def _until_target(self, now: float, seconds: float) -> float:
         """The seconds for which the steps that have begun can be relied on to reach the target without another step of
         so many seconds; 0 if they will not reach it."""
         missing = self._target - sum(self._samples.values())
         until = now
-        landings = (landing for step in self._steps.values() for landing in step.landings(now, now + seconds))
+        for key, step in self._steps.items():
+            if now >= step.begun + (1.0 + LATE) * step.seconds:
+                self._unreliable[key] = None
+        relied_on = [step for key, step in self._steps.items() if key not in self._unreliable]
+        near = [step for step in relied_on if step.begun + step.seconds <= now + self._patience]
+        landings = (landing for step in near for landing in step.landings(now, now + seconds))
         for _end, samples, counted_on in sorted(landings):
             if missing <= 0:
                 break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 
 import msgspec
@@ -14,14 +14,17 @@ from shoal.p2p.leases import Leases
 from shoal.p2p.node import Reply
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Send
-from shoal.swarm.protocol.book import EarlyChunks, RuleBroken, check_begin, require
+from shoal.swarm.protocol.book import EarlyChunks, RuleBroken, check_begin, check_repair, require
 from shoal.swarm.protocol.contribution import Buffers, BytesExchange, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.silence import Silence
-from shoal.swarm.protocol.tip import NO_BALLOT, Ballot, Tip
+from shoal.swarm.protocol.statements import Signer
+from shoal.swarm.protocol.tip import MAX_LEAP, NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import Member, View
 
 log = logging.getLogger(__name__)
+
+MAX_BEGUN = 256  # BEGINs of one tip that are remembered, to see whether their coordinators have signed others
 
 
 class State(Enum):
@@ -49,6 +52,7 @@ class Participant:
         terms: what must be equal in the run.
         out: receives the actions.
         silence: watches the members that owe something.
+        signer: knows what others have signed.
 
     Attributes:
         state: see `State`.
@@ -67,12 +71,18 @@ class Participant:
         error: why there is none.
         progressed_at: when a round was last seen to make progress.
         joined: the coordinator that has this peer's JOIN, if one stands.
+        asked: all to whom this peer has sent a JOIN at this tip: nobody else can begin a round with it.
         gathered: what the members of the round brought, by key.
+        doubted: the coordinators of this tip that have missed a deadline, as this peer sees it, in their order.
+        deposed: those that most members doubt: they coordinate nothing at this tip.
         began: when the round began here, or the result of a missed one was asked for.
         join_to_begin: seconds from the last JOIN to BEGIN of the round, if this peer coordinates it.
     """
 
-    def __init__(self, view: View, tip: Tip, terms: msg.Terms, out: list[Action], silence: Silence) -> None:
+    def __init__(
+        self, view: View, tip: Tip, terms: msg.Terms, out: list[Action], silence: Silence, signer: Signer
+    ) -> None:
+        self.signer = signer
         self.view, self.tip, self.terms, self.silence, self._out = view, tip, terms, silence, out
         self.me = view.me.key
         self.state = State.IDLE
@@ -89,14 +99,20 @@ class Participant:
         self.error: AveragingError | None = None
         self.progressed_at = float("-inf")
         self.joined = b""  # the coordinator that has the JOIN
+        self.asked: dict[bytes, None] = {}
         self._introduced: tuple[bytes, bytes] | None = None  # the coordinator that knows the same members as this peer
         self._declined: dict[bytes, Tip] = {}  # coordinators that do not take this peer, and at which tip
+        self.doubted: dict[bytes, None] = {}
+        self.deposed: dict[bytes, None] = {}
+        self._followed: msg.Survey | None = None  # the survey that made `ballot`
+        self._begun: dict[tuple[Ballot, bytes], bytes] = {}  # at this tip: the round of each ballot and instance
+        self._proven: dict[bytes, None] = {}  # peers that have signed two BEGINs under one ballot
         self.gathered: dict[bytes, bytes] = {}
         self.join_to_begin: float | None = None
         self.began = 0.0
-        self._signs_of_all = 0
         self._early = EarlyChunks()
         self._last: BytesExchange | None = None  # of the last commit, for members that missed it
+        self._signs: dict[bytes, int] = {}  # how often each member of the round has seen it get on
         self._left = b""  # the round that this peer was in last, and left
 
     def _send(self, keys: Sequence[bytes], message: msgspec.Struct, buffers: Buffers = (), name: bytes = b"") -> None:
@@ -112,12 +128,18 @@ class Participant:
         """The coordinator of the round that this peer is in, if that is not the peer with this key."""
         if self.begin is None or self.ballot.coordinator == key:
             return None
-        return next((member for member in self.begin.members if member.key == self.ballot.coordinator), None)
+        in_it = next((member for member in self.begin.members if member.key == self.ballot.coordinator), None)
+        return in_it or self.view.members.get(self.ballot.coordinator)
 
     @property
     def commits(self) -> list[msg.Commit]:
         """The commits that this peer can tell others of."""
         return [commit for commit in (self.commit, self.missed) if commit is not None]
+
+    def begin_of(self, commit: msg.Commit) -> msg.Begin | None:
+        """The BEGIN of that commit's round, if this peer has it."""
+        last = [exchange.book.begin for exchange in (self.exchange, self._last) if exchange is not None]
+        return next((begin for begin in last if begin.round == commit.round), None)
 
     def commit_of(self, round_id: bytes) -> msg.Commit | None:
         """The commit of that round, if this peer knows it."""
@@ -132,10 +154,17 @@ class Participant:
 
     def coordinator(self) -> Member:
         """The member that coordinates at this tip, of those that this peer reaches and that take it."""
-        for member in self.view.candidates(self.tip.epoch):
-            if self.view.reaches(member.key) and self._declined.get(member.key) != self.tip:
-                return member
-        return self.view.me
+        return next((m for m in self.candidates() if self._declined.get(m.key) != self.tip), self.view.me)
+
+    def candidates(self) -> Iterator[Member]:
+        """The members that this peer reaches and that may coordinate at this tip, best first."""
+        in_order = self.view.candidates(self.tip.epoch)
+        for excluded in ({*self.deposed, *self._proven}, self._proven, ()):
+            able = (m for m in in_order if m.key not in excluded and self.view.reaches(m.key))
+            if (first := next(able, None)) is not None:
+                yield first
+                yield from able
+                return
 
     # -- the way into a round
 
@@ -193,6 +222,7 @@ class Participant:
             self.tip, me, terms, given.weight, machine, given.state, attempt, given.patience, news, given.options
         )
         self.state, self.joined = State.JOINED, coordinator.key
+        self.asked[coordinator.key] = None
         self._out.append(Ask((coordinator.key,), join, [given.gathered] if given.gathered else []))
 
     def introduced(self, key: bytes) -> None:
@@ -214,7 +244,8 @@ class Participant:
         if trains:
             self._declined[key] = self.tip
             self.rejoin(key)
-        alone = self.coordinator().key in (self.me, key)
+        # Of those that it has lost, one may take it: who is cut off with a liar is not refused by the run.
+        alone = self.coordinator().key in (self.me, key) and not self.view.lost
         if self.input.tip is None or key == self.me or (alone and not self.made):
             self.error = Rejected(f"the run refuses this peer: {reason}")
         return trains and news
@@ -234,30 +265,86 @@ class Participant:
         is_from_it = begin.ballot.coordinator == sender or (relayed and sender in keys)
         require(is_from_it, "BEGIN under the ballot of another peer")
         waits = given is not None and self.finished is None and given.tip in (None, begin.tip)
-        require(waits and self.me in keys, "BEGIN without a JOIN of this peer")
+        has_joined = begin.ballot.coordinator in self.asked
+        require(waits and has_joined and self.me in keys, "BEGIN without a JOIN of this peer")
         require(self.begin is None, "this peer is in a round already")
         higher = f"attempt {begin.ballot.number}, and this peer has followed {self.ballot.number}"
-        require(begin.ballot > self.ballot, higher)
+        require(self.ballot < begin.ballot, higher)
         check_begin(begin)
+        self._believe(begin.ballot)
+        require(
+            self.is_begun(begin, sender), "BEGIN without its coordinator's signature, or the second under its ballot"
+        )
 
-    def _follow(self, sender: bytes, round_id: bytes, ballot: Ballot) -> BytesExchange:
+    def is_begun(self, begin: msg.Begin, sender: bytes) -> bool:
+        """Whether its coordinator has begun that round, and no other one under its ballot, as far as this peer knows.
+        Who begins two says different things to different members: it coordinates nothing for this peer any more. (What
+        comes from the coordinator itself needs no signature here: the connection proves who speaks.)"""
+        by = begin.ballot.coordinator
+        if by not in (self.me, sender) and not self.signer.is_signed(begin, by):
+            return False
+        if len(self._begun) >= MAX_BEGUN:
+            del self._begun[next(iter(self._begun))]
+        if self._begun.setdefault((begin.ballot, begin.seal.instance), begin.round) != begin.round:
+            if by in self.view.members and by not in self._proven:
+                log.warning("%r has begun two rounds under one ballot: it lies, and coordinates nothing", PeerID(by))
+                self._proven[by] = None
+            return False
+        return True
+
+    def _believe(self, ballot: Ballot) -> None:
+        """Raises RuleBroken for an attempt that nobody can have come to at this tip."""
+        too_high = f"attempt {ballot.number}, and this peer knows of {self.ballot.number}"
+        require(ballot.number <= self.ballot.number + MAX_LEAP, too_high)
+
+    def _follow(self, sender: bytes, message: msg.Survey | msg.Repair) -> BytesExchange:
         """Follow a coordinator's ballot in the round. Raises RuleBroken if it must not be followed."""
-        if self.begin is None or self.exchange is None or self.begin.round != round_id:
+        begin, ballot = self.begin, message.ballot
+        if begin is None or self.exchange is None or begin.round != message.round:
             raise RuleBroken("this peer is not in that round")
-        # A coordinator that is no member of its own round can begin it, but only a member can take it over.
-        may_lead = [self.begin.ballot.coordinator, *(member.key for member in self.begin.members)]
-        require(ballot.coordinator == sender and sender in may_lead, "the sender does not hold that ballot")
+        self._holds(sender, ballot)
         require(ballot >= self.ballot, f"attempt {ballot.number}, and this peer has followed {self.ballot.number}")
-        self.heard_of(ballot)
+        self._believe(ballot)
+        require(sender == self.me or self.signer.is_signed(message, sender), "it is not signed by who sent it")
+        if isinstance(message, msg.Survey):
+            if ballot > self.ballot:
+                self._followed, self.state = message, State.SURVEYED
+        else:
+            require(ballot == self.ballot, "a repair without a survey")
+            check_repair(begin, message)
+        self.ballot = ballot
         return self.exchange
 
-    def heard_of(self, ballot: Ballot) -> None:
-        """A member of this peer's round has followed that ballot: lower ones are void, and what this peer holds is
-        asked for before it may say DONE."""
-        if ballot > self.ballot:
-            self.ballot = ballot
-            if self.begin is not None:
-                self.state = State.SURVEYED
+    def _holds(self, sender: bytes, ballot: Ballot) -> None:
+        """Raises RuleBroken if that peer does not hold the ballot, or can hold none in this round. A coordinator that
+        is no member of its own round can begin it, but only a member can take it over."""
+        may_lead = self.is_with(sender) or (self.begin is not None and self.begin.ballot.coordinator == sender)
+        require(ballot.coordinator == sender and may_lead, "the sender does not hold that ballot")
+
+    def may_succeed(self, sender: bytes, survey: msg.Survey) -> bool:
+        """Whether that survey is of the round's coordinator, or of one that may take the round over: this peer has
+        lost the coordinator, too, or doubts it, or most members do."""
+        holder = self.ballot.coordinator
+        if sender in (holder, self.me) or not self.view.reaches(holder) or holder in self.doubted:
+            return True
+        return holder in self.deposed_by([doubt for doubt in survey.doubts if doubt.of == holder])
+
+    def deposed_by(self, doubts: Sequence[msg.Doubt]) -> set[bytes]:
+        """The coordinators of this tip that most members doubt: more than half of the members of the last commit that
+        this peer reaches (of all that it reaches, if it knows no commit), the doubted one not counted.
+
+        Raises RuleBroken for a doubt that is forged."""
+        members = set(self.commit.members) if self.commit is not None else {m.key for m in self.view.members.values()}
+        voters = {key for key in members if self.view.reaches(key)} | {self.me}
+        against: dict[bytes, set[bytes]] = {key: {self.me} for key in self.doubted}
+        for doubt in doubts:
+            of, by = doubt.of, doubt.sender
+            counts = doubt.tip == self.tip and by in voters and self.view.has_met(of)
+            if counts and by not in against.get(of, ()):
+                is_signed = by == self.me or self.signer.is_signed(doubt, by)
+                require(is_signed, "a doubt without its sender's signature")  # whoever passes one on, passes on no more
+                against.setdefault(of, set()).add(by)
+        return {of for of, by in against.items() if 2 * len(by - {of}) > len(voters - {of})}
 
     # -- in a round
 
@@ -271,7 +358,7 @@ class Participant:
             # to.
             other = self.other_coordinator(sender) if sender in self.view.members else None
             broken = msg.Broken(begin.round, self.me, False, str(error)[:256])
-            self._send([sender], broken if other is None else msg.Elsewhere(other))
+            self._send([sender], broken if other is None else msg.Elsewhere(other, self.begin))
             raise
 
     def enter(self, sender: bytes, begin: msg.Begin, buffers: Buffers, now: float, *, relayed: bool = False) -> None:
@@ -288,7 +375,7 @@ class Participant:
             self.leave()
             raise RuleBroken(str(error)) from error
         self._forget(self._last)  # its memory is written again
-        self._last, self.began, self._signs_of_all, self.progressed_at = None, now, 0, now
+        self._last, self.began, self.progressed_at = None, now, now
         self._out.append(Enter(begin))
 
     def started(self, begin: msg.Begin, leases: Leases) -> None:
@@ -319,15 +406,15 @@ class Participant:
         book = exchange.book
         if sender in book.out:
             return
-        if message.plan > book.plan and sender in book.weights:
-            self._keep_early(sender, message, buffers)
-            return
         try:
             if isinstance(message, msg.Part):
                 exchange.part(sender, message, buffers)
             else:
                 exchange.result(sender, message, buffers)
         except RuleBroken as error:
+            if not book.knows(message.plan) and sender in book.weights:
+                self._keep_early(sender, message, buffers)  # it may belong to a plan that comes later
+                return
             self.complain(sender, str(error))
             raise
         self._check_done()
@@ -341,6 +428,10 @@ class Participant:
             self.state, self.done = State.COMPLETE, self.ballot
             book = self.exchange.book
             self._send([self.ballot.coordinator], msg.Done(book.begin.round, self.ballot, book.root()))
+        elif self.state is State.IN_ROUND and self.exchange is not None and self.exchange.book.lacks_only_parted:
+            self.state = State.COMPLETE
+            round_id = self.exchange.book.begin.round
+            self._send([self.ballot.coordinator], msg.Done(round_id, self.ballot, b"", waits=True))
 
     def on_survey(self, sender: bytes, survey: msg.Survey, buffers: Buffers, now: float) -> msg.Have | msg.Elsewhere:
         """A coordinator puts members out, and asks what the others hold. Raises RuleBroken if this peer must not
@@ -351,11 +442,16 @@ class Participant:
             self.enter(sender, survey.begin, buffers, now, relayed=True)
         if self.begin is not None and self.begin.round != survey.round:
             other = self.other_coordinator(sender)
-            if other is not None:
-                return msg.Elsewhere(other)  # its round can't commit without this peer, which is in another of this tip
-        elif self.begin is not None and self.ballot > survey.ballot:
-            return msg.Have(self.ballot, (), None, (), None, None)
-        exchange = self._follow(sender, survey.round, survey.ballot)
+            if other is not None:  # its round can't commit without this peer, which is in another of this tip
+                return msg.Elsewhere(other, self.begin)
+        elif self.begin is not None and self.ballot > survey.ballot and self._followed is not None:
+            return msg.Have(self.ballot, (), None, (), None, None, self._followed)
+        elif self.begin is not None and not self.may_succeed(sender, survey):
+            self._holds(sender, survey.ballot)
+            if (holder := self.other_coordinator(sender)) is None:
+                raise RuleBroken("the coordinator of this round is reached here")
+            return msg.Elsewhere(holder, self.begin)
+        exchange = self._follow(sender, survey)
         require(self.me not in survey.out, "a survey that counts this peer as out")
         exchange.put_out(survey.out)
         book = exchange.book
@@ -364,9 +460,7 @@ class Participant:
 
     def on_repair(self, sender: bytes, repair: msg.Repair) -> msg.Follows:
         """A coordinator says where chunks come from now. Raises RuleBroken if it must not be followed."""
-        chunks = self.begin.starts[-1] if self.begin is not None else msg.MAX_CHUNKS
-        require(all(source.chunk < chunks for source in repair.sources), "a repair of chunks that do not exist")
-        exchange = self._follow(sender, repair.round, repair.ballot)
+        exchange = self._follow(sender, repair)
         self.repair, self.state = repair, State.IN_ROUND
         self._out.append(FetchChunks(exchange, exchange.repair(repair)))
         self._follow_plan(repair.round)
@@ -404,9 +498,11 @@ class Participant:
         self.rejoin(sender)
 
     def complain(self, key: bytes, reason: str, fault: bool = True) -> None:
-        """Tell the coordinator that this peer cannot go on with that member; `fault` if it has broken a rule."""
+        """Tell the coordinator that this peer cannot go on with that member; `fault` if it has broken a rule: then it
+        hears so itself."""
         if self.begin is not None:
-            self._send([self.ballot.coordinator], msg.Broken(self.begin.round, key, fault, reason[:256]))
+            told = dict.fromkeys([self.ballot.coordinator, *([key] if fault else ())])
+            self._send(list(told), msg.Broken(self.begin.round, key, fault, reason[:256]))
 
     # -- does it make progress
 
@@ -448,15 +544,14 @@ class Participant:
     def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
         """A member that was asked how a round goes has answered."""
         self.silence.answered(key, pong.signs, now)
-        in_it = self.begin is not None and self.begin.round == ping.round
-        if not in_it or self.ballot.coordinator != key:
+        if not self.is_with(key) or self.begin is None or self.begin.round != ping.round:
             return
-        if not pong.knows:
+        if pong.signs > self._signs.get(key, pong.signs) and key != self.ballot.coordinator:
+            self.progressed_at = now  # the coordinator vouches for nothing: each member is asked in turn
+        self._signs[key] = pong.signs
+        if self.ballot.coordinator == key and not pong.knows:
             # It was started anew, or has given the round up, and this peer has missed that.
             self.fail(AveragingError(f"{PeerID(key)!r} does not coordinate the round any more"))
-        elif pong.of_all > self._signs_of_all:
-            self._signs_of_all = pong.of_all
-            self.progressed_at = now
 
     # -- the way out of a round
 
@@ -465,7 +560,8 @@ class Participant:
         if self.exchange is not None:
             self._left = self.exchange.book.begin.round
             self._forget(self.exchange)
-        self.begin = self.repair = self.done = self.exchange = None
+        self.begin = self.repair = self.done = self.exchange = self._followed = None
+        self._signs = {}
         self._rest()
 
     def _rest(self) -> None:
@@ -536,6 +632,7 @@ class Participant:
     def move(self, tip: Tip) -> None:
         """Be at another state."""
         self.tip, self.ballot, self.commit, self.missed, self.called = tip, NO_BALLOT, None, None, False
+        self.doubted, self.deposed, self._begun, self.asked = {}, {}, {}, {}
         self.leave()
 
 

@@ -3,25 +3,34 @@ turn."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from shoal.p2p.errors import Refused
+from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Answer
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Meet, Send
 from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.contribution import Buffers, BytesExchange, decode_gathered
 from shoal.swarm.protocol.coordinator import Coordinator, Phase
+from shoal.swarm.protocol.deadlines import ANSWER_SECONDS, BEGIN_SLACK_SECONDS, CALL_SECONDS, Deadlines, Duty
 from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.history import LEAP, History
 from shoal.swarm.protocol.participant import Participant, State
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
-from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.protocol.statements import Signer
+from shoal.swarm.protocol.tip import NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import Role, View
 
+log = logging.getLogger(__name__)
+
+FIRST_VOID_SECONDS, LONGEST_VOID_SECONDS = 60.0, 3600.0
+ASKED_AT_A_TIME = 16  # members of a round that are pinged in a second, in turn
 SETTLE_SECONDS = 1.0  # BEGIN waits until nobody new was found for so long, while not everybody may have been found
 
 
@@ -35,6 +44,7 @@ class Peer:
         terms: what must be equal in the run.
         rules: when a round begins.
         silence: watches the members that owe something in a round.
+        signer: signs what this peer says.
         keeps_state: whether a tip names a state that this peer keeps. Then it goes on to the next tip only when it
             holds the result of the round between them.
 
@@ -47,24 +57,41 @@ class Peer:
         changes: a counter that grows when members come or go.
     """
 
-    def __init__(self, view: View, terms: msg.Terms, rules: Rules, silence: Silence, *, keeps_state: bool) -> None:
-        self.view, self.terms, self.rules, self.keeps_state = view, terms, rules, keeps_state
+    def __init__(
+        self, view: View, terms: msg.Terms, rules: Rules, silence: Silence, signer: Signer, *, keeps_state: bool
+    ) -> None:
+        self.view, self.terms, self.rules, self.signer, self.keeps_state = view, terms, rules, signer, keeps_state
         self.news = self.changes = 0
         self.out: list[Action] = []
-        self.participant = Participant(view, Tip.genesis(view.run_id), terms, self.out, silence)
+        self.participant = Participant(view, Tip.genesis(view.run_id), terms, self.out, silence, signer)
         self._me = view.me.key
+        self._history = History()
+        self._deadlines = Deadlines()
+        self._doubts: dict[tuple[bytes, bytes], msg.Doubt] = {}  # of whom, and by whom
+        self._reported = 0.0  # samples of this peer since the tip
+        self._asked = 0  # how many members of a round were pinged, in turn
+        self._postponed: dict[bytes, None] = {}  # see `Coordinator`
+        self._void: dict[bytes, tuple[float, float]] = {}  # signers of void COMMITs: until when, and for how long
         self._lead_nothing()
         self._joining: dict[bytes, msg.Join] = {}  # JOINs that wait for their tip
         self._settled_at = self._all_until = 0.0
         self._met = 1
 
-    def _lead_nothing(self) -> None:
-        self.lead = Coordinator(self._me, self.tip, self.rules, phase=Phase.ABORTED)
+    def _lead_nothing(self, ballot: Ballot = NO_BALLOT) -> None:
+        self.lead = Coordinator(self._me, self.tip, self.rules, self.signer, phase=Phase.ABORTED, ballot=ballot)
 
     @property
     def tip(self) -> Tip:
         """The state that this peer is at."""
         return self.participant.tip
+
+    @property
+    def last(self) -> int:
+        """How many members contributed to the round that led to this tip; 0 if this peer was not there."""
+        commit = self.participant.commit
+        if commit is None:
+            return 0
+        return len(set(commit.members) - {member.key for member in commit.view if not member.contributes})
 
     def hello(self) -> msg.Hello:
         """What this peer says of itself, and of the members that it knows."""
@@ -110,10 +137,13 @@ class Peer:
                 self._joining.pop(sender, None)
                 self.out.extend(self.lead.unjoin(sender, now))
             case msg.Elsewhere():
-                self.out.append(Meet(message.coordinator, instead_of=sender))
-                self.out.extend(self.lead.elsewhere(sender, now))
+                self._on_elsewhere(sender, message, now)
             case msg.Call():
                 self._on_call(sender, message)
+            case msg.Doubt():
+                self._on_doubt(sender, message, now)
+            case msg.TakeOver():
+                self._on_take_over(sender, message)
             case msg.Commit():
                 self._on_commit(sender, message, now)
             case msg.Abort():
@@ -139,17 +169,61 @@ class Peer:
                 if not isinstance(answer, msg.Follows):
                     self.out.extend(lead.unanswered(key, request, "it answers something else", now))
             case msg.Have(ballot=ballot) if ballot > request.ballot:
-                self.out.extend(lead.outbid(ballot, self.view.reaches(ballot.coordinator), now))
+                if self._was_surveyed(request.round, answer):
+                    self.out.extend(lead.outbid(key, ballot, self.view.reaches(ballot.coordinator), now))
+                else:
+                    self.out.extend(lead.put_out(key, "it follows a survey that it cannot show", now))
+            case msg.Have(commit=msg.Commit() as commit) if not self._is_credible(commit, now):
+                self.out.extend(lead.put_out(key, "its commit is void", now))
+            case msg.Have(repair=msg.Repair() as repair) if not self._is_signed(repair, repair.ballot.coordinator):
+                self.out.extend(lead.put_out(key, "it follows a repair that nobody signed", now))
             case msg.Have():
                 self.out.extend(lead.surveyed(key, request.ballot, answer, now))
             case msg.Elsewhere():
-                self.out.extend(lead.abort("a member is in the round of another coordinator"))
+                self._elsewhere_than_surveyed(key, answer, now)
             case msg.Hello(tip=tip) if tip.outranks(lead.tip):
                 # The round was committed without this peer, and its members have gone on since.
                 self.out.extend(lead.abort("others are past this round"))
                 self.told(key, tip, now)
             case _:
                 self.out.extend(lead.put_out(key, "it is not at this state", now))
+
+    def _was_surveyed(self, round_id: bytes, have: msg.Have) -> bool:
+        """Whether the higher ballot that a member follows was made by its holder, who may coordinate that round."""
+        survey, begin, holder = have.follows, self.lead.begin, have.ballot.coordinator
+        may_lead = begin is not None and holder in (begin.ballot.coordinator, *(m.key for m in begin.members))
+        is_it = may_lead and survey is not None and (survey.round, survey.ballot) == (round_id, have.ballot)
+        return is_it and survey is not None and self._is_signed(survey, holder)
+
+    def _elsewhere_than_surveyed(self, key: bytes, answer: msg.Elsewhere, now: float) -> None:
+        """A member does not follow this peer's survey: it is in another round, or the coordinator of this one has not
+        lost it. Then this peer gives way, unless most members doubt that one."""
+        lead, begin = self.lead, answer.begin
+        if begin is None or not self._names(begin, key):
+            self.out.extend(lead.put_out(key, "it does not say in which round it is", now))
+        elif lead.is_of(begin.round) and begin.ballot.coordinator in self.participant.deposed:
+            self.out.extend(lead.put_out(key, "it follows a coordinator that most members doubt", now))
+        elif lead.took_over and lead.is_of(begin.round):  # who is right, most members say; or a COMMIT will
+            self.out.extend(lead.abort("its coordinator is still there for a member"))
+        else:
+            self.out.extend(lead.elsewhere(key, now))
+
+    def _is_signed(self, message: Any, key: bytes) -> bool:
+        return key == self._me or self.signer.is_signed(message, key)
+
+    def _names(self, begin: msg.Begin, key: bytes) -> bool:
+        """Whether that BEGIN is of this tip, signed by its coordinator, and has that member."""
+        has_it = begin.tip == self.tip and any(member.key == key for member in begin.members)
+        return has_it and self.participant.is_begun(begin, key)
+
+    def _on_elsewhere(self, sender: bytes, elsewhere: msg.Elsewhere, now: float) -> None:
+        """A peer coordinates no more, or is in the round of another. Raises RuleBroken if it has no right to say so."""
+        if elsewhere.begin is not None:
+            require(self._names(elsewhere.begin, sender), "ELSEWHERE with a BEGIN that does not name its sender")
+            self.out.extend(self.lead.elsewhere(sender, now))
+        elif not self._deadlines.owes(sender):
+            return  # this peer has asked it nothing
+        self.out.append(Meet(elsewhere.coordinator, instead_of=sender))
 
     # -- states
 
@@ -162,7 +236,7 @@ class Peer:
         follows = commit is not None and commit.tip == tip and key in commit.members
         if self.view.told(key, tip, self.tip.outranks(tip) and not follows):
             self.members_changed(now)
-        if not tip.outranks(self.tip):
+        if not tip.outranks(self.tip) or self.view.ignores(key, now):
             return
         # The round of this tip was committed without this peer: it begins none, and those that wait here hear where.
         if self.lead.is_before_begin:
@@ -177,6 +251,7 @@ class Peer:
         """Be at another state, which was downloaded, or which this peer has `made` alone. All members are told."""
         self.participant.move(tip)
         self.participant.made |= made
+        self._history.skipped()
         self._new_tip(now, downloaded=self.keeps_state and not made)
         self._send(self.view.others(), self.hello())
 
@@ -184,6 +259,8 @@ class Peer:
         # A peer that has downloaded the state does not know who else is there, and if it is its turn to coordinate,
         # they have to hear of it first.
         self._all_until = now + SETTLE_SECONDS if downloaded else 0.0
+        self._deadlines.new_tip()
+        self._doubts, self._postponed, self._reported = {}, {}, 0.0
         if self.lead.tip != self.tip:
             self._lead_nothing()
         self.news += 1
@@ -194,10 +271,17 @@ class Peer:
             return  # passed on by another member before, or of a state that this peer does not have
         begin = participant.begin
         require(participant.is_with(sender) or sender in self.view.members, "COMMIT from a peer that is no member")
+        require(self._may_decide(commit.coordinator), "COMMIT of a coordinator that is no member")
+        is_signed = sender == commit.coordinator or self._is_signed(commit, commit.coordinator)
+        require(is_signed, "COMMIT without its coordinator's signature")
+        ended = participant.begin_of(commit)
+        require(ended is None or commit.samples == sum(ended.weights), "COMMIT of other samples than its round has")
+        if self.keeps_state and not participant.holds(commit) and not self._is_credible(commit, now):
+            return
         if begin is not None and begin.round != commit.round:
             # Another round of this tip than the one that this peer is in, whose members must hear that it is void.
             self._send([m.key for m in begin.members if m.key != self._me], commit)
-        self.view.learn(commit.view)
+        self.view.hear(sender, commit.view, now)
         # The coordinator may not reach all whom this peer reaches.
         reached = {sender, *(member.key for member in commit.view)}
         self._send([key for key in self.view.others() if key not in reached], commit)
@@ -208,7 +292,30 @@ class Peer:
         self._resign(commit)
         self.news += 1
 
+    def _is_credible(self, commit: msg.Commit, now: float) -> bool:
+        """Whether that commit is signed, by a member whose last one was not void."""
+        until, _ = self._void.get(commit.coordinator, (now, 0.0))
+        by = commit.coordinator
+        return until <= now and self._may_decide(by) and self._is_signed(commit, by)
+
+    def _may_decide(self, key: bytes) -> bool:
+        """Whether that peer may coordinate a round of this tip: it is a member here, or was until it was lost. Whoever
+        makes up a key for each of its COMMITs could otherwise stop the run with void ones."""
+        participant, last = self.participant, self.participant.commit
+        was_in_the_last = last is not None and key in last.members
+        return key in self.view.members or key in participant.asked or participant.is_with(key) or was_in_the_last
+
     def _advance(self, commit: msg.Commit, now: float) -> None:
+        begin = self.participant.begin_of(commit)
+        if begin is None:
+            self._history.skipped()
+        else:
+            weights = zip(begin.members, begin.weights, strict=True)
+            self._history.committed({member.key: weight for member, weight in weights}, now)
+        self._deadlines.failed.pop(commit.coordinator, None)
+        until, seconds = self._void.get(commit.coordinator, (0.0, 0.0))
+        if until + seconds <= now:  # a liar may well do its work in between
+            self._void.pop(commit.coordinator, None)
         self.participant.advance(commit)
         self.view.advanced(commit.members, commit.tip, commit.next_tip)
         self._new_tip(now)
@@ -221,8 +328,12 @@ class Peer:
             # Those that were in the round believe that this peer is behind.
             self._send(self.view.others(), self.hello())
 
-    def give_up_missed(self) -> None:
-        """No member can send the result of the missed round: the round is made again."""
+    def give_up_missed(self, now: float) -> None:
+        """No member can send the result of the missed round: its COMMIT is void, and the round is made again."""
+        if (commit := self.participant.missed) is not None:
+            _, seconds = self._void.get(commit.coordinator, (now, FIRST_VOID_SECONDS / 2))
+            seconds = min(2 * seconds, LONGEST_VOID_SECONDS)
+            self._void[commit.coordinator] = now + seconds, seconds
         self.participant.give_up_missed()
         self.news += 1
 
@@ -238,12 +349,12 @@ class Peer:
         elif participant.begin is not None:
             coordinator = self.view.members.get(participant.ballot.coordinator)
             if coordinator is not None and coordinator.key != sender:
-                self._send([sender], msg.Elsewhere(coordinator))
-        else:
+                self._send([sender], msg.Elsewhere(coordinator, participant.begin))
+        elif participant.coordinator().key == sender:
             self.is_called()
-            if self.participant.coordinator().key != sender and sender in self.view.members:
-                # One of the two does not know a member whom the other knows: they tell each other.
-                self.out.append(Meet(self.view.members[sender]))
+        elif sender in self.view.members:
+            # One of the two does not know a member whom the other knows: they tell each other.
+            self.out.append(Meet(self.view.members[sender]))
 
     def is_called(self) -> None:
         """The coordinator has called the round of this tip."""
@@ -325,7 +436,13 @@ class Peer:
             commit = self.participant.commit
             # A member that was put out of the last round is in no view, and is not waited for.
             veterans = frozenset(commit.members) & {m.key for m in commit.view} if commit is not None else frozenset()
-            self.lead = Coordinator(self._me, self.tip, self.rules, self._settled_at, self._all_until, veterans)
+            used = self.lead.ballot  # under one ballot it begins one round, whoever knows of the one before
+            self.lead = Coordinator(
+                self._me, self.tip, self.rules, self.signer, self._history, self._settled_at, self._all_until, veterans
+            )
+            self.lead.ballot = used
+            self.lead.last, self.lead.postponed = self.last, self._postponed
+            self.lead.haste = self._deadlines.haste(self._me, len(self.participant.deposed))
             self.out.extend(self.lead.expect(self.view.connected(), now))
         return self.lead
 
@@ -334,13 +451,15 @@ class Peer:
         too."""
         self._send([key for key in {**self.lead.counts, **self.lead.joins} if key != self._me], why)
         self.participant.rejoin(self._me)
-        self._lead_nothing()
+        self._lead_nothing(self.lead.ballot)
 
     def _on_notice(self, sender: bytes, notice: msg.Done | msg.Broken | msg.Waiting, now: float) -> None:
         """A member says how it gets on in a round. Raises Refused if it has no right to say so."""
         lead = self.lead
         if isinstance(notice, msg.Waiting):
             self.participant.on_waiting(sender, notice, now)
+        if isinstance(notice, msg.Broken) and notice.peer == self._me != sender and self.participant.is_with(sender):
+            log.warning("%r goes on without what this peer sends: %s", PeerID(sender), notice.reason)
         if not lead.is_of(notice.round):
             return
         match notice:
@@ -397,7 +516,8 @@ class Peer:
         """The coordinator of the round that this peer is in; None if it is lost, or gave way to another."""
         coordinator = self.participant.ballot.coordinator
         gave_way = coordinator == self._me and self.lead.phase is Phase.ABORTED
-        return coordinator if self.view.reaches(coordinator) and not gave_way else None
+        is_there = self.view.reaches(coordinator) and coordinator not in self.participant.deposed
+        return coordinator if is_there and not gave_way else None
 
     def succeed(self, now: float) -> None:
         """If nobody coordinates the round that this peer is in: take over, or tell the member whose turn it is."""
@@ -406,17 +526,22 @@ class Peer:
         if begin is None or self._coordinator_of_round() is not None:
             return
         keys = {member.key for member in begin.members}
-        able = (m.key for m in self.view.candidates(begin.tip.epoch) if m.key in keys and m.role is not Role.CLIENT)
-        successor = next((key for key in able if self.view.reaches(key)), None)
+        if not self.view.reaches(ballot.coordinator):
+            self._doubt(ballot.coordinator)
+            self._depose(self._newly_doubted())
+        able = (m.key for m in participant.candidates() if m.key in keys and m.role is not Role.CLIENT)
+        successor = next((key for key in able if key not in participant.doubted), None)
         if successor == self._me:
             lost = [key for key in keys if not self.view.reaches(key)]
-            self.lead = Coordinator.successor(self._me, begin, ballot.number, lost, self.rules)
-            self.lead.gathered = dict(participant.gathered)
+            self.lead = Coordinator.successor(self._me, begin, ballot.number, lost, self.rules, self.signer)
+            self.lead.gathered, self.lead.doubts = dict(participant.gathered), self._evidence()
+            self.lead.last, self.lead.postponed = self.last, self._postponed
             self.out.extend(self.lead.start_survey(now))
         elif successor is not None:
             # It may not even have the BEGIN.
             gathered = msgspec.msgpack.encode(participant.gathered)
-            self._send([successor], msg.Orphaned(begin, ballot), [gathered])
+            self._send([successor], msg.Orphaned(begin), [gathered])
+            self._tell_doubts(successor)
         else:
             participant.fail(AveragingError("its coordinator is lost, and nobody in reach can take the round over"))
 
@@ -428,11 +553,161 @@ class Peer:
         if commit is not None or self.tip != begin.tip:
             self._send([sender], commit or self.hello())
             return
-        if participant.begin is None:
+        if participant.begin is None and not self.view.reaches(begin.ballot.coordinator):
             participant.enter(sender, begin, buffers, now, relayed=True)
         if participant.begin is not None and participant.begin.round == begin.round:
-            participant.heard_of(orphaned.ballot)
             self.succeed(now)  # unless the coordinator is still there for this peer
+
+    # -- doubts
+
+    def asks_coordinator(self, key: bytes, now: float, samples: float | None = None) -> None:
+        """This peer has asked its coordinator something, or has reported so many samples to it."""
+        self._deadlines.owed(key, Duty.ANSWER, now)
+        self._reported = self._reported if samples is None else samples
+
+    def coordinator_answered(self, key: bytes, *, joined: bool, now: float) -> None:
+        """The coordinator has answered what it was asked: it counts this peer's samples, or this peer has `joined`."""
+        self._deadlines.done(key, Duty.ANSWER)
+        if joined:
+            self._deadlines.owed(key, Duty.BEGIN, now)
+
+    def _hold_to_deadlines(self, now: float) -> None:
+        """Doubt the coordinator of this tip if it has missed a deadline, and tell the next candidate."""
+        participant, deadlines = self.participant, self._deadlines
+        is_in_round = participant.begin is not None
+        coordinator = participant.ballot.coordinator if is_in_round else participant.coordinator().key
+        if coordinator == self._me or participant.missed is not None:
+            return
+        for duty in Duty if is_in_round else ():
+            deadlines.done(coordinator, duty)
+        if is_in_round and now - participant.progressed_at > 1.0:
+            deadlines.owed(coordinator, Duty.DECIDE, participant.progressed_at)
+        elif not is_in_round and self._is_due() and not participant.called:
+            deadlines.owed(coordinator, Duty.CALL, now)
+        if not is_in_round and (participant.state is not State.JOINED or not self._are_enough_here()):
+            deadlines.done(coordinator, Duty.BEGIN)
+        given = participant.input
+        wait = self.rules.matchmaking_time if self.rules.target_samples is not None else given.patience if given else 0
+        seconds = {
+            Duty.ANSWER: ANSWER_SECONDS,
+            Duty.CALL: CALL_SECONDS,
+            Duty.BEGIN: wait + BEGIN_SLACK_SECONDS,
+            Duty.DECIDE: participant.silence.reducer_timeout,
+        }
+        missed = deadlines.missed(coordinator, seconds, len(participant.deposed), now)
+        if missed is not None and coordinator not in participant.doubted:
+            log.info("%r doubts the coordinator %r: it %s", self.view.me.peer, PeerID(coordinator), missed.value)
+            self._doubt(coordinator)
+        self._count_doubts(now)  # some that did not doubt may be lost by now
+        following = next((m.key for m in participant.candidates() if m.key not in participant.doubted), self._me)
+        if following != self._me:
+            self._tell_doubts(following)
+
+    def _doubt(self, coordinator: bytes) -> None:
+        """This peer has lost that coordinator of its tip, or in vain waited for it."""
+        if coordinator not in self.participant.doubted:
+            self.participant.doubted[coordinator] = None
+            doubt = self.signer.sign(msg.Doubt(self.tip, coordinator, self._me))
+            self._doubts[coordinator, self._me] = doubt
+
+    def _tell_doubts(self, key: bytes) -> None:
+        for of in self.participant.doubted:
+            if of not in self.participant.deposed:
+                self._send([key], self._doubts[of, self._me])
+
+    def stood_still(self, now: float) -> None:
+        """This peer's process did not run for a while: what others have said meanwhile was not read yet."""
+        self._deadlines.forgive(now)
+        self.participant.progressed(now)
+
+    def _is_due(self) -> bool:
+        """Whether this peer's samples, by its share of the last commit among those who are still there, say that the
+        members have the target twice."""
+        target, shares = self.rules.target_samples, self._history.last
+        here = sum(share for key, share in shares.items() if self.view.reaches(key))
+        mine = shares.get(self._me, 0.0)
+        if target is None or not self._reported > 0 < mine:
+            return False
+        # Its share is small, too, if another has said that it brought very much; and after an epoch that was called
+        # late, it has brought very much itself.
+        usual = max(target * mine, min(target, self._history.brought.get(self._me, 0.0)))
+        return self._reported * here >= LEAP * usual
+
+    def _are_enough_here(self) -> bool:
+        return sum(member.contributes for member in self.view.connected()) >= self.rules.least(self.last)
+
+    def _evidence(self) -> tuple[msg.Doubt, ...]:
+        """The doubts for which coordinators of this tip were deposed; the newest, if they do not fit a message."""
+        doubts = [doubt for (of, _), doubt in self._doubts.items() if of in self.participant.deposed]
+        return tuple(doubts[-msg.MAX_DOUBTS :])
+
+    def _on_doubt(self, sender: bytes, doubt: msg.Doubt, now: float) -> None:
+        """A member doubts the coordinator of its tip."""
+        require(doubt.sender == sender and sender in self.view.members, "a doubt in the name of another peer")
+        if doubt.tip != self.tip:
+            self._send([sender], self.hello())
+            return
+        require(self._may_decide(doubt.of) or self.view.has_met(doubt.of), "a doubt of a peer that is no member")
+        is_new = (doubt.of, sender) not in self._doubts
+        if is_new:
+            require(self._is_signed(doubt, sender), "a doubt without its sender's signature")
+            self._doubts[doubt.of, sender] = doubt
+        if not self.view.reaches(doubt.of):  # it does not wait for it; but the sender does, and most must doubt it
+            self._doubt(doubt.of)
+        if doubt.of in self.participant.deposed:
+            self._send([sender], msg.TakeOver(self.tip, self._evidence()))
+        if is_new:  # all are counted, so once for each that comes, and every second
+            self._count_doubts(now)
+
+    def _count_doubts(self, now: float) -> None:
+        """If most members doubt a coordinator, it is deposed, and this peer takes over if it is the next."""
+        participant, new = self.participant, self._newly_doubted()
+        if not new:
+            return
+        self._depose(new)
+        self.succeed(now)
+        if participant.begin is None and participant.coordinator().key == self._me:
+            self._send(self.view.others(), msg.TakeOver(self.tip, self._evidence()))
+            self._leading(now)
+
+    def _newly_doubted(self) -> set[bytes]:
+        """The coordinators that most members doubt by now."""
+        deposed = self.participant.deposed
+        undecided = [doubt for (of, _), doubt in self._doubts.items() if of not in deposed]
+        return self.participant.deposed_by(undecided) - deposed.keys() if undecided else set()
+
+    def _depose(self, keys: Iterable[bytes]) -> None:
+        participant, keys = self.participant, list(keys)
+        if not keys:
+            return
+        for key in keys:
+            participant.deposed[key] = None
+            if not self.view.reaches(key):
+                continue  # it is lost
+            level = logging.INFO if self._deadlines.failed[key] else logging.WARNING
+            self._deadlines.failed[key] += 1
+            participant.rejoin(key)
+            who = "this peer" if key == self._me else repr(PeerID(key))
+            advice = "The next one takes its place. If that goes on, look after its machine and its line"
+            log.log(level, "%s does not do what a coordinator has to, as most members see it. %s", who, advice)
+        self.news += 1
+        self.changes += 1  # who has reported to it reports to the next
+
+    def _on_take_over(self, sender: bytes, message: msg.TakeOver) -> None:
+        """A member coordinates this tip, since most doubt those before it."""
+        participant = self.participant
+        if message.tip != self.tip:
+            self._send([sender], self.hello())
+            return
+        if sender not in self.view.members:
+            return
+        new = participant.deposed_by(message.doubts) - participant.deposed.keys()
+        if not new:
+            return
+        self._doubts.update({(doubt.of, doubt.sender): doubt for doubt in message.doubts if doubt.of in new})
+        self._depose(new)
+        if self._me in new and self.lead.is_before_begin:
+            self._resign(msg.Elsewhere(self.view.members[sender]))
 
     # -- signs of life and progress
 
@@ -441,6 +716,7 @@ class Peer:
         `Participant.look`."""
         self.participant.look(moved, now)
         self.lead.saw(self._me, self.participant.silence.signs, now)
+        self._hold_to_deadlines(now)
         self.succeed(now)
 
     def awaited(self, now: float) -> list[bytes]:
@@ -449,8 +725,18 @@ class Peer:
         if not lead.over and lead.phase is not Phase.COUNTING:
             return lead.live() if lead.begin is not None else list(lead.expected)
         if participant.begin is not None:
-            return [participant.ballot.coordinator, *participant.silence.quiet(now)]
+            return [participant.ballot.coordinator, *participant.silence.quiet(now), *self._next_in_turn(now)]
         return [participant.joined] if participant.state is State.JOINED else []
+
+    def _next_in_turn(self, now: float) -> list[bytes]:
+        """A few members of the round, if it does not get on here: it may get on there."""
+        begin = self.participant.begin
+        if begin is None or now - self.participant.progressed_at < 1.0:
+            return []
+        keys = [member.key for member in begin.members if member.key != self._me and self.view.reaches(member.key)]
+        turn = [keys[(self._asked + number) % len(keys)] for number in range(min(ASKED_AT_A_TIME, len(keys)))]
+        self._asked += len(turn)
+        return turn
 
     def ping(self) -> msg.Ping:
         """What to ask a peer that this one waits for."""
@@ -465,7 +751,7 @@ class Peer:
         if participant.commit_of(ping.round) is not None:
             return msg.Pong()
         knows = not ping.round or leads or is_in
-        return msg.Pong(knows, participant.silence.signs, lead.signs_of.total() if leads else 0)
+        return msg.Pong(knows, participant.silence.signs)
 
     def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
         """A peer has answered a `ping`."""

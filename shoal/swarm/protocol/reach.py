@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from shoal.p2p.identity import PeerID
@@ -106,6 +106,10 @@ class Reach:
                 missing.seen = min(missing.seen, now)
                 missing.member = member if listed else missing.member
 
+    def misses(self, key: bytes) -> bool:
+        """Whether that member is known here and not reached."""
+        return key in self._missing
+
     def reached(self, member: Member) -> bool:
         """The member has spoken. Returns whether that is news."""
         if member.key == self._me.key or self._reached.get(member.key) == member:
@@ -116,6 +120,14 @@ class Reach:
         self._redial.found(member.peer)
         self._reached[member.key] = member
         return True
+
+    def forget(self, keys: Iterable[bytes], but: Collection[bytes]) -> None:
+        """Others mentioned these, and they gave no sign of themselves, but for those that are listed."""
+        for key in keys:
+            missing = self._missing.get(key)
+            if missing is not None and not missing.was_reached and key not in but:
+                del self._missing[key]
+                self._redial.found(missing.member.peer)
 
     def failed(self, key: bytes, reason: str) -> None:
         """It was tried to reach that member, in vain."""

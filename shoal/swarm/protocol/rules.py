@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ class Rules:
             member that joins says how long it waits.
         round_timeout: seconds without progress after which a round ends that this peer began.
         min_group: the least number of members of a round; where samples are counted, of members that contribute.
+        min_share: of the members that contributed to the last round, so many are needed: with more than a half, of a
+            swarm that falls apart at most one side goes on. 0.0 for no such share.
         target_group: when so many members have joined, the round begins at once; None for no such number.
         target_samples: a round is called when the members have so many samples; None if the first JOIN calls it.
         chunk_elements: no chunk is larger, unless there would be too many.
@@ -36,6 +39,7 @@ class Rules:
     matchmaking_time: float
     round_timeout: float
     min_group: int = 1
+    min_share: float = 0.0
     target_group: int | None = None
     target_samples: float | None = None
     chunk_elements: int = CHUNK_ELEMENTS
@@ -45,6 +49,11 @@ class Rules:
     state_every: int = 1
     state_always: bool = False
     options_fit: Callable[[bytes], bool] = bool
+
+    def least(self, last: int) -> int:
+        """The least number of members of a round, after one to which `last` members contributed."""
+        # 0.1 * 30 is a little more than 3.
+        return max(1, self.min_group, math.ceil(round(self.min_share * last, 6)))
 
     def is_due(self, epoch: int) -> bool:
         """Whether state is due in the round that ends this epoch."""

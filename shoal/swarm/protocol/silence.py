@@ -46,6 +46,7 @@ class Silence:
     signs: int = 0
     _begin: Begin | None = None  # the round that was looked at last
     _progressed: int = 0  # its exchange's counter then
+    _changes: int = 0  # its book's counter then
     _looked: float = 0.0
     _excused_until: float = float("-inf")
     _debtors: dict[bytes, _Debtor] = field(default_factory=dict)
@@ -84,11 +85,12 @@ class Silence:
         debtors = {key: self._debtors.get(key) or _Debtor(now, Movement(count)) for key, count in counts.items()}
         self._debtors = debtors
         moving = [key for key, count in counts.items() if debtors[key].movement.goes_on(count)]
-        progressed = exchange.progressed != self._progressed
+        # A coordinator that changes the plan gives those that owe something more time, and is no progress itself.
+        progressed, changed = exchange.progressed != self._progressed, book.changes != self._changes
         self.signs += progressed or bool(moving)
         slept = now - self._looked > 2 * QUIET_SECONDS  # this process itself; what has arrived was not read yet
-        self._progressed, self._looked = exchange.progressed, now
-        is_excused = progressed or waits or slept or now < self._excused_until or book.complete
+        self._progressed, self._changes, self._looked = exchange.progressed, book.changes, now
+        is_excused = progressed or changed or waits or slept or now < self._excused_until or book.complete
         for key in debtors if is_excused else moving:
             debtors[key].since = now
         late = [key for key in parts if now - debtors[key].since > self.sender_timeout]

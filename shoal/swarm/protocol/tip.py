@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-import struct
 from typing import Annotated
 
 import msgspec
 from blake3 import blake3
 
+from shoal.membership.pin import tip_text
+
 DIGEST_BYTES = 32
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Weight = Annotated[float, msgspec.Meta(ge=0, le=1e15)]  # of one member in one round
-Amount = Annotated[float, msgspec.Meta(ge=0, le=1e300)]  # more than all weights of a run can add up to
+MOST_SAMPLES, LAST_EPOCH = 1e300, (1 << 53) - 1
+Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST_SAMPLES)]  # more than all weights of a run can add up to
 
 
 class Tip(msgspec.Struct, frozen=True, array_like=True):
@@ -22,11 +24,14 @@ class Tip(msgspec.Struct, frozen=True, array_like=True):
         epoch: rounds committed so far.
         lineage: hash of the parent's lineage and of what the last round committed, 32 bytes.
         samples: the sum of the weights of all rounds behind this state.
+        pin: the number of the pin of the run's owner that this state, or one before it in its line, has; 0 without one,
+            as in all open runs.
     """
 
-    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=LAST_EPOCH)]
     lineage: Digest
     samples: Amount
+    pin: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.samples):
@@ -40,16 +45,23 @@ class Tip(msgspec.Struct, frozen=True, array_like=True):
     def after(self, root: bytes, samples: float) -> Tip:
         """The tip after a round that committed what `root` names, with the summed weight `samples`."""
         lineage = blake3(b"shoal lineage\0" + self.lineage + root).digest()
-        return Tip(self.epoch + 1, lineage, self.samples + samples)
+        # Whatever was claimed of the state before, who holds this one can say so.
+        epoch, samples = min(self.epoch + 1, LAST_EPOCH), min(self.samples + samples, MOST_SAMPLES)
+        return Tip(epoch, lineage, samples, self.pin)
 
     def outranks(self, other: Tip) -> bool:
-        """Whether a swarm that holds both states keeps this one: more samples, more epochs, then the larger hash."""
-        return (self.samples, self.epoch, self.lineage) > (other.samples, other.epoch, other.lineage)
+        """Whether a swarm that holds both states keeps this one: the newer pin, more samples, more epochs, then the
+        larger hash."""
+        mine, theirs = (self.samples, self.epoch, self.lineage), (other.samples, other.epoch, other.lineage)
+        return (self.pin, *mine) > (other.pin, *theirs)
 
-    def round_id(self, ballot: Ballot) -> bytes:
-        """16 bytes that name the round that `ballot` begins at this tip."""
-        text = struct.pack(">QQ", self.epoch, ballot.number) + self.lineage + ballot.coordinator
-        return blake3(b"shoal round\0" + text).digest(length=16)
+    def is_state_of(self, other: Tip) -> bool:
+        """Whether both name one state; the owner may have pinned it since one of them was said."""
+        return (self.epoch, self.lineage) == (other.epoch, other.lineage)
+
+    def __str__(self) -> str:
+        """As `shoal keys pin` takes it: `<epoch>:<samples>:<lineage, 64 hex digits>`."""
+        return tip_text(self.epoch, self.samples, self.lineage)
 
 
 class Ballot(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -65,3 +77,4 @@ class Ballot(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 NO_BALLOT = Ballot(0, bytes(DIGEST_BYTES))  # lower than all that coordinators hold
+MAX_LEAP = 1 << 16  # an attempt counts up to so many above those that a peer knows of

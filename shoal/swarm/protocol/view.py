@@ -65,7 +65,26 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
         return parsed
 
 
+MAX_HEARSAY = 256  # members that one peer mentions and that have not spoken themselves
+HEARSAY_SECONDS = 60.0
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # seconds for which a state that no member could send is not asked for again
+
+
+@dataclass(slots=True)
+class _Heard:
+    """A member that others mention, and that has not spoken itself.
+
+    Attributes:
+        member: as it was mentioned.
+        teller: who did.
+        until: when it is forgotten.
+        listed: whether its signed record was seen.
+    """
+
+    member: Member
+    teller: bytes
+    until: float
+    listed: bool = False
 
 
 @dataclass(slots=True)
@@ -88,8 +107,8 @@ class _Claim:
 class View:
     """The members that a peer knows, itself included. Other peers may know others.
 
-    Members are added by `learn` and removed by `lose`. A member that was lost is not added again because a third
-    peer mentions it, only when it speaks itself (`returned`).
+    A peer is a member when it has spoken itself (`returned`), until it is lost (`lose`). Those that only others mention
+    (`hear`) are kept apart: they are dialled, and in no count and no order.
 
     Args:
         run_id: the name of the run; part of the order of candidates.
@@ -102,17 +121,52 @@ class View:
         self.members: dict[bytes, Member] = {me.key: me}
         self.lost: dict[bytes, None] = {}  # in the order of losing
         self._claims: dict[bytes, _Claim] = {}
+        self._heard: dict[bytes, _Heard] = {}
 
     def learn(self, members: Iterable[Member]) -> list[Member]:
-        """Add members that another peer mentions. Returns those that were not known."""
+        """Add members that this peer's user names. Returns those that were not known."""
         unknown = {m.key: m for m in members if m.key not in self.members and m.key not in self.lost}
         new = list(unknown.values())[: max(0, MAX_MEMBERS - len(self.members))]
         self.members.update((member.key, member) for member in new)
         return new
 
+    def hear(self, teller: bytes, members: Iterable[Member], now: float) -> list[Member]:
+        """Another peer mentions members. Returns those that were not known, and that this peer should meet."""
+        told = {m.key: m for m in members if m.key not in self.members and m.key not in self.lost}
+        room = MAX_HEARSAY - sum(heard.teller == teller for heard in self._heard.values())
+        new: list[Member] = []
+        for key, member in told.items():
+            if (heard := self._heard.get(key)) is not None:
+                heard.until = max(heard.until, now + HEARSAY_SECONDS)
+            elif len(new) < room:
+                self._heard[key] = _Heard(member, teller, now + HEARSAY_SECONDS)
+                new.append(member)
+        return new
+
+    def is_known(self, key: bytes) -> bool:
+        """Whether that is a member, or others mention it."""
+        return key in self.members or key in self._heard
+
+    def has_met(self, key: bytes) -> bool:
+        """Whether that is a member, or was until it was lost. Others may still reach it."""
+        return key in self.members or key in self.lost
+
+    def listed(self, members: Iterable[Member], now: float) -> None:
+        """The signed records of these were seen."""
+        for heard in (self._heard[member.key] for member in members if member.key in self._heard):
+            heard.until, heard.listed = now + HEARSAY_SECONDS, True
+
+    def forget(self, now: float) -> list[bytes]:
+        """Forget those that others mentioned and that gave no sign of themselves. Returns their keys."""
+        over = [key for key, heard in self._heard.items() if heard.until <= now]
+        for key in over:
+            del self._heard[key]
+        return over
+
     def returned(self, member: Member) -> bool:
         """The member itself has spoken. Returns whether that changes what is known."""
         self.lost.pop(member.key, None)
+        self._heard.pop(member.key, None)
         news = self.members.get(member.key) != member
         if news and member.key != self.me.key and (member.key in self.members or len(self.members) < MAX_MEMBERS):
             self.members[member.key] = member
@@ -150,7 +204,8 @@ class View:
         Clients of other nodes are known from those nodes only, so they count if such nodes are connected."""
         reached = self.connected()
         nodes = any(m.role is not Role.CLIENT and m.key != self.me.key for m in reached)
-        return sum(m.role is Role.CLIENT for m in (list(self.members.values()) if nodes else reached))
+        others = [heard.member for heard in list(self._heard.values()) if heard.listed]
+        return sum(m.role is Role.CLIENT for m in ([*list(self.members.values()), *others] if nodes else reached))
 
     # -- who coordinates
 
@@ -193,6 +248,11 @@ class View:
             if holds and claim.ignored_until <= now and (best is None or claim.tip.outranks(best)):
                 best = claim.tip
         return best
+
+    def ignores(self, key: bytes, now: float) -> bool:
+        """Whether the state that this member says it holds is not asked for at present."""
+        claim = self._claims.get(key)
+        return claim is not None and now < claim.ignored_until
 
     def ignore(self, better_than: Tip, now: float) -> list[float]:
         """No member could send a state that outranks `better_than`: do not ask for these states for a while. Returns

@@ -1,0 +1,1 @@
+"""``shoal keys``: what the owner of a closed run does; see ``shoal.membership``."""

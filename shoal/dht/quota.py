@@ -1,0 +1,58 @@
+"""How much one identity may have a node of the DHT do. No I/O; time is given.
+
+An honest peer stores one record in 15 s for each of its runs, and passes on the records of others when nodes come and
+go. The rates are far above that. One identity that uses them up takes 1 s of one core at first, and then some percent.
+What is refused of a node that has very many records to pass on is stored anew minutes later, by it or another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+MAX_IDENTITIES = 4096  # of which it is known what they have used; the one that was quiet for longest is forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """So much a second, and so much at once after a pause."""
+
+    per_second: float
+    at_once: float
+
+
+STORED_RECORDS = Rate(512, 8192)  # that one peer asks a node to store
+STORED_BYTES = Rate(1 << 20, 16 << 20)
+VERIFIED = Rate(256, 4096)  # signatures of records that one peer sends, in requests and in replies
+OWNED_RECORDS = Rate(32, 1024)  # that are stored anew for one owner, whoever sends them
+
+
+class Quota:
+    """A token bucket for each identity.
+
+    Args:
+        rate: what each identity may use.
+    """
+
+    def __init__(self, rate: Rate) -> None:
+        self._rate = rate
+        self._used: dict[Hashable, tuple[float, float]] = {}  # how much was used up, when; the quietest first
+
+    def allows(self, who: Hashable, amount: float, now: float) -> bool:
+        """Whether `who` may use so much now."""
+        return self._level(who, now) + amount <= self._rate.at_once
+
+    def use(self, who: Hashable, amount: float, now: float) -> bool:
+        """`who` uses so much, if it may; returns whether it may."""
+        level = self._level(who, now) + amount
+        if level > self._rate.at_once:
+            return False
+        self._used.pop(who, None)
+        self._used[who] = (level, now)
+        if len(self._used) > MAX_IDENTITIES:
+            del self._used[next(iter(self._used))]
+        return True
+
+    def _level(self, who: Hashable, now: float) -> float:
+        level, since = self._used.get(who, (0.0, now))
+        return max(0.0, level - (now - since) * self._rate.per_second)

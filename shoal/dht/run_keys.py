@@ -1,0 +1,26 @@
+"""Which keys belong to a run: their records need an owner, so that nobody writes in the name of others."""
+
+from __future__ import annotations
+
+from shoal.dht.records import NO_SUBKEY, DHTRecord, encode_key, owners_in, owners_of
+
+MEMBERS = "/members"  # after a run's id: the key of the records of its members
+_ENDINGS = (MEMBERS.encode(),)
+_TEXT = frozenset({*range(0xA0, 0xC0), 0xD9, 0xDA})  # what msgpack begins a text with
+
+
+def members_key(run_id: str) -> str:
+    """The key under which the members of a run are listed."""
+    return run_id + MEMBERS
+
+
+def is_misplaced(record: DHTRecord) -> bool:
+    """Whether `record` is under a run's key and is nobody's, or is not at the one place that its owner has there."""
+    if not (record.key.endswith(_ENDINGS) and record.key[0] in _TEXT):
+        return False
+    owners = owners_of(record)
+    if len(owners) != 1:
+        return True
+    if record.subkey == NO_SUBKEY:
+        return False  # the key names the owner
+    return not owners_in(record.key) and record.subkey != encode_key(f"[owner:{owners[0].decode(errors='replace')}]")

@@ -1,0 +1,59 @@
+"""The owner's word which state of the run to follow, whatever else is said."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import msgspec
+
+from shoal.membership.signed import Key, Kind, Number, Statement
+
+
+class Pin(Statement, frozen=True, array_like=True):
+    """Follow this state and its descendants before all others. The pin with the highest number counts, alone.
+
+    Attributes:
+        run_id: of which run.
+        number: of this pin; part of the tip of all who follow it.
+        epoch, samples, lineage: the tip of the state.
+        rewind: descendants that were made before the pin do not count: those who hold one go back.
+    """
+
+    number: Number
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+    samples: Annotated[float, msgspec.Meta(ge=0, le=1e300)]
+    lineage: Key
+    rewind: bool
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.samples):
+            raise ValueError(f"a state with {self.samples} samples behind it")
+
+    @property
+    def tip(self) -> str:
+        """The tip's text form."""
+        return tip_text(self.epoch, self.samples, self.lineage)
+
+    @classmethod
+    def of_text(cls, run_id: str, number: int, tip: str, *, rewind: bool = False) -> Pin:
+        """The pin of the tip with that text form. Raises ValueError if it is none."""
+        try:
+            epoch, samples, lineage = tip.strip().split(":")
+            pin = cls(run_id, number, int(epoch), float(samples), bytes.fromhex(lineage), rewind)
+            if len(pin.lineage) != 32 or pin.epoch < 0 or pin.samples < 0:
+                raise ValueError("a number is out of its bounds")
+        except ValueError as error:
+            raise ValueError(
+                f"{tip!r} is not a tip: give <epoch>:<samples>:<64 hex digits>, as peers log it and "
+                f"`optimizer.tip` shows it ({error})"
+            ) from error
+        return pin
+
+
+def tip_text(epoch: int, samples: float, lineage: bytes) -> str:
+    """The text form of the name of a state: `<epoch>:<samples>:<lineage, 64 hex digits>`."""
+    return f"{epoch}:{samples:.17g}:{lineage.hex()}"
+
+
+PIN = Kind("pin", Pin, max_bytes=320)

@@ -1,0 +1,58 @@
+"""The id of a closed run, which names its owner: `name@<public key>`."""
+
+from __future__ import annotations
+
+import base64
+import re
+from dataclasses import dataclass
+
+from shoal.p2p.identity import KEY_BYTES, PeerID
+
+MAX_NAME = 47
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME - 1}}}")
+_CLOSED = re.compile(rf"({_NAME.pattern})@([a-z2-7]{{52}})(?![A-Za-z0-9])")
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedRun:
+    """A run that admits only whom its owner admits.
+
+    Attributes:
+        run_id: `name@<public key of the owner in base32, 52 characters>`.
+        owner: that key.
+    """
+
+    run_id: str
+    owner: PeerID
+
+    @classmethod
+    def owned_by(cls, name: str, owner: PeerID) -> ClosedRun:
+        """The closed run of that name and owner. Raises ValueError for a name that no such run can have."""
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"a closed run can't be named {name!r}: give 1 to {MAX_NAME} letters, digits, '.', '_' and '-', the "
+                "first of them a letter or a digit"
+            )
+        return cls(f"{name}@{base64.b32encode(owner.key).decode().lower().rstrip('=')}", owner)
+
+    @classmethod
+    def of(cls, run_id: str) -> ClosedRun | None:
+        """The closed run to which a run id belongs: its own, or that of a run within it (`<run id>/grad`, say). None
+        for an open run, which has no `@`.
+
+        Raises:
+            ValueError: if there is an `@`, and no owner's key behind it: a run that was meant to be closed must not be
+                open because of a typing mistake.
+        """
+        if "@" not in run_id:
+            return None
+        match = _CLOSED.match(run_id)
+        if match is not None:
+            key = base64.b32decode(match[2].upper() + "====")
+            run = cls.owned_by(match[1], PeerID(key))
+            if len(key) == KEY_BYTES and run_id.startswith(run.run_id):
+                return run
+        raise ValueError(
+            f"run_id={run_id!r}: '@' stands before the 52 characters of its owner's key in the id of a closed run; "
+            "give the id as `shoal keys run` has printed it, or, for an open run, one without '@'"
+        )

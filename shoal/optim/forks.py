@@ -1,0 +1,163 @@
+"""What a peer does where the run has forked, and where its owner has pinned a state: nothing is thrown away."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+
+from shoal.membership.pin import Pin
+from shoal.optim.kept import Keeper, Kept
+from shoal.optim.reports import Event, ForkReport
+from shoal.optim.run import Run
+from shoal.optim.state import Replica
+from shoal.p2p.identity import PeerID
+from shoal.swarm.protocol.tip import Tip
+
+log = logging.getLogger(__name__)
+
+WHY = "the state with more samples behind it is kept (of equally many: more epochs, then the larger hash)"
+MAX_TOLD = 1024  # lineages of other sides that were told of
+
+
+class Forks:
+    """Keeps the state that a peer leaves, tells of both sides of a fork, and knows what the owner has pinned.
+
+    All methods are called in the trainer's thread.
+
+    Args:
+        run: this peer's part in the run.
+        replica: this peer's state.
+        keeper: keeps the state that is left.
+        tell: called with each event.
+    """
+
+    def __init__(self, run: Run, replica: Replica, keeper: Keeper, tell: Callable[[Event], None]) -> None:
+        self._run, self._replica, self._keeper, self._tell = run, replica, keeper, tell
+        self._told: dict[bytes, None] = {}
+
+    # -- this peer's side is left
+
+    def leave(
+        self, tip: Tip, line: Collection[bytes], made_with: Collection[bytes], others: Collection[bytes]
+    ) -> ForkReport | None:
+        """This peer is about to take over the state `tip`. If its own state has samples that are not behind that one,
+        keep it. Returns what to tell of it once the other state is here; None if nothing is lost.
+
+        Args:
+            line: the lineages that lead to `tip`.
+            made_with: the keys of those with whom this peer's state was made.
+            others: the keys of those who hold the other one.
+        """
+        mine, pin = self._replica.tip, self.pin
+        if not mine.epoch or tip.is_state_of(mine) or mine.lineage in line:
+            return None
+        is_pinned = pin is not None and tip.pin == pin.number > mine.pin
+        self._remember(tip.lineage)
+        reason = f"its owner has pinned it (pin {tip.pin})" if is_pinned else WHY
+        return ForkReport(
+            stays=False,
+            tip=str(mine),
+            samples=mine.samples,
+            members=_texts({*made_with, self._run.me}),
+            other_tip=str(tip),
+            other_samples=tip.samples,
+            other_members=_texts(others),
+            reason=reason,
+            kept=self._keep(),
+        )
+
+    def _keep(self) -> str:
+        replica = self._replica
+        if not self._keeper.fits(replica.nbytes):
+            return (
+                f"lost, for its {replica.nbytes / 1e6:.0f} MB are more than a quarter of the memory that is free: give "
+                "kept_state_dir= to keep such states on disk"
+            )
+        try:
+            return self._keeper.keep(replica.exact_copy())
+        except (OSError, ValueError) as error:
+            return f"lost, since it could not be kept ({error})"
+
+    def left(self, report: ForkReport) -> None:
+        """The other state is here."""
+        mine, other = (tip.split(":")[0] for tip in (report.tip, report.other_tip))
+        givers = ", ".join(repr(PeerID.parse(peer)) for peer in report.other_members) or "itself"
+        log.warning(
+            "this peer has left its state of epoch %s (%g samples) for that of epoch %s (%g samples), which it has "
+            "from %s: %s. The run has forked. Tip %s, made with %s, is %s; Optimizer.load_kept_state(file) loads it, "
+            "and in a closed run `shoal keys pin` leads all back to it. Now at tip %s",
+            mine, report.samples, other, report.other_samples, givers,
+            report.reason, report.tip, ", ".join(report.members), report.kept, report.other_tip,
+        )  # fmt: skip
+        self._tell(report)
+
+    def caught_up(self, mine: Tip, tip: Tip, givers: Collection[bytes]) -> None:
+        """This peer, which was apart from the others, has taken over a state that leads on from its own."""
+        log.warning(
+            "this peer has left its state of epoch %d (%g samples) for that of epoch %d (%g samples), which it has "
+            "from %s and which leads on from it: nothing is lost",
+            mine.epoch, mine.samples, tip.epoch, tip.samples, ", ".join(repr(PeerID(key)) for key in sorted(givers)),
+        )  # fmt: skip
+
+    # -- this peer's side stays
+
+    def look(self, made_with: Collection[bytes]) -> None:
+        """Tell of members at states that are neither this peer's nor behind it, once for each."""
+        tips, mine, line = self._run.swarm.contacts.tips, self._replica.tip, self._replica.line
+        while tips:
+            key, tip = tips.popleft()
+            if not (tip.epoch and mine.outranks(tip)) or tip.lineage in line or tip.lineage in self._told:
+                continue
+            if not line.reaches_back_to(tip.epoch, mine.epoch):
+                continue  # it may be an ancestor that is forgotten
+            self._remember(tip.lineage)
+            reason = f"its owner has pinned it (pin {mine.pin})" if mine.pin > tip.pin else WHY
+            report = ForkReport(
+                stays=True,
+                tip=str(mine),
+                samples=mine.samples,
+                members=_texts({*made_with, self._run.me}),
+                other_tip=str(tip),
+                other_samples=tip.samples,
+                other_members=_texts([key]),
+                reason=reason,
+                kept="",
+            )
+            log.warning(
+                "the run has forked: %r is at tip %s (epoch %d, %g samples), which does not lead to this peer's; this "
+                "side, tip %s (%g samples), stays: %s. The other peer keeps what it leaves, and says where",
+                PeerID(key), tip, tip.epoch, tip.samples, mine, mine.samples, reason,
+            )  # fmt: skip
+            self._tell(report)
+
+    def _remember(self, lineage: bytes) -> None:
+        self._told[lineage] = None
+        if len(self._told) > MAX_TOLD:
+            del self._told[next(iter(self._told))]
+
+    # -- what the owner has pinned
+
+    @property
+    def pin(self) -> Pin | None:
+        """The owner's newest pin."""
+        gate = self._run.swarm.gate
+        return None if gate is None else gate.pin
+
+    def due(self) -> Pin | None:
+        """The pin that this peer does not follow yet."""
+        pin = self.pin
+        return pin if pin is not None and self._replica.tip.pin < pin.number else None
+
+    def follows_from(self, pin: Pin) -> bool:
+        """Whether this peer's state is the pinned one, or, if that is enough, a descendant."""
+        if self._replica.tip.lineage == pin.lineage:
+            return True
+        return not pin.rewind and pin.lineage in self._replica.line
+
+    def kept(self, pin: Pin) -> Kept | None:
+        """The state that this peer has kept, if it is the pinned one or leads on from it."""
+        return self._keeper.find(pin)
+
+
+def _texts(keys: Collection[bytes]) -> tuple[str, ...]:
+    return tuple(str(PeerID(key)) for key in sorted(keys))

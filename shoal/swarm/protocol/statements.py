@@ -1,0 +1,95 @@
+"""What a peer signs, so that others can pass it on and nobody can deny it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Annotated, Protocol, TypeVar
+
+import msgspec
+from blake3 import blake3
+
+from shoal.p2p.identity import SIGNATURE_BYTES, Identity, peer_of
+
+INSTANCE_BYTES = 8
+MAX_VERIFIED = 4096  # statements that were looked at, and are not verified again
+
+
+class Seal(msgspec.Struct, array_like=True, frozen=True):
+    """Who signed when: the instance of the start that signed, and the ed25519 signature."""
+
+    instance: Annotated[bytes, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
+    signature: Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+
+
+UNSIGNED = Seal(bytes(INSTANCE_BYTES), bytes(SIGNATURE_BYTES))
+
+
+class Signed(Protocol):
+    """A message that is signed."""
+
+    @property
+    def seal(self) -> Seal: ...
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class Signer:
+    """Signs what one peer says in one run, and checks what others have signed.
+
+    What is signed are 88 bytes: `shoal statement` and the message's tag (16), the hash of the run's name (32), the
+    instance (8), and the hash of the message without its signature (32).
+
+    Args:
+        identity: of this peer.
+        run_id: the name of the run.
+
+    Attributes:
+        instance: of this start, 8 bytes: a peer that starts anew contradicts nothing that it signed before.
+    """
+
+    def __init__(self, identity: Identity, run_id: str) -> None:
+        self._identity, self._run = identity, blake3(run_id.encode()).digest()
+        self._verified: dict[bytes, None] = {}  # hashes of what was found to be signed, the newest last
+        self.instance = bytes(INSTANCE_BYTES)
+
+    def sign(self, message: S) -> S:
+        """The message with this peer's signature. It is exactly what others decode, so all hash the same bytes."""
+        blank = msgspec.structs.replace(message, seal=Seal(self.instance, bytes(SIGNATURE_BYTES)))
+        exact = _decoder(type(message)).decode(_encoder.encode(blank))
+        signature = self._identity.sign(self._statement(exact, self.instance))
+        signed: S = msgspec.structs.replace(exact, seal=Seal(self.instance, signature))
+        return signed
+
+    def is_signed(self, message: Signed, key: bytes) -> bool:
+        """Whether the peer with this key has signed the message, in this run."""
+        statement = self._statement(message, message.seal.instance)
+        name = blake3(key + message.seal.signature + statement).digest()
+        if name not in self._verified:
+            if not peer_of(key).verify(statement, message.seal.signature):
+                return False
+            if len(self._verified) >= MAX_VERIFIED:
+                del self._verified[next(iter(self._verified))]
+            self._verified[name] = None
+        return True
+
+    def _statement(self, message: object, instance: bytes) -> bytes:
+        assert isinstance(message, msgspec.Struct)
+        tag = message.__struct_config__.tag
+        assert isinstance(tag, int)
+        blank = msgspec.structs.replace(message, seal=UNSIGNED)
+        kind = b"shoal statement" + tag.to_bytes()
+        return kind + self._run + instance + blake3(_encoder.encode(blank)).digest()
+
+
+def name_of_statement(message: msgspec.Struct) -> bytes:
+    """16 bytes that name a signed message."""
+    return blake3(b"shoal name\0" + _encoder.encode(message)).digest(length=16)
+
+
+@cache
+def _decoder(kind: type[S]) -> msgspec.msgpack.Decoder[S]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+_encoder = msgspec.msgpack.Encoder()

@@ -1,0 +1,6 @@
+"""See `run`."""
+
+from tests.attacks.run import main
+
+if __name__ == "__main__":
+    main()

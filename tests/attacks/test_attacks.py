@@ -1,0 +1,42 @@
+"""One attacker with one identity, beside four honest trainers, each a process: nobody ends, nobody stands for longer
+than a deadline, and all hold equal parameters afterwards.
+
+All attacks in turn take two minutes. Each on its own takes a quarter of an hour together: set SHOAL_SOAK, or see
+`make attacks`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.attacks.attacks import ATTACKS
+from tests.attacks.run import NEWCOMERS, PEERS, run_all, run_one
+
+pytestmark = [pytest.mark.alone, pytest.mark.long]
+
+DEADLINE = 15.0  # seconds; more than each of those that `honest` trains with
+TURN = 5.0  # seconds of each attack, of all in turn
+SECONDS = 20.0  # so a run that stands for as long as the attacker is there is seen
+
+
+def test_all_attacks_in_turn_end_and_stop_nobody(tmp_path: Path) -> None:
+    seen = run_all(list(ATTACKS), seconds=TURN * len(ATTACKS), before=3.0, after=10.0, folder=tmp_path)
+    assert seen.ended == []
+    assert seen.pause < DEADLINE
+    assert seen.equal
+
+
+@pytest.mark.skipif("SHOAL_SOAK" not in os.environ, reason="a quarter of an hour: set SHOAL_SOAK, or make attacks")
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_attack_ends_and_stops_nobody(attack: str, tmp_path: Path) -> None:
+    seen = run_one(attack, seconds=SECONDS, before=3.0, after=10.0, folder=tmp_path)
+    assert seen.ended == []
+    assert seen.pause < DEADLINE
+    assert seen.equal
+    assert seen.samples[1] > seen.samples[0] / 2, "no epoch ends before the target is reached"
+    if attack in NEWCOMERS:
+        assert seen.newcomer is not None
+        assert seen.newcomer >= PEERS, "a newcomer finds the others"

@@ -1,0 +1,388 @@
+"""What one member that breaks the rules can't do: hold a round up, end it twice, or take a turn that is not its own."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from shoal.swarm.protocol.actions import Ask, Send
+from shoal.swarm.protocol.book import Book, RuleBroken
+from shoal.swarm.protocol.contribution import Contribution
+from shoal.swarm.protocol.coordinator import Coordinator, Phase
+from shoal.swarm.protocol.messages import (
+    MAX_DOUBTS,
+    Broken,
+    Commit,
+    Done,
+    Doubt,
+    Elsewhere,
+    Have,
+    Orphaned,
+    Ping,
+    Pong,
+    Repair,
+    Survey,
+    TakeOver,
+)
+from shoal.swarm.protocol.peer import Peer
+from shoal.swarm.protocol.silence import Silence
+from shoal.swarm.protocol.statements import Signed, Signer
+from shoal.swarm.protocol.tip import Ballot
+from shoal.swarm.protocol.view import Role, View
+from tests.swarm.rounds import (
+    IDENTITIES,
+    RULES,
+    TERMS,
+    TIP,
+    begin_of,
+    chunks_of,
+    digest,
+    have_of,
+    join_of,
+    key,
+    keys,
+    member,
+    members,
+    signer,
+)
+from tests.swarm.test_coordinator import ALL, GROUP, ROOT, gathering, join, running, successor, survey_answer, the
+from tests.swarm.test_lead import join as send_join
+from tests.swarm.test_lead import leading, peer_of
+from tests.swarm.test_participant import BEGIN, in_round
+from tests.swarm.wire import Digests
+
+NOBODY = 200  # a key that the liar has made: no member
+
+
+def peer_2() -> Peer:
+    """It keeps a state, and reaches 3 and 4; this tip is 4's to coordinate."""
+    view = View("run", member(2), lambda key: True)
+    peer = Peer(view, TERMS, RULES, Silence(15.0, 30.0), signer(2), keeps_state=True)
+    peer.view.learn(members(3, 4))
+    assert peer.participant.coordinator() == member(4), "the order of the candidates has changed"
+    return peer
+
+
+def test_no_coordinator_vouches_for_its_own_round() -> None:
+    participant = in_round()
+    for signs in range(1, 5):
+        participant.on_pong(key(1), Ping(BEGIN.round), Pong(True, signs), 10.0 * signs)
+    assert participant.progressed_at == 0.0
+    for signs in range(1, 5):
+        participant.on_pong(key(3), Ping(BEGIN.round), Pong(True, signs), 10.0 * signs)
+    assert participant.progressed_at == 40.0
+
+
+@pytest.mark.parametrize("coordinator", [3, NOBODY], ids=["itself", "of an invented peer"])
+@pytest.mark.parametrize("how", ["BEGIN", "ORPHANED", "SURVEY"])
+def test_nobody_begins_a_round_with_who_has_not_joined_it(how: str, coordinator: int) -> None:
+    """Else any member takes every turn, and says nothing more."""
+    peer = peer_2()
+    given = Contribution(1.0, lambda begin, send, fault: Digests(Book(key(2), begin, chunks_of(begin)), send))
+    peer.participant.offer(given)
+    peer.participant.next_step(0.0)
+    peer.view.reaches = lambda other: other != key(coordinator)
+    begin = begin_of(members(2, 3, 4), coordinator=coordinator)
+    survey = signer(3).sign(Survey(TIP, begin.round, Ballot(2, key(3)), (), begin))
+    message = {"BEGIN": begin, "ORPHANED": Orphaned(begin), "SURVEY": survey}[how]
+    with pytest.raises(RuleBroken, match=r"without a JOIN|under the ballot of another"):
+        peer.receive(key(3), message, [], 0.0)
+    assert peer.participant.begin is None
+    peer.receive(key(4), begin_of(members(2, 3, 4), coordinator=4), [], 0.0)
+    assert peer.participant.begin is not None
+
+
+def commit_by(coordinator: int, round_id: bytes = bytes(16), samples: float = 3.0) -> Commit:
+    commit = Commit(TIP, round_id, digest("r"), samples, keys(3, 4), members(3, 4), key(coordinator))
+    return signer(coordinator).sign(commit)
+
+
+def test_a_commit_by_an_invented_peer_is_none() -> None:
+    """Void ones are remembered by who has signed them: keys without end would hold the run up without end."""
+    peer = peer_2()
+    with pytest.raises(RuleBroken, match="no member"):
+        peer.receive(key(3), commit_by(NOBODY), [], 0.0)
+    assert peer.participant.missed is None
+    peer.receive(key(3), commit_by(4), [], 0.0)
+    assert peer.participant.missed is not None
+
+
+def test_a_coordinator_cannot_make_up_how_many_samples_are_behind_a_state() -> None:
+    peer = peer_2()
+    peer.participant = in_round()
+    with pytest.raises(RuleBroken, match="other samples"):
+        peer.receive(key(1), commit_by(1, BEGIN.round, 1e300), [], 0.0)
+    assert peer.tip == TIP
+    peer.receive(key(1), commit_by(1, BEGIN.round, sum(BEGIN.weights)), [], 0.0)
+    assert peer.participant.missed is not None, "its result is not here"
+
+
+def test_elsewhere_never_hastens_a_round() -> None:
+    """Members that make a slow step would be left out of it."""
+    coordinator = gathering(1, 2, 3, 4)
+    join(coordinator, 1, patience=10.0)
+    join(coordinator, 2, 1.0)
+    assert coordinator.elsewhere(key(4), 1.0) == []
+    assert coordinator.wake_at() == 10.0
+
+
+def test_who_is_no_member_postpones_nothing() -> None:
+    coordinator = gathering(1, 2, 3)
+    join(coordinator, 1, patience=5.0)
+    coordinator.tick(5.0)
+    before = coordinator.wake_at()
+    for number in range(100, 120):
+        assert coordinator.elsewhere(key(number), 5.4) == []
+    assert coordinator.wake_at() == before
+
+
+def test_a_member_ends_one_round_of_a_tip_by_being_elsewhere() -> None:
+    peer, lead = leading(1, 2, 3)
+    begin = begin_of(members(2, 3), coordinator=2, tip=peer.tip)
+    begin = signer(2, peer.view.run_id).sign(begin)
+    peer.receive(key(2), Elsewhere(member(2), begin), [], 0.0)
+    assert lead.phase is Phase.ABORTED
+    for number in (1, 2, 3):
+        send_join(peer, number)
+    again = peer.lead
+    assert again.phase is Phase.RUNNING
+    peer.receive(key(2), Elsewhere(member(2), begin), [], 1.0)
+    assert not again.over
+    assert set(again.out) == {key(2)}
+
+
+def test_a_member_ends_one_round_of_a_tip_by_what_it_answers_to_a_survey() -> None:
+    peer, lead = leading(1, 2, 3)
+    for turn in range(2):
+        lead = peer.lead
+        assert lead.begin is not None
+        peer.out.clear()
+        peer.answered(key(2), survey_of(lead), Elsewhere(member(1), lead.begin), 0.0)
+        if turn == 0:
+            assert lead.phase is Phase.ABORTED
+            for number in (1, 2, 3):
+                send_join(peer, number)
+    assert not peer.lead.over
+    assert set(peer.lead.out) == {key(2)}
+
+
+def survey_of(lead: Coordinator) -> Survey:
+    """What it asks as the round is surveyed."""
+    [ask] = [action for action in lead.start_survey(0.0) if isinstance(action, Ask)]
+    assert isinstance(ask.message, Survey)
+    return ask.message
+
+
+def outbids(peer: Peer, number: int, by: int) -> None:
+    """That member answers a survey by one of its own, or of a peer that it has made up, under a higher ballot."""
+    survey = survey_of(peer.lead)
+    ballot = Ballot(survey.ballot.number + 1, key(by))
+    higher = signer(by, peer.view.run_id).sign(Survey(peer.tip, survey.round, ballot, (), None))
+    peer.answered(key(number), survey, Have(ballot, (), None, (), None, None, higher), 0.0)
+
+
+def test_a_coordinator_gives_way_to_a_member_once() -> None:
+    peer, lead = leading(1, 2, 3)
+    outbids(peer, 2, by=2)
+    assert lead.phase is Phase.ABORTED
+    for number in (1, 2, 3):
+        send_join(peer, number)
+    outbids(peer, 2, by=2)
+    assert not peer.lead.over
+    assert set(peer.lead.out) == {key(2)}
+
+
+def test_a_ballot_of_an_invented_peer_outbids_nobody() -> None:
+    peer, lead = leading(1, 2, 3)
+    peer.view.reaches = lambda other: other != key(NOBODY)
+    outbids(peer, 2, by=NOBODY)
+    assert set(lead.out) == {key(2)}
+
+
+def test_digests_of_another_length_are_the_fault_of_who_lists_them() -> None:
+    """In a REPAIR nobody could follow them, and all who refuse it would be put out."""
+    peer, lead = leading(1, 2, 3)
+    assert lead.begin is not None
+    survey = survey_of(lead)
+    digests = (b"short",) * lead.begin.starts[-1]
+    peer.answered(key(2), survey, have_of(survey.ballot, digests, done=lead.begin.ballot), 0.0)
+    assert set(lead.out) == {key(2)}
+
+
+def test_nobody_is_out_because_one_member_says_that_others_have_put_it_out() -> None:
+    coordinator = running(1, 2, 3, 4, 5)
+    survey = the(coordinator.start_survey(0.0), Survey)
+    for number in (1, 3, 4, 5):
+        survey_answer(coordinator, number)
+    again = the(survey_answer(coordinator, 2, have_of(survey.ballot, out=keys(1, 3, 4, 5))), Survey)
+    assert again.out == keys(2), "who says so of too many is out"
+
+
+def test_who_always_lacks_something_is_out() -> None:
+    """Each REPAIR looks like progress, so without an end there is none."""
+    coordinator = running(1, 2, 3, 4)
+    assert coordinator.begin is not None
+    coordinator.broken(key(2), Broken(coordinator.begin.round, key(3), True, "I do not like it"), True, 0.0)
+    for _ in range(10):
+        for number in coordinator.live():
+            coordinator.surveyed(number, coordinator.ballot, have_of(coordinator.ballot, ALL), 0.0)
+        for number in coordinator.live():
+            waits = number == key(2)
+            ended = Done(coordinator.begin.round, coordinator.ballot, b"" if waits else ROOT, waits)
+            coordinator.finished(number, ended, GROUP, 0.0)
+    assert set(coordinator.out) == {key(2)}
+    assert coordinator.phase is Phase.COMMITTED
+
+
+def test_of_two_that_are_parted_one_is_out_when_nobody_is_left_between_them() -> None:
+    coordinator = running(1, 2, 3)
+    assert coordinator.begin is not None
+    complaint = Broken(coordinator.begin.round, key(1), True, "I do not reach it")
+    coordinator.broken(key(2), complaint, True, 0.0)
+    assert not coordinator.out
+    assert the(coordinator.put_out(key(3), "lost", 1.0), Survey).out == keys(3, 1)
+
+
+def test_a_successor_knows_which_pairs_were_parted() -> None:
+    coordinator, survey = successor()
+    repair = signer(4).sign(Repair(survey.round, Ballot(2, key(4)), (), (keys(2, 3),)))
+    coordinator.ballot = Ballot(5, key(1))
+    survey = the(coordinator.start_survey(1.0), Survey)
+    for number in (1, 2, 3):
+        actions = survey_answer(coordinator, number, have_of(survey.ballot, repair=repair))
+    survey = the(actions, Survey)
+    for number in (1, 2, 3):
+        actions = survey_answer(coordinator, number, have_of(survey.ballot, repair=repair))
+    assert the(actions, Repair).parted == (keys(2, 3),)
+
+
+@pytest.mark.parametrize("role", [Role.AUXILIARY, Role.NODE])
+def test_two_are_parted_only_if_a_third_holds_what_they_lack(role: Role) -> None:
+    coordinator = gathering(1, 2, 3)
+    coordinator.expected[key(1)] = member(1, role)
+    for number in (1, 2, 3):
+        coordinator.join(key(number), join_of(member(number, role if number == 1 else Role.NODE)), b"", 0.0)
+    assert coordinator.begin is not None
+    coordinator.broken(key(2), Broken(coordinator.begin.round, key(3), True, "I do not reach it"), True, 0.0)
+    assert set(coordinator.out) == ({key(3)} if role is Role.AUXILIARY else set())
+
+
+class Counting(Signer):
+    """Counts the signatures that are looked at."""
+
+    looked_at = 0
+
+    def is_signed(self, message: Signed, key: bytes) -> bool:
+        self.looked_at += 1
+        return super().is_signed(message, key)
+
+
+def doubt_of(number: int, by: int, signed_by: int | None = None) -> Doubt:
+    return signer(by if signed_by is None else signed_by).sign(Doubt(TIP, key(number), key(by)))
+
+
+@pytest.mark.parametrize("how", ["forged", "of peers that are none"])
+def test_many_doubts_in_one_message_cost_no_more_than_one(how: str) -> None:
+    peer = peer_2()
+    peer.signer = peer.participant.signer = signs = Counting(IDENTITIES[2], "run")
+    numbers = range(100, 130)
+    doubts = [doubt_of(4, by=4, signed_by=3) if how == "forged" else doubt_of(number, by=3) for number in numbers]
+    with suppress(RuleBroken):
+        peer.receive(key(3), TakeOver(TIP, tuple(doubts)), [], 0.0)
+    assert signs.looked_at <= 1
+    assert not peer.participant.deposed
+
+
+def test_a_doubt_that_is_repeated_costs_nothing() -> None:
+    peer = peer_2()
+    peer.view.learn(members(*range(5, 30)))
+    peer.signer = peer.participant.signer = signs = Counting(IDENTITIES[2], "run")
+    for number in range(3, 30):
+        peer.receive(key(3), doubt_of(number, by=3), [], 0.0)
+    before = signs.looked_at
+    for _ in range(100):
+        peer.receive(key(3), doubt_of(4, by=3), [], 0.0)
+    assert signs.looked_at == before
+
+
+def test_doubts_of_a_coordinator_that_is_lost_here_count_for_those_who_still_wait_for_it() -> None:
+    """A machine that stands still is lost to one after the other, and was in none of the last rounds."""
+    peer = peer_2()
+    peer.view.learn(members(5, 6))
+    assert peer.view.lose(key(4))
+    for number in (3, 5, 6):
+        peer.receive(key(number), doubt_of(4, by=number), [], 0.0)
+    assert key(4) in peer.participant.deposed
+    peer.out.clear()
+    peer.receive(key(6), doubt_of(4, by=6), [], 1.0)
+    (sent,) = peer.out
+    assert isinstance(sent, Send)
+    assert sent.to == (key(6),)
+    assert isinstance(sent.message, TakeOver)
+    assert {(doubt.of, doubt.sender) for doubt in sent.message.doubts} >= {(key(4), key(number)) for number in (3, 5)}
+    with pytest.raises(RuleBroken, match="no member"):
+        peer.receive(key(6), doubt_of(NOBODY, by=6), [], 1.0)
+
+
+def test_who_has_lost_a_coordinator_doubts_it_with_those_who_wait_for_it() -> None:
+    """Else those who still reach it wait, and those who have lost it wait for them."""
+    peer = peer_2()
+    peer.view.learn(members(5, 6))
+    peer.view.reaches = lambda key_: key_ != key(4)
+    assert peer.view.lose(key(4))
+    peer.receive(key(3), doubt_of(4, by=3), [], 0.0)
+    assert not peer.participant.deposed
+    peer.receive(key(5), doubt_of(4, by=5), [], 0.0)  # two of four; and this peer
+    assert key(4) in peer.participant.deposed
+
+
+def test_no_coordinator_begins_two_rounds_under_one_ballot() -> None:
+    """Whoever knew of the first, and only they, would take it for a liar from then on."""
+    peer = peer_of(1, 2, 3)
+    ballots = []
+    for number in (2, 3):  # it is in neither of them itself, and 3 knows nothing of the first
+        send_join(peer, number)
+        peer.tick(RULES.matchmaking_time)
+        peer.tick(2 * RULES.matchmaking_time)
+        assert peer.lead.begin is not None
+        ballots.append(peer.lead.ballot)
+        peer.out.extend(peer.lead.abort("it has not got on"))
+    assert ballots[0] < ballots[1]
+
+
+def test_what_invented_peers_have_signed_is_not_held_against_them_for_ever() -> None:
+    """They are as many as one likes, and each would be a WARNING."""
+    peer = peer_2()
+    for number in range(100, 110):
+        for chunks in (8, 9):
+            begin = begin_of(members(3), coordinator=number, chunks=chunks)
+            with suppress(RuleBroken):
+                peer.receive(key(3), Elsewhere(member(number), begin), [], 0.0)
+    assert not peer.participant._proven
+    for chunks in (8, 9):
+        with suppress(RuleBroken):
+            begin = begin_of(members(3), coordinator=4, chunks=chunks)
+            peer.receive(key(3), Elsewhere(member(4), begin), [], 0.0)
+    assert set(peer.participant._proven) == {key(4)}
+
+
+def test_no_coordinator_is_doubted_because_another_says_that_it_brought_very_much() -> None:
+    peer = peer_2()
+    peer.rules = replace(RULES, target_samples=30.0)
+    for now in (0.0, 10.0):
+        peer._history.committed({key(2): 10.0, key(3): 1e15, key(4): 10.0}, now)
+    peer.asks_coordinator(key(4), 10.0, samples=15.0)
+    assert not peer._is_due(), "all that the others have may be 15, too"
+    peer.asks_coordinator(key(4), 20.0, samples=20.0)
+    assert peer._is_due()
+
+
+def test_as_many_doubts_as_there_are_can_be_passed_on() -> None:
+    peer = peer_2()
+    for of in range(3):
+        peer.participant.deposed[key(of)] = None
+        peer._doubts.update({(key(of), by.to_bytes(32)): doubt_of(of, by=3) for by in range(1000)})
+    survey = Survey(TIP, bytes(16), Ballot(2, key(2)), (), None, peer._evidence())
+    assert len(signer(2).sign(survey).doubts) == MAX_DOUBTS
