@@ -23,13 +23,14 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TYPED := shoal tests $(wildcard examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo albert test test-all test-capabilities sweep sweep-tests soak attacks lint bench bench-optimizer bench-contiguous clean
+.PHONY: help demo albert test test-all test-long test-capabilities sweep sweep-tests soak attacks lint bench bench-optimizer bench-contiguous clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train a small GPT with several peers on this machine; kills one, takes in another (ARGS=...)"
 	@echo "make test    run the tests; under 5 minutes on 2 cores (PYTEST_ARGS=...)"
 	@echo "make test-all            run the long ones too, and the numeric ones as on older processors"
+	@echo "make test-long           run only the long ones (PYTEST_ARGS=...)"
 	@echo "make test-capabilities   run the numeric tests as on older processors (PYTEST_ARGS=...)"
 	@echo "make sweep   run 10,000 simulated swarms with faults; goes on where it was stopped (SEEDS=10000 ARGS=...)"
 	@echo "make sweep-tests         run the tests of the simulator with 60 times as many seeds (SOAK=60 PYTEST_ARGS=...)"
@@ -59,10 +60,11 @@ else
 endif
 
 # All tests, of the soaks a minute, and the numeric ones as on older processors.
-test-all: $(VENV)/.installed-dev
-	$(PYTEST) $(TOGETHER) -m "not alone" $(PYTEST_ARGS)
-	$(PYTEST) -m alone $(PYTEST_ARGS)
-	$(MAKE) test-capabilities
+test-all: test test-long test-capabilities
+
+test-long: $(VENV)/.installed-dev
+	$(PYTEST) $(TOGETHER) -m "long and not alone" $(PYTEST_ARGS)
+	$(PYTEST) -m "long and alone" $(PYTEST_ARGS)
 
 # The tests whose numbers depend on the processor, with the kernels that others have: those of torch, MKL and oneDNN for
 # AVX2 without AVX-512, and for SSE4 without either. The ranks of a file are started once.

@@ -382,7 +382,7 @@ class Swarm:
         if begin is not None and self._timeout < begin.timeout + self._request_timeout:
             # In a round, its coordinator's time counts, and it may take a while to hear that the round has ended.
             self._timeout = begin.timeout + self._request_timeout
-            self._progressed()
+            self._be_patient()
         if not self.made:
             self.contacts.check_terms()
         if participant.error is not None:
@@ -409,7 +409,7 @@ class Swarm:
     def _be_patient(self) -> None:
         given, patience = self.peer.participant.input, self._patience
         if patience is not None and not patience.expired() and given is not None and given.tip is not None:
-            until = self.peer.participant.progressed_at + self._timeout
+            until = self.peer.participant.stands_since + self._timeout
             if until > (patience.when() or 0.0):
                 patience.reschedule(until)
 

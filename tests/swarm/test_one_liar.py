@@ -69,7 +69,7 @@ def test_no_coordinator_vouches_for_its_own_round() -> None:
     participant = in_round()
     for signs in range(1, 5):
         participant.on_pong(key(1), Ping(BEGIN.round), Pong(True, signs), 10.0 * signs)
-    assert participant.progressed_at == 0.0
+    assert participant.progressed_at < 0.0
     for signs in range(1, 5):
         participant.on_pong(key(3), Ping(BEGIN.round), Pong(True, signs), 10.0 * signs)
     assert participant.progressed_at == 40.0

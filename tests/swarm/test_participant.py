@@ -132,6 +132,15 @@ def test_of_two_coordinators_with_unequal_views_the_first_is_followed_and_the_ot
     assert participant.ballot == mine.ballot
 
 
+def test_rounds_that_only_begin_and_end_are_no_progress() -> None:
+    """Otherwise a coordinator that begins round after round would keep a trainer for ever."""
+    participant = participant_at(BEGIN.tip)
+    for attempt in range(1, 4):
+        follow(participant, begin_of(members(1, 2, 3), attempt=attempt))
+        participant.leave()
+    assert participant.progressed_at < 0.0
+
+
 def test_a_higher_ballot_voids_the_lower_for_good() -> None:
     participant = in_round(begin_of(members(1, 2, 3), attempt=3, coordinator=3))
     participant.leave()

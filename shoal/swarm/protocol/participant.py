@@ -69,7 +69,8 @@ class Participant:
         exchange: the bytes of the round that it is in.
         finished: the round that the input was for, once its result is here; without what only the driver knows.
         error: why there is none.
-        progressed_at: when a round was last seen to make progress.
+        progressed_at: when a round was last seen to make progress. That one has begun is none: rounds that begin and end
+            without any would keep a peer for ever.
         joined: the coordinator that has this peer's JOIN, if one stands.
         asked: all to whom this peer has sent a JOIN at this tip: nobody else can begin a round with it.
         gathered: what the members of the round brought, by key.
@@ -130,6 +131,11 @@ class Participant:
             return None
         in_it = next((member for member in self.begin.members if member.key == self.ballot.coordinator), None)
         return in_it or self.view.members.get(self.ballot.coordinator)
+
+    @property
+    def stands_since(self) -> float:
+        """When the round of this peer last made progress, or began."""
+        return max(self.began, self.progressed_at)
 
     @property
     def commits(self) -> list[msg.Commit]:
@@ -375,7 +381,7 @@ class Participant:
             self.leave()
             raise RuleBroken(str(error)) from error
         self._forget(self._last)  # its memory is written again
-        self._last, self.began, self.progressed_at = None, now, now
+        self._last, self.began = None, now
         self._out.append(Enter(begin))
 
     def started(self, begin: msg.Begin, leases: Leases) -> None:

@@ -580,8 +580,8 @@ class Peer:
             return
         for duty in Duty if is_in_round else ():
             deadlines.done(coordinator, duty)
-        if is_in_round and now - participant.progressed_at > 1.0:
-            deadlines.owed(coordinator, Duty.DECIDE, participant.progressed_at)
+        if is_in_round and now - participant.stands_since > 1.0:
+            deadlines.owed(coordinator, Duty.DECIDE, participant.stands_since)
         elif not is_in_round and self._is_due() and not participant.called:
             deadlines.owed(coordinator, Duty.CALL, now)
         if not is_in_round and (participant.state is not State.JOINED or not self._are_enough_here()):
@@ -731,7 +731,7 @@ class Peer:
     def _next_in_turn(self, now: float) -> list[bytes]:
         """A few members of the round, if it does not get on here: it may get on there."""
         begin = self.participant.begin
-        if begin is None or now - self.participant.progressed_at < 1.0:
+        if begin is None or now - self.participant.stands_since < 1.0:
             return []
         keys = [member.key for member in begin.members if member.key != self._me and self.view.reaches(member.key)]
         turn = [keys[(self._asked + number) % len(keys)] for number in range(min(ASKED_AT_A_TIME, len(keys)))]

@@ -45,7 +45,7 @@ def look_again(optimizer: shoal.Optimizer) -> None:
 
 @provokes("…: trying again")
 def a_round_does_not_end(scene: Scene) -> None:
-    times = {"next_chunk_timeout": 60.0, "allreduce_timeout": 1.0, "averaging_timeout": 10.0}
+    times = {"next_chunk_timeout": 60.0, "allreduce_timeout": 1.0, "averaging_timeout": 3.0}
     peers = pair(scene, **times)
     deafen(peers[1])
     together(peers, peers[0])
