@@ -18,6 +18,8 @@ ATTACKS: dict[str, type[MemberAttack] | type[StrangerAttack]] = {
     "8": members.Ghosts,
     "8b": members.DeadNodes,
     "9": members.BadWeights,
+    "9b": members.KeepsResults,
+    "9c": members.NeverDone,
     "10a": members.Elsewhere,
     "10b": strangers.StrangersCall,
     "10c": members.MembersCall,

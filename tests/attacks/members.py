@@ -157,6 +157,28 @@ class BadWeights(MemberAttack):
         return message
 
 
+class KeepsResults(MemberAttack):
+    """9b: as a reducer keeps its results back, and answers each Ping that the round gets on."""
+
+    def __init__(self, inside: Inside) -> None:
+        super().__init__(inside)
+        self._signs = itertools.count(1000)
+
+    def sends(self, keys: Sequence[bytes], message: Any) -> Any:
+        return None if isinstance(message, msg.Result) and list(keys) != [self.run.me.key] else message
+
+    def hears(self, peer: PeerID, message: Any, normal: Normal) -> Any:
+        return msg.Pong(True, next(self._signs)) if isinstance(message, msg.Ping) else normal()
+
+
+class NeverDone(MemberAttack):
+    """9c: has all that it needs, never says DONE, and complains of nobody."""
+
+    def sends(self, keys: Sequence[bytes], message: Any) -> Any:
+        is_of_it = isinstance(message, msg.Done | msg.Broken) and list(keys) != [self.run.me.key]
+        return None if is_of_it else message
+
+
 class InRounds(MemberAttack):
     """Does something in each round that it is in."""
 

@@ -37,6 +37,7 @@ from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.statements import Signer
 from shoal.swarm.protocol.tip import MAX_LEAP, NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member
+from shoal.swarm.protocol.witnesses import Witnesses
 
 NOTICE_SECONDS = 0.5  # after which all members have noticed that one is lost
 MAX_REFUSED_REPAIRS = 3  # by one member, or that have not helped it; then it is put out
@@ -125,7 +126,7 @@ class Coordinator:
     waits: Counter[bytes] = field(default_factory=Counter, init=False)  # how often each waited for what others hold
     waiting: dict[bytes, None] = field(default_factory=dict, init=False)  # who lacks only what others hold for it
     refused_repairs: Counter[bytes] = field(default_factory=Counter, init=False)  # how many, by member
-    signs_of: Counter[bytes] = field(default_factory=Counter, init=False)  # how often each has seen the round get on
+    witnesses: Witnesses = field(init=False)
     last_join_at: float | None = None
     join_to_begin: float | None = None  # seconds from the last JOIN to BEGIN
     _judgements: deque[_Judgement] = field(default_factory=deque, init=False)  # the next one first
@@ -133,6 +134,7 @@ class Coordinator:
     def __post_init__(self) -> None:
         target = math.inf if self.rules.target_samples is None else self.rules.target_samples
         self.pace = Pace(target, self.rules.matchmaking_time, self.history.unreliable)
+        self.witnesses = Witnesses(self.me)
 
     @classmethod
     def successor(
@@ -365,8 +367,7 @@ class Coordinator:
 
     def saw(self, key: bytes, signs: int, now: float) -> None:
         """A member has seen the round make progress so often: the time of the round starts again if that is news."""
-        if self.begin is not None and signs > self.signs_of[key]:
-            self.signs_of[key] = signs
+        if self.begin is not None and self.witnesses.say(key, signs, now):
             self._gets_on(now)
 
     def broken(self, key: bytes, broken: msg.Broken, reachable: bool, now: float) -> list[Send | Ask]:

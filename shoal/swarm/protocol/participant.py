@@ -21,6 +21,7 @@ from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.statements import Signer
 from shoal.swarm.protocol.tip import MAX_LEAP, NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import Member, View
+from shoal.swarm.protocol.witnesses import Witnesses
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class Participant:
         self.began = 0.0
         self._early = EarlyChunks()
         self._last: BytesExchange | None = None  # of the last commit, for members that missed it
-        self._signs: dict[bytes, int] = {}  # how often each member of the round has seen it get on
+        self._witnesses = Witnesses(self.me)  # of the round that this peer is in
         self._left = b""  # the round that this peer was in last, and left
 
     def _send(self, keys: Sequence[bytes], message: msgspec.Struct, buffers: Buffers = (), name: bytes = b"") -> None:
@@ -381,7 +382,7 @@ class Participant:
             self.leave()
             raise RuleBroken(str(error)) from error
         self._forget(self._last)  # its memory is written again
-        self._last, self.began = None, now
+        self._last, self.began, self._witnesses = None, now, Witnesses(self.me)
         self._out.append(Enter(begin))
 
     def started(self, begin: msg.Begin, leases: Leases) -> None:
@@ -549,12 +550,15 @@ class Participant:
 
     def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
         """A member that was asked how a round goes has answered."""
-        self.silence.answered(key, pong.signs, now)
-        if not self.is_with(key) or self.begin is None or self.begin.round != ping.round:
+        if self.begin is None or self.begin.round != ping.round or not self.is_with(key):
             return
-        if pong.signs > self._signs.get(key, pong.signs) and key != self.ballot.coordinator:
-            self.progressed_at = now  # the coordinator vouches for nothing: each member is asked in turn
-        self._signs[key] = pong.signs
+        others = [member.key for member in self.begin.members if member.key not in (self.me, key)]
+        # A client may reach one node and no other client. In a round of two there is nobody to wait for.
+        is_only_one = bool(others) and not any(map(self.view.reaches, others))
+        if self._witnesses.say(key, pong.signs, now, alone=is_only_one):
+            self.silence.excuse_reducer(key, now)
+            if key != self.ballot.coordinator:  # it vouches for nothing: each member is asked in turn
+                self.progressed_at = now
         if self.ballot.coordinator == key and not pong.knows:
             # It was started anew, or has given the round up, and this peer has missed that.
             self.fail(AveragingError(f"{PeerID(key)!r} does not coordinate the round any more"))
@@ -567,7 +571,6 @@ class Participant:
             self._left = self.exchange.book.begin.round
             self._forget(self.exchange)
         self.begin = self.repair = self.done = self.exchange = self._followed = None
-        self._signs = {}
         self._rest()
 
     def _rest(self) -> None:

@@ -26,11 +26,11 @@ from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.statements import Signer
 from shoal.swarm.protocol.tip import NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import Role, View
+from shoal.swarm.protocol.witnesses import ASKED_AT_A_TIME
 
 log = logging.getLogger(__name__)
 
 FIRST_VOID_SECONDS, LONGEST_VOID_SECONDS = 60.0, 3600.0
-ASKED_AT_A_TIME = 16  # members of a round that are pinged in a second, in turn
 SETTLE_SECONDS = 1.0  # BEGIN waits until nobody new was found for so long, while not everybody may have been found
 
 

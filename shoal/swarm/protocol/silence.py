@@ -20,13 +20,11 @@ class _Debtor:
     Attributes:
         since: when it last brought something, or was seen to send.
         movement: the bytes on the connection to it.
-        signs: the last `Pong.signs` of it.
         progressed: when it last reported progress of its own: a reducer may have to wait for others.
     """
 
     since: float
     movement: Movement
-    signs: int = -1
     progressed: float = float("-inf")
 
 
@@ -59,13 +57,10 @@ class Silence:
         """The members that owe something and have been silent for a while."""
         return [key for key, debtor in self._debtors.items() if now - debtor.since > QUIET_SECONDS]
 
-    def answered(self, key: bytes, signs: int, now: float) -> None:
-        """A member has said how often it has seen the round make progress."""
-        debtor = self._debtors.get(key)
-        if debtor is not None and signs != debtor.signs:
-            if debtor.signs >= 0:  # the first answer is no news
-                debtor.progressed = now
-            debtor.signs = signs
+    def excuse_reducer(self, key: bytes, now: float) -> None:
+        """A member makes progress itself: as a reducer it may wait for others."""
+        if (debtor := self._debtors.get(key)) is not None:
+            debtor.progressed = now
 
     def look(self, exchange: BytesExchange, moved: Callable[[bytes], int], waits: bool, now: float) -> dict[bytes, str]:
         """Look again; to be called every second.
