@@ -147,6 +147,7 @@ class Link:
         self._upload, self._download = limits
         self._paying = False  # for what was sent
         self._large_in = self._large_out = 0  # bytes of large messages that came, and that were queued
+        self._passed = 0  # of those, as far as they are known to have passed
         self._steps = 0
         self._timer = self._loop.call_later(PROOF_TIMEOUT, self.end, "it did not prove who it is in time")
         forks.close_in_children(connection)
@@ -245,7 +246,9 @@ class Link:
     def moved(self) -> int:
         """See `Transport.moved`."""
         under_way = max(0, self._sealed - tcp.counts(self.socket)[0])
-        return self._large_in + max(0, self._large_out - under_way)
+        # What is under way may be small messages, sent later: the count never goes back, which would mean another link.
+        self._passed = max(self._passed, self._large_in + self._large_out - under_way)
+        return self._passed
 
     # -- in
 

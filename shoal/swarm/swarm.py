@@ -593,8 +593,9 @@ class Swarm:
     async def _ask(self, key: bytes, request: msg.Survey | msg.Repair, buffers: Sequence[Any]) -> None:
         """A question of the coordinator."""
         answer: object
+        timeout = self.peer.participant.silence.patience.of(key, self._chunk_timeout)
         try:
-            answer = (await self._channel.ask(key, request, self._chunk_timeout, buffers)).body
+            answer = (await self._channel.ask(key, request, timeout, buffers)).body
         except (P2PError, TimeoutError) as error:
             answer = error
         self.peer.answered(key, request, answer, self._now())

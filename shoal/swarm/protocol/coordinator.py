@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,6 +32,7 @@ from shoal.swarm.protocol.answers import check_answer, repaired
 from shoal.swarm.protocol.book import RuleBroken, require, root_of
 from shoal.swarm.protocol.history import History
 from shoal.swarm.protocol.pace import Pace
+from shoal.swarm.protocol.patience import Patience
 from shoal.swarm.protocol.plan import can_divide, chunk_elements, chunk_table, divide
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.statements import Signer
@@ -39,7 +40,7 @@ from shoal.swarm.protocol.tip import MAX_LEAP, NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member
 from shoal.swarm.protocol.witnesses import Witnesses
 
-NOTICE_SECONDS = 0.5  # after which all members have noticed that one is lost
+NOTICE_SECONDS = 2.0  # after which all members have noticed that one is lost, or silent
 MAX_REFUSED_REPAIRS = 3  # by one member, or that have not helped it; then it is put out
 REMINDER_SECONDS = 0.5  # in which a member may say why it does not join
 MAX_GATHERED_BYTES = MAX_BUFFER_BYTES - 64 * MAX_MEMBERS  # of all members together: with their keys, one buffer
@@ -88,6 +89,7 @@ class Coordinator:
             tip does not know who else is there. If it is its turn to coordinate, the others have to hear of it first.
         last: how many members contributed to the round that led to this tip; 0 if that is not known.
         haste: what part of the time for BEGIN it takes, see `Deadlines.haste`.
+        patience: with whom this peer has none any more: where samples are counted, rounds begin without those.
     """
 
     me: bytes
@@ -100,10 +102,12 @@ class Coordinator:
     veterans: frozenset[bytes] = frozenset()
     last: int = 0
     haste: float = 1.0
+    patience: Patience = field(default_factory=Patience)
     phase: Phase = Phase.COUNTING
     expected: dict[bytes, Member] = field(default_factory=dict)  # connected members: BEGIN waits for them
     joins: dict[bytes, msg.Join] = field(default_factory=dict, init=False)
     gathered: dict[bytes, bytes] = field(default_factory=dict, init=False)
+    kept_out: dict[bytes, None] = field(default_factory=dict, init=False)  # who has joined, and has held up too many
     late: dict[bytes, None] = field(
         default_factory=dict, init=False
     )  # who joined after BEGIN, and waits for the COMMIT
@@ -127,6 +131,7 @@ class Coordinator:
     waiting: dict[bytes, None] = field(default_factory=dict, init=False)  # who lacks only what others hold for it
     refused_repairs: Counter[bytes] = field(default_factory=Counter, init=False)  # how many, by member
     witnesses: Witnesses = field(init=False)
+    got_on_at: float = math.inf  # when the round was last seen to get on, or was asked to go on in another way
     last_join_at: float | None = None
     join_to_begin: float | None = None  # seconds from the last JOIN to BEGIN
     _judgements: deque[_Judgement] = field(default_factory=deque, init=False)  # the next one first
@@ -219,6 +224,8 @@ class Coordinator:
         until = now + self.haste * join.patience
         self.joins[key], self.gathered[key], self.wait_until[key] = join, gathered, until
         self.last_join_at = now
+        if self.rules.target_samples is not None and key != self.me and self.patience.is_over(key, now):
+            self.kept_out[key] = None
         if self.phase is Phase.COUNTING:
             return self.tick(now)
         self._follow_the_first()  # its JOIN may have changed
@@ -234,7 +241,7 @@ class Coordinator:
         return self.tick(now)
 
     def _forget_join(self, key: bytes) -> None:
-        for of_members in (self.joins, self.gathered, self.wait_until):
+        for of_members in (self.joins, self.gathered, self.wait_until, self.kept_out):
             of_members.pop(key, None)
 
     def _follow_the_first(self) -> None:
@@ -273,7 +280,19 @@ class Coordinator:
 
     def _gets_on(self, now: float) -> None:
         if self._is_running:
-            self.deadline = now + self._round.timeout
+            self.deadline, self.got_on_at = now + self._round.timeout, now
+
+    def hurry(self, seconds: Callable[[bytes], float], now: float) -> list[Send | Ask]:
+        """Put out members that are not done when this peer is, say nothing of what they lack, and see nothing come for
+        so many `seconds` each; to be called every second."""
+        if self.phase is not Phase.RUNNING or self.me not in self.done:
+            return []
+        standing = now - self.got_on_at
+        late = [key for key in self.live() if key not in {**self.done, **self.waiting} and standing > seconds(key)]
+        for key in late:
+            self.out[key] = f"it is not done {standing:.0f} s after the round has last got on"
+        told = [Send((key,), msg.Abort(self._round.round, self.out[key])) for key in late]
+        return [*told, *(self._regroup() or self.start_survey(now))] if late else []
 
     def wake_at(self) -> float | None:
         """When `tick` is due if nothing else happens; None if never."""
@@ -302,12 +321,18 @@ class Coordinator:
 
     def _are_enough(self) -> bool:
         """Whether the members that joined can make a round: they are enough, and one of them can reduce."""
-        chosen = [self.joins[key].sender for key in self._chosen()]
+        return self._can_go(self._chosen())
+
+    def _can_go(self, keys: list[bytes]) -> bool:
+        chosen = [self.joins[key].sender for key in keys]
         count = sum(self.rules.target_samples is None or sender.contributes for sender in chosen)
         return count >= self.rules.least(self.last) and can_divide(chosen)
 
     def _chosen(self) -> list[bytes]:
-        """The first members that joined, as many as a group may have, with one that can reduce if there is any."""
+        """The first members that joined, as many as a group may have, with one that can reduce if there is any; without
+        those that are kept out, if the others can make a round."""
+        if self.kept_out and self._can_go(others := [key for key in self.joins if key not in self.kept_out]):
+            return others
         reducers = [key for key, join in self.joins.items() if join.sender.addresses]
         return list(dict.fromkeys([*reducers[:1], *self.joins]))[: self.rules.target_group]
 
@@ -341,7 +366,7 @@ class Coordinator:
             options=self.rules.options(joins),
         )
         self.begin = self.signer.sign(begin)
-        self.phase, self.deadline = Phase.RUNNING, now + self.rules.round_timeout
+        self.phase, self.deadline, self.got_on_at = Phase.RUNNING, now + self.rules.round_timeout, now
         self.join_to_begin = None if self.last_join_at is None else now - self.last_join_at
         return [Send(tuple(member.key for member in members), self.begin, [self.gathered_of_all()])]
 
@@ -508,7 +533,7 @@ class Coordinator:
         if self._hear_of_earlier():
             return self.start_survey(now)
         live = self.live()
-        self.phase, self.disputed = Phase.RUNNING, {}
+        self.phase, self.disputed, self.got_on_at = Phase.RUNNING, {}, now
         sources, self.settled = repaired(self._round, live, self.have, self.parted)
         pairs = [(min(pair), max(pair)) for pair in self.parted if pair <= set(live)]
         repair = msg.Repair(self._round.round, ballot, sources, tuple(pairs))
@@ -547,6 +572,7 @@ class Coordinator:
                 return self.put_out(key, "it still lacks what others have brought to it", now)
         else:
             self.done[key] = done.root
+            self.got_on_at = now
         if len(self.done) + len(self.waiting.keys() - self.done.keys()) < len(self.live()):
             return []
         if len(self.done) < len(self.live()):

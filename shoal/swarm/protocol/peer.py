@@ -31,6 +31,8 @@ from shoal.swarm.protocol.witnesses import ASKED_AT_A_TIME
 log = logging.getLogger(__name__)
 
 FIRST_VOID_SECONDS, LONGEST_VOID_SECONDS = 60.0, 3600.0
+COMPLAINT_SECONDS = 2.0  # from a time-out of a member until the coordinator knows
+DECIDE_SLACK_SECONDS = 2.5 * COMPLAINT_SECONDS  # and until all have seen what it has decided
 SETTLE_SECONDS = 1.0  # BEGIN waits until nobody new was found for so long, while not everybody may have been found
 
 
@@ -312,6 +314,10 @@ class Peer:
         else:
             weights = zip(begin.members, begin.weights, strict=True)
             self._history.committed({member.key: weight for member, weight in weights}, now)
+            stayed = {member.key for member in commit.view}
+            out = [m.key for m in begin.members if m.key not in stayed and self.view.reaches(m.key)]
+            self.participant.silence.patience.committed(commit.members, out, now)
+        self._others_took_over(commit.coordinator)
         self._deadlines.failed.pop(commit.coordinator, None)
         until, seconds = self._void.get(commit.coordinator, (0.0, 0.0))
         if until + seconds <= now:  # a liar may well do its work in between
@@ -319,6 +325,16 @@ class Peer:
         self.participant.advance(commit)
         self.view.advanced(commit.members, commit.tip, commit.next_tip)
         self._new_tip(now)
+
+    def _others_took_over(self, coordinator: bytes) -> None:
+        """The round of this tip was committed by that one: those before it whom this peer has doubted have failed, even
+        if only the one that took over knows that most have doubted them. So has this peer, if it was one of them."""
+        over = (coordinator, *self.participant.deposed)
+        for key in self.participant.doubted:
+            if key not in over and self.view.reaches(key):
+                self._has_failed(key)
+        if not self.lead.over and self._me not in over:
+            self._deadlines.failed[self._me] += 1
 
     def has_result(self, exchange: BytesExchange, commit: msg.Commit, now: float, *, missed: bool) -> None:
         """The result of a round that this peer has missed, or did not use, is here; see `Participant.has_result`."""
@@ -442,6 +458,7 @@ class Peer:
             )
             self.lead.ballot = used
             self.lead.last, self.lead.postponed = self.last, self._postponed
+            self.lead.patience = self.participant.silence.patience
             self.lead.haste = self._deadlines.haste(self._me, len(self.participant.deposed))
             self.out.extend(self.lead.expect(self.view.connected(), now))
         return self.lead
@@ -592,7 +609,7 @@ class Peer:
             Duty.ANSWER: ANSWER_SECONDS,
             Duty.CALL: CALL_SECONDS,
             Duty.BEGIN: wait + BEGIN_SLACK_SECONDS,
-            Duty.DECIDE: participant.silence.reducer_timeout,
+            Duty.DECIDE: participant.silence.reducer_timeout + DECIDE_SLACK_SECONDS,
         }
         missed = deadlines.missed(coordinator, seconds, len(participant.deposed), now)
         if missed is not None and coordinator not in participant.doubted:
@@ -682,16 +699,20 @@ class Peer:
             return
         for key in keys:
             participant.deposed[key] = None
-            if not self.view.reaches(key):
-                continue  # it is lost
-            level = logging.INFO if self._deadlines.failed[key] else logging.WARNING
-            self._deadlines.failed[key] += 1
-            participant.rejoin(key)
-            who = "this peer" if key == self._me else repr(PeerID(key))
-            advice = "The next one takes its place. If that goes on, look after its machine and its line"
-            log.log(level, "%s does not do what a coordinator has to, as most members see it. %s", who, advice)
+            if self.view.reaches(key):  # otherwise it is lost
+                self._has_failed(key)
+                participant.rejoin(key)
         self.news += 1
         self.changes += 1  # who has reported to it reports to the next
+
+    def _has_failed(self, key: bytes) -> None:
+        """That coordinator was replaced. One whose process stood still may be so once; if it is so again before it has
+        done its duty, people hear of it, once."""
+        self._deadlines.failed[key] += 1
+        level = logging.WARNING if self._deadlines.failed[key] == 2 else logging.INFO
+        who = "this peer" if key == self._me else repr(PeerID(key))
+        advice = "The next one takes its place. If that goes on, look after its machine and its line"
+        log.log(level, "%s does not do what a coordinator has to, as most members see it. %s", who, advice)
 
     def _on_take_over(self, sender: bytes, message: msg.TakeOver) -> None:
         """A member coordinates this tip, since most doubt those before it."""
@@ -715,7 +736,11 @@ class Peer:
         """See whether the round makes progress and has a coordinator; to be called every second. See
         `Participant.look`."""
         self.participant.look(moved, now)
-        self.lead.saw(self._me, self.participant.silence.signs, now)
+        silence = self.participant.silence
+        self.lead.saw(self._me, silence.signs, now)
+        # A member that lacks something complains before that.
+        late_after = silence.reducer_timeout
+        self.out.extend(self.lead.hurry(lambda key: silence.patience.of(key, late_after) + COMPLAINT_SECONDS, now))
         self._hold_to_deadlines(now)
         self.succeed(now)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from shoal.p2p.transport import Movement
 from shoal.swarm.protocol.contribution import BytesExchange
 from shoal.swarm.protocol.messages import Begin
+from shoal.swarm.protocol.patience import Patience
 
 EXCUSE_SECONDS = 3.0  # nobody is complained of for so long after a member said that its user lets it wait
 QUIET_SECONDS = 2.0  # after so long without a message, a member that owes something is asked how its round goes
@@ -19,12 +20,10 @@ class _Debtor:
 
     Attributes:
         since: when it last brought something, or was seen to send.
-        movement: the bytes on the connection to it.
         progressed: when it last reported progress of its own: a reducer may have to wait for others.
     """
 
     since: float
-    movement: Movement
     progressed: float = float("-inf")
 
 
@@ -34,13 +33,17 @@ class Silence:
 
     A sender is late if this peer has seen no progress for `sender_timeout` seconds and no bytes from that member
     either. A reducer may be waiting for others: it is late if it has not made progress itself for `reducer_timeout`.
+    Who has held up rounds before is late sooner.
 
     Attributes:
-        signs: how often this peer has seen a round make progress; grows from round to round.
+        patience: with whom this peer has how much.
+        signs: how often this peer has seen a round make progress, by what it received or by bytes on the connections to
+            the members; grows from round to round.
     """
 
     sender_timeout: float
     reducer_timeout: float
+    patience: Patience = field(default_factory=Patience)
     signs: int = 0
     _begin: Begin | None = None  # the round that was looked at last
     _progressed: int = 0  # its exchange's counter then
@@ -48,6 +51,7 @@ class Silence:
     _looked: float = 0.0
     _excused_until: float = float("-inf")
     _debtors: dict[bytes, _Debtor] = field(default_factory=dict)
+    _movements: dict[bytes, Movement] = field(default_factory=dict)  # on the connection to each member of the round
 
     def excuse(self, now: float) -> None:
         """A member has said that its user lets it wait."""
@@ -75,23 +79,27 @@ class Silence:
         book = exchange.book
         if book.begin is not self._begin:
             self._begin, self._progressed, self._looked, self._debtors = book.begin, 0, now, {}
+            self._movements = {m.key: Movement(moved(m.key)) for m in book.begin.members if m.key != book.me}
         parts, results = book.waiting_for(), dict.fromkeys(book.awaited.values())
-        counts = {key: moved(key) for key in {**parts, **results}}
-        debtors = {key: self._debtors.get(key) or _Debtor(now, Movement(count)) for key, count in counts.items()}
+        debtors = {key: self._debtors.get(key) or _Debtor(now) for key in {**parts, **results}}
         self._debtors = debtors
-        moving = [key for key, count in counts.items() if debtors[key].movement.goes_on(count)]
+        # Also to those that owe nothing: another member may wait until a slow one has taken what this one sends.
+        moving = [key for key, movement in self._movements.items() if movement.goes_on(moved(key))]
         # A coordinator that changes the plan gives those that owe something more time, and is no progress itself.
         progressed, changed = exchange.progressed != self._progressed, book.changes != self._changes
         self.signs += progressed or bool(moving)
         slept = now - self._looked > 2 * QUIET_SECONDS  # this process itself; what has arrived was not read yet
         self._progressed, self._changes, self._looked = exchange.progressed, book.changes, now
         is_excused = progressed or changed or waits or slept or now < self._excused_until or book.complete
-        for key in debtors if is_excused else moving:
+        for key in debtors if is_excused else debtors.keys() & set(moving):
             debtors[key].since = now
-        late = [key for key in parts if now - debtors[key].since > self.sender_timeout]
+        times = self.patience.of
+        late = [key for key in parts if now - debtors[key].since > times(key, self.sender_timeout)]
         if not late:  # otherwise the reducers may be waiting for the same members
-            late = [k for k in results if now - max(debtors[k].since, debtors[k].progressed) > self.reducer_timeout]
+            silent = {key: now - max(debtors[key].since, debtors[key].progressed) for key in results}
+            late = [key for key, seconds in silent.items() if seconds > times(key, self.reducer_timeout)]
         complaints = {key: f"nothing came from it for {now - debtors[key].since:.1f} s" for key in late}
         for key in late:
             debtors[key].since = now
+            self.patience.held_up(key, now)
         return complaints

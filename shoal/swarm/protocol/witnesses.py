@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 ASKED_AT_A_TIME = 16  # members of a round that are asked in a second, in turn
-REMEMBERED_SECONDS = 5.0  # and as long as it takes until each was asked again
+REMEMBERED_SECONDS = 2.5  # and as long as it takes until each was asked again
 
 
 class Witnesses:

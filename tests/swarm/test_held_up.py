@@ -1,0 +1,73 @@
+"""Members that hold rounds up, again and again: they are waited for less, and then for a while not taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.swarm.protocol.coordinator import Phase
+from shoal.swarm.protocol.messages import Abort, Survey
+from shoal.swarm.protocol.patience import FIRST_PAUSE, SHORTEST_SECONDS, Patience
+from tests.swarm.rounds import RULES, key, keys
+from tests.swarm.test_coordinator import ROOT, gathering, join, running, the
+
+
+def test_each_time_halves_how_long_it_is_waited_for() -> None:
+    patience = Patience()
+    waits = []
+    for epoch in range(5):
+        waits.append(patience.of(key(2), 15.0))
+        patience.held_up(key(2), float(epoch))
+        patience.held_up(key(2), float(epoch))  # once at a tip counts
+        patience.committed(keys(1, 2, 3), (), float(epoch))
+    assert waits == [15.0, 7.5, 3.75, SHORTEST_SECONDS, SHORTEST_SECONDS]
+    assert patience.of(key(3), 15.0) == 15.0
+
+
+def test_who_keeps_up_is_waited_for_again() -> None:
+    patience = Patience()
+    patience.committed(keys(1, 2, 3), [key(2)], 0.0)
+    assert patience.of(key(2), 16.0) == 8.0
+    for epoch in range(4):
+        patience.committed(keys(1, 2, 3), (), float(epoch))
+    assert patience.of(key(2), 16.0) == 16.0
+
+
+def test_no_short_time_is_made_longer() -> None:
+    patience = Patience()
+    patience.held_up(key(2), 0.0)
+    assert patience.of(key(2), 0.5) == 0.5
+
+
+def test_every_second_round_held_up_is_too_much_in_the_end() -> None:
+    patience = Patience()
+    for epoch in range(6):
+        patience.committed(keys(1, 2, 3), [key(2)] if epoch % 2 else [], float(epoch))
+    assert patience.is_over(key(2), 6.0)
+    assert not patience.is_over(key(2), 6.0 + 60 * FIRST_PAUSE)
+
+
+def test_a_round_begins_without_who_held_up_too_many_if_the_others_are_enough() -> None:
+    patience = Patience()
+    for _ in range(3):
+        patience.committed(keys(1, 2, 3), [key(3)], 0.0)
+    rules = replace(RULES, target_samples=1e9)
+    coordinator = gathering(1, 2, 3, rules=rules, veterans=frozenset(keys(1, 2, 3)), patience=patience)
+    for number in (1, 2, 3):
+        join(coordinator, number, now=1.0)
+    assert coordinator.begin is not None
+    assert [member.key for member in coordinator.begin.members] == sorted(keys(1, 2))
+    assert key(3) in coordinator.late, "it hears how the round ends"
+
+
+def test_who_is_never_done_is_put_out_once_this_peer_is() -> None:
+    coordinator = running(1, 2, 3)
+    coordinator.got_on_at = 100.0
+    assert coordinator.hurry(lambda _: 12.0, 200.0) == [], "this peer lacks something itself"
+    for number in (1, 2):
+        coordinator.done[key(number)] = ROOT
+    assert coordinator.hurry(lambda _: 12.0, 111.0) == []
+    actions = coordinator.hurry(lambda _: 12.0, 113.0)
+    assert the(actions, Abort) is not None
+    assert the(actions, Survey) is not None
+    assert coordinator.live() == sorted(keys(1, 2))
+    assert coordinator.phase is Phase.SURVEYING
