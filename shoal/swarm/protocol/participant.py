@@ -70,8 +70,8 @@ class Participant:
         exchange: the bytes of the round that it is in.
         finished: the round that the input was for, once its result is here; without what only the driver knows.
         error: why there is none.
-        progressed_at: when a round was last seen to make progress. That one has begun is none: rounds that begin and end
-            without any would keep a peer for ever.
+        progressed_at: when a round was last seen to make progress. That one has begun is none: rounds that begin and
+            end without any would keep a peer for ever.
         joined: the coordinator that has this peer's JOIN, if one stands.
         asked: all to whom this peer has sent a JOIN at this tip: nobody else can begin a round with it.
         gathered: what the members of the round brought, by key.
