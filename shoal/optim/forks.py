@@ -54,17 +54,13 @@ class Forks:
         is_pinned = pin is not None and tip.pin == pin.number > mine.pin
         self._remember(tip.lineage)
         reason = f"its owner has pinned it (pin {tip.pin})" if is_pinned else WHY
-        return ForkReport(
-            stays=False,
-            tip=str(mine),
-            samples=mine.samples,
-            members=_texts({*made_with, self._run.me}),
-            other_tip=str(tip),
-            other_samples=tip.samples,
-            other_members=_texts(others),
-            reason=reason,
-            kept=self._keep(),
-        )
+        return self._report(tip, made_with, others, reason, stays=False, kept=self._keep())
+
+    def _report(
+        self, tip: Tip, made_with: Collection[bytes], others: Collection[bytes], reason: str, *, stays: bool, kept: str
+    ) -> ForkReport:
+        mine, makers = self._replica.tip, _texts({*made_with, self._run.me})
+        return ForkReport(stays, str(mine), mine.samples, makers, str(tip), tip.samples, _texts(others), reason, kept)
 
     def _keep(self) -> str:
         replica = self._replica
@@ -112,23 +108,12 @@ class Forks:
                 continue  # it may be an ancestor that is forgotten
             self._remember(tip.lineage)
             reason = f"its owner has pinned it (pin {mine.pin})" if mine.pin > tip.pin else WHY
-            report = ForkReport(
-                stays=True,
-                tip=str(mine),
-                samples=mine.samples,
-                members=_texts({*made_with, self._run.me}),
-                other_tip=str(tip),
-                other_samples=tip.samples,
-                other_members=_texts([key]),
-                reason=reason,
-                kept="",
-            )
             log.warning(
                 "the run has forked: %r is at tip %s (epoch %d, %g samples), which does not lead to this peer's; this "
                 "side, tip %s (%g samples), stays: %s. The other peer keeps what it leaves, and says where",
                 PeerID(key), tip, tip.epoch, tip.samples, mine, mine.samples, reason,
             )  # fmt: skip
-            self._tell(report)
+            self._tell(self._report(tip, made_with, [key], reason, stays=True, kept=""))
 
     def _remember(self, lineage: bytes) -> None:
         self._told[lineage] = None

@@ -577,9 +577,24 @@ def test_a_round_ends_when_all_are_said_to_be_out() -> None:
 BEGIN = begin_of(GROUP, coordinator=4)
 
 
+def taking_over(begin: Begin = BEGIN, attempt: int = 1, lost: tuple[bytes, ...] = keys(4), me: int = 1) -> Coordinator:
+    """That peer takes over from peer 4."""
+    return Coordinator(
+        key(me),
+        begin.tip,
+        RULES,
+        signer(me),
+        phase=Phase.SURVEYING,
+        begin=begin,
+        ballot=Ballot(attempt, key(me)),
+        out=dict.fromkeys(lost, "lost"),
+        took_over=True,
+    )
+
+
 def successor(attempt: int = 1, lost: tuple[bytes, ...] = keys(4)) -> tuple[Coordinator, Survey]:
     """Peer 1 takes over from peer 4; returns what it asks, too."""
-    coordinator = Coordinator.successor(key(1), BEGIN, attempt, lost, RULES, signer(1))
+    coordinator = taking_over(attempt=attempt, lost=lost)
     [action] = coordinator.start_survey(1.0)
     assert isinstance(action.message, Survey)
     assert action.to == tuple(coordinator.live())
@@ -598,7 +613,7 @@ def test_a_successor_asks_first_under_a_higher_ballot_and_brings_the_begin() -> 
 
 def test_a_successor_goes_by_the_time_of_the_one_that_began_the_round() -> None:
     begin = msgspec.structs.replace(BEGIN, timeout=7.0)
-    coordinator = Coordinator.successor(key(1), begin, 1, keys(4), RULES, signer(1))
+    coordinator = taking_over(begin)
     coordinator.start_survey(1.0)
     assert coordinator.wake_at() == 8.0
     assert the(coordinator.tick(8.0), Abort).reason == "the round has not got on for 7 s"
@@ -626,7 +641,7 @@ def test_what_one_was_complete_with_under_the_highest_ballot_is_the_decision() -
 
 def test_an_auxiliary_that_was_complete_has_no_say_in_the_result() -> None:
     begin = begin_of([member(1), member(2, Role.AUXILIARY), member(3), member(4)], coordinator=4)
-    coordinator = Coordinator.successor(key(1), begin, 1, keys(4), RULES, signer(1))
+    coordinator = taking_over(begin)
     ballot = the(coordinator.start_survey(1.0), Survey).ballot
     survey_answer(coordinator, 1, have_of(ballot, ALL))
     survey_answer(coordinator, 2, have_of(ballot, (), done=Ballot(1, key(4))))
@@ -662,7 +677,7 @@ def test_a_higher_ballot_of_one_that_is_lost_is_outbid() -> None:
 def test_two_that_take_over_do_not_both_commit() -> None:
     """1 and 2 both believe that 4 is lost. 3 answers both, and says DONE only under the ballot that it follows."""
     one, first = successor()
-    two = Coordinator.successor(key(2), BEGIN, 1, keys(4), RULES, signer(2))
+    two = taking_over(me=2)
     second = the(two.start_survey(1.0), Survey)
     assert second.ballot > first.ballot
     for number in (1, 2, 3):

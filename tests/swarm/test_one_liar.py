@@ -27,6 +27,7 @@ from shoal.swarm.protocol.messages import (
     TakeOver,
 )
 from shoal.swarm.protocol.peer import Peer
+from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.statements import Signed, Signer
 from shoal.swarm.protocol.tip import Ballot
@@ -56,10 +57,10 @@ from tests.swarm.wire import Digests
 NOBODY = 200  # a key that the liar has made: no member
 
 
-def peer_2() -> Peer:
+def peer_2(rules: Rules = RULES) -> Peer:
     """It keeps a state, and reaches 3 and 4; this tip is 4's to coordinate."""
     view = View("run", member(2), lambda key: True)
-    peer = Peer(view, TERMS, RULES, Silence(15.0, 30.0), signer(2), keeps_state=True)
+    peer = Peer(view, TERMS, rules, Silence(15.0, 30.0), signer(2), keeps_state=True)
     peer.view.learn(members(3, 4))
     assert peer.participant.coordinator() == member(4), "the order of the candidates has changed"
     return peer
@@ -369,20 +370,19 @@ def test_what_invented_peers_have_signed_is_not_held_against_them_for_ever() -> 
 
 
 def test_no_coordinator_is_doubted_because_another_says_that_it_brought_very_much() -> None:
-    peer = peer_2()
-    peer.rules = replace(RULES, target_samples=30.0)
+    peer = peer_2(replace(RULES, target_samples=30.0))
     for now in (0.0, 10.0):
         peer._history.committed({key(2): 10.0, key(3): 1e15, key(4): 10.0}, now)
     peer.asks_coordinator(key(4), 10.0, samples=15.0)
-    assert not peer._is_due(), "all that the others have may be 15, too"
+    assert not peer.doubts.is_due(), "all that the others have may be 15, too"
     peer.asks_coordinator(key(4), 20.0, samples=20.0)
-    assert peer._is_due()
+    assert peer.doubts.is_due()
 
 
 def test_as_many_doubts_as_there_are_can_be_passed_on() -> None:
     peer = peer_2()
     for of in range(3):
         peer.participant.deposed[key(of)] = None
-        peer._doubts.update({(key(of), by.to_bytes(32)): doubt_of(of, by=3) for by in range(1000)})
-    survey = Survey(TIP, bytes(16), Ballot(2, key(2)), (), None, peer._evidence())
+        peer.doubts._said.update({(key(of), by.to_bytes(32)): doubt_of(of, by=3) for by in range(1000)})
+    survey = Survey(TIP, bytes(16), Ballot(2, key(2)), (), None, peer.doubts.evidence)
     assert len(signer(2).sign(survey).doubts) == MAX_DOUBTS

@@ -106,11 +106,9 @@ class Coordinator:
     phase: Phase = Phase.COUNTING
     expected: dict[bytes, Member] = field(default_factory=dict)  # connected members: BEGIN waits for them
     joins: dict[bytes, msg.Join] = field(default_factory=dict, init=False)
-    gathered: dict[bytes, bytes] = field(default_factory=dict, init=False)
+    gathered: dict[bytes, bytes] = field(default_factory=dict)
     kept_out: dict[bytes, None] = field(default_factory=dict, init=False)  # who has joined, and has held up too many
-    late: dict[bytes, None] = field(
-        default_factory=dict, init=False
-    )  # who joined after BEGIN, and waits for the COMMIT
+    late: dict[bytes, None] = field(default_factory=dict, init=False)  # who joined after BEGIN, and waits
     counts: dict[bytes, msg.Progress] = field(default_factory=dict, init=False)
     begin: msg.Begin | None = None
     ballot: Ballot = NO_BALLOT
@@ -123,7 +121,7 @@ class Coordinator:
     wait_until: dict[bytes, float] = field(default_factory=dict, init=False)  # how long who joined wants to wait
     took_over: bool = False
     doubts: tuple[msg.Doubt, ...] = ()  # of the coordinators before this one
-    postponed: dict[bytes, None] = field(default_factory=dict, init=False)  # members for which a round waited
+    postponed: dict[bytes, None] = field(default_factory=dict)  # members for which a round waited
     reminded: bool = False  # whether members that have not joined were called once more
     pace: Pace = field(init=False)
     parted: dict[frozenset[bytes], bytes] = field(default_factory=dict, init=False)  # pairs; who of them was blamed
@@ -140,16 +138,6 @@ class Coordinator:
         target = math.inf if self.rules.target_samples is None else self.rules.target_samples
         self.pace = Pace(target, self.rules.matchmaking_time, self.history.unreliable)
         self.witnesses = Witnesses(self.me)
-
-    @classmethod
-    def successor(
-        cls, me: bytes, begin: msg.Begin, attempt: int, lost: Iterable[bytes], rules: Rules, signer: Signer
-    ) -> Coordinator:
-        """The coordinator that takes over the round of a lost one. Call `start_survey` first."""
-        out, ballot = dict.fromkeys(lost, "lost"), Ballot(attempt, me)
-        taken = cls(me, begin.tip, rules, signer, phase=Phase.SURVEYING, begin=begin, ballot=ballot, out=out)
-        taken.took_over = True
-        return taken
 
     # -- before BEGIN
 

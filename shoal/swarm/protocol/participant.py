@@ -143,6 +143,13 @@ class Participant:
         """The commits that this peer can tell others of."""
         return [commit for commit in (self.commit, self.missed) if commit is not None]
 
+    @property
+    def contributed(self) -> int:
+        """How many members contributed to the round that led to this tip; 0 if this peer was not there."""
+        if self.commit is None:
+            return 0
+        return len(set(self.commit.members) - {member.key for member in self.commit.view if not member.contributes})
+
     def begin_of(self, commit: msg.Commit) -> msg.Begin | None:
         """The BEGIN of that commit's round, if this peer has it."""
         last = [exchange.book.begin for exchange in (self.exchange, self._last) if exchange is not None]

@@ -4,7 +4,7 @@ turn."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,9 +17,9 @@ from shoal.swarm.protocol.actions import Action, Meet, Send
 from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.contribution import Buffers, BytesExchange, decode_gathered
 from shoal.swarm.protocol.coordinator import Coordinator, Phase
-from shoal.swarm.protocol.deadlines import ANSWER_SECONDS, BEGIN_SLACK_SECONDS, CALL_SECONDS, Deadlines, Duty
+from shoal.swarm.protocol.doubts import COMPLAINT_SECONDS, Doubts
 from shoal.swarm.protocol.errors import AveragingError
-from shoal.swarm.protocol.history import LEAP, History
+from shoal.swarm.protocol.history import History
 from shoal.swarm.protocol.participant import Participant, State
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
@@ -31,8 +31,6 @@ from shoal.swarm.protocol.witnesses import ASKED_AT_A_TIME
 log = logging.getLogger(__name__)
 
 FIRST_VOID_SECONDS, LONGEST_VOID_SECONDS = 60.0, 3600.0
-COMPLAINT_SECONDS = 2.0  # from a time-out of a member until the coordinator knows
-DECIDE_SLACK_SECONDS = 2.5 * COMPLAINT_SECONDS  # and until all have seen what it has decided
 SETTLE_SECONDS = 1.0  # BEGIN waits until nobody new was found for so long, while not everybody may have been found
 
 
@@ -53,6 +51,7 @@ class Peer:
     Attributes:
         participant: the member's side.
         lead: the coordinator's side; over unless it is this peer's turn.
+        doubts: what is held against the coordinators of its tip.
         out: the actions to perform, in order.
         news: a counter that grows when the round of this tip is called, when the tip changes, and when this peer hears
             of a state that outranks its own.
@@ -68,9 +67,7 @@ class Peer:
         self.participant = Participant(view, Tip.genesis(view.run_id), terms, self.out, silence, signer)
         self._me = view.me.key
         self._history = History()
-        self._deadlines = Deadlines()
-        self._doubts: dict[tuple[bytes, bytes], msg.Doubt] = {}  # of whom, and by whom
-        self._reported = 0.0  # samples of this peer since the tip
+        self.doubts = Doubts(self.participant, rules, self._history)
         self._asked = 0  # how many members of a round were pinged, in turn
         self._postponed: dict[bytes, None] = {}  # see `Coordinator`
         self._void: dict[bytes, tuple[float, float]] = {}  # signers of void COMMITs: until when, and for how long
@@ -89,11 +86,8 @@ class Peer:
 
     @property
     def last(self) -> int:
-        """How many members contributed to the round that led to this tip; 0 if this peer was not there."""
-        commit = self.participant.commit
-        if commit is None:
-            return 0
-        return len(set(commit.members) - {member.key for member in commit.view if not member.contributes})
+        """See `Participant.contributed`."""
+        return self.participant.contributed
 
     def hello(self) -> msg.Hello:
         """What this peer says of itself, and of the members that it knows."""
@@ -223,7 +217,7 @@ class Peer:
         if elsewhere.begin is not None:
             require(self._names(elsewhere.begin, sender), "ELSEWHERE with a BEGIN that does not name its sender")
             self.out.extend(self.lead.elsewhere(sender, now))
-        elif not self._deadlines.owes(sender):
+        elif not self.doubts.was_asked(sender):
             return  # this peer has asked it nothing
         self.out.append(Meet(elsewhere.coordinator, instead_of=sender))
 
@@ -261,8 +255,8 @@ class Peer:
         # A peer that has downloaded the state does not know who else is there, and if it is its turn to coordinate,
         # they have to hear of it first.
         self._all_until = now + SETTLE_SECONDS if downloaded else 0.0
-        self._deadlines.new_tip()
-        self._doubts, self._postponed, self._reported = {}, {}, 0.0
+        self.doubts.new_tip()
+        self._postponed = {}
         if self.lead.tip != self.tip:
             self._lead_nothing()
         self.news += 1
@@ -317,24 +311,13 @@ class Peer:
             stayed = {member.key for member in commit.view}
             out = [m.key for m in begin.members if m.key not in stayed and self.view.reaches(m.key)]
             self.participant.silence.patience.committed(commit.members, out, now)
-        self._others_took_over(commit.coordinator)
-        self._deadlines.failed.pop(commit.coordinator, None)
+        self.doubts.committed(commit.coordinator, led=not self.lead.over)
         until, seconds = self._void.get(commit.coordinator, (0.0, 0.0))
         if until + seconds <= now:  # a liar may well do its work in between
             self._void.pop(commit.coordinator, None)
         self.participant.advance(commit)
         self.view.advanced(commit.members, commit.tip, commit.next_tip)
         self._new_tip(now)
-
-    def _others_took_over(self, coordinator: bytes) -> None:
-        """The round of this tip was committed by that one: those before it whom this peer has doubted have failed, even
-        if only the one that took over knows that most have doubted them. So has this peer, if it was one of them."""
-        over = (coordinator, *self.participant.deposed)
-        for key in self.participant.doubted:
-            if key not in over and self.view.reaches(key):
-                self._has_failed(key)
-        if not self.lead.over and self._me not in over:
-            self._deadlines.failed[self._me] += 1
 
     def has_result(self, exchange: BytesExchange, commit: msg.Commit, now: float, *, missed: bool) -> None:
         """The result of a round that this peer has missed, or did not use, is here; see `Participant.has_result`."""
@@ -452,14 +435,21 @@ class Peer:
             commit = self.participant.commit
             # A member that was put out of the last round is in no view, and is not waited for.
             veterans = frozenset(commit.members) & {m.key for m in commit.view} if commit is not None else frozenset()
-            used = self.lead.ballot  # under one ballot it begins one round, whoever knows of the one before
             self.lead = Coordinator(
-                self._me, self.tip, self.rules, self.signer, self._history, self._settled_at, self._all_until, veterans
+                self._me,
+                self.tip,
+                self.rules,
+                self.signer,
+                self._history,
+                settled_at=self._settled_at,
+                all_until=self._all_until,
+                veterans=veterans,
+                last=self.last,
+                haste=self.doubts.haste(),
+                patience=self.participant.silence.patience,
+                ballot=self.lead.ballot,  # under one ballot it begins one round, whoever knows of the one before
+                postponed=self._postponed,
             )
-            self.lead.ballot = used
-            self.lead.last, self.lead.postponed = self.last, self._postponed
-            self.lead.patience = self.participant.silence.patience
-            self.lead.haste = self._deadlines.haste(self._me, len(self.participant.deposed))
             self.out.extend(self.lead.expect(self.view.connected(), now))
         return self.lead
 
@@ -544,15 +534,26 @@ class Peer:
             return
         keys = {member.key for member in begin.members}
         if not self.view.reaches(ballot.coordinator):
-            self._doubt(ballot.coordinator)
-            self._depose(self._newly_doubted())
+            self.doubts.doubt(ballot.coordinator)
+            self._depose(self.doubts.doubted_by_most())
         able = (m.key for m in participant.candidates() if m.key in keys and m.role is not Role.CLIENT)
         successor = next((key for key in able if key not in participant.doubted), None)
         if successor == self._me:
-            lost = [key for key in keys if not self.view.reaches(key)]
-            self.lead = Coordinator.successor(self._me, begin, ballot.number, lost, self.rules, self.signer)
-            self.lead.gathered, self.lead.doubts = dict(participant.gathered), self._evidence()
-            self.lead.last, self.lead.postponed = self.last, self._postponed
+            self.lead = Coordinator(
+                self._me,
+                begin.tip,
+                self.rules,
+                self.signer,
+                last=self.last,
+                phase=Phase.SURVEYING,
+                gathered=dict(participant.gathered),
+                begin=begin,
+                ballot=Ballot(ballot.number, self._me),
+                out={key: "lost" for key in keys if not self.view.reaches(key)},
+                postponed=self._postponed,
+                took_over=True,
+                doubts=self.doubts.evidence,
+            )
             self.out.extend(self.lead.start_survey(now))
         elif successor is not None:
             # It may not even have the BEGIN.
@@ -578,85 +579,30 @@ class Peer:
     # -- doubts
 
     def asks_coordinator(self, key: bytes, now: float, samples: float | None = None) -> None:
-        """This peer has asked its coordinator something, or has reported so many samples to it."""
-        self._deadlines.owed(key, Duty.ANSWER, now)
-        self._reported = self._reported if samples is None else samples
+        """See `Doubts.asked`."""
+        self.doubts.asked(key, now, samples)
 
     def coordinator_answered(self, key: bytes, *, joined: bool, now: float) -> None:
-        """The coordinator has answered what it was asked: it counts this peer's samples, or this peer has `joined`."""
-        self._deadlines.done(key, Duty.ANSWER)
-        if joined:
-            self._deadlines.owed(key, Duty.BEGIN, now)
+        """See `Doubts.answered`."""
+        self.doubts.answered(key, joined=joined, now=now)
+
+    def stood_still(self, now: float) -> None:
+        """See `Doubts.stood_still`."""
+        self.doubts.stood_still(now)
+        self.participant.progressed(now)
 
     def _hold_to_deadlines(self, now: float) -> None:
         """Doubt the coordinator of this tip if it has missed a deadline, and tell the next candidate."""
-        participant, deadlines = self.participant, self._deadlines
-        is_in_round = participant.begin is not None
-        coordinator = participant.ballot.coordinator if is_in_round else participant.coordinator().key
-        if coordinator == self._me or participant.missed is not None:
-            return
-        for duty in Duty if is_in_round else ():
-            deadlines.done(coordinator, duty)
-        if is_in_round and now - participant.stands_since > 1.0:
-            deadlines.owed(coordinator, Duty.DECIDE, participant.stands_since)
-        elif not is_in_round and self._is_due() and not participant.called:
-            deadlines.owed(coordinator, Duty.CALL, now)
-        if not is_in_round and (participant.state is not State.JOINED or not self._are_enough_here()):
-            deadlines.done(coordinator, Duty.BEGIN)
-        given = participant.input
-        wait = self.rules.matchmaking_time if self.rules.target_samples is not None else given.patience if given else 0
-        seconds = {
-            Duty.ANSWER: ANSWER_SECONDS,
-            Duty.CALL: CALL_SECONDS,
-            Duty.BEGIN: wait + BEGIN_SLACK_SECONDS,
-            Duty.DECIDE: participant.silence.reducer_timeout + DECIDE_SLACK_SECONDS,
-        }
-        missed = deadlines.missed(coordinator, seconds, len(participant.deposed), now)
-        if missed is not None and coordinator not in participant.doubted:
-            log.info("%r doubts the coordinator %r: it %s", self.view.me.peer, PeerID(coordinator), missed.value)
-            self._doubt(coordinator)
+        participant = self.participant
+        self.doubts.look(now)
         self._count_doubts(now)  # some that did not doubt may be lost by now
         following = next((m.key for m in participant.candidates() if m.key not in participant.doubted), self._me)
         if following != self._me:
             self._tell_doubts(following)
 
-    def _doubt(self, coordinator: bytes) -> None:
-        """This peer has lost that coordinator of its tip, or in vain waited for it."""
-        if coordinator not in self.participant.doubted:
-            self.participant.doubted[coordinator] = None
-            doubt = self.signer.sign(msg.Doubt(self.tip, coordinator, self._me))
-            self._doubts[coordinator, self._me] = doubt
-
     def _tell_doubts(self, key: bytes) -> None:
-        for of in self.participant.doubted:
-            if of not in self.participant.deposed:
-                self._send([key], self._doubts[of, self._me])
-
-    def stood_still(self, now: float) -> None:
-        """This peer's process did not run for a while: what others have said meanwhile was not read yet."""
-        self._deadlines.forgive(now)
-        self.participant.progressed(now)
-
-    def _is_due(self) -> bool:
-        """Whether this peer's samples, by its share of the last commit among those who are still there, say that the
-        members have the target twice."""
-        target, shares = self.rules.target_samples, self._history.last
-        here = sum(share for key, share in shares.items() if self.view.reaches(key))
-        mine = shares.get(self._me, 0.0)
-        if target is None or not self._reported > 0 < mine:
-            return False
-        # Its share is small, too, if another has said that it brought very much; and after an epoch that was called
-        # late, it has brought very much itself.
-        usual = max(target * mine, min(target, self._history.brought.get(self._me, 0.0)))
-        return self._reported * here >= LEAP * usual
-
-    def _are_enough_here(self) -> bool:
-        return sum(member.contributes for member in self.view.connected()) >= self.rules.least(self.last)
-
-    def _evidence(self) -> tuple[msg.Doubt, ...]:
-        """The doubts for which coordinators of this tip were deposed; the newest, if they do not fit a message."""
-        doubts = [doubt for (of, _), doubt in self._doubts.items() if of in self.participant.deposed]
-        return tuple(doubts[-msg.MAX_DOUBTS :])
+        for doubt in self.doubts.to_tell:
+            self._send([key], doubt)
 
     def _on_doubt(self, sender: bytes, doubt: msg.Doubt, now: float) -> None:
         """A member doubts the coordinator of its tip."""
@@ -665,54 +611,30 @@ class Peer:
             self._send([sender], self.hello())
             return
         require(self._may_decide(doubt.of) or self.view.has_met(doubt.of), "a doubt of a peer that is no member")
-        is_new = (doubt.of, sender) not in self._doubts
-        if is_new:
-            require(self._is_signed(doubt, sender), "a doubt without its sender's signature")
-            self._doubts[doubt.of, sender] = doubt
+        is_new = self.doubts.heard(doubt)
         if not self.view.reaches(doubt.of):  # it does not wait for it; but the sender does, and most must doubt it
-            self._doubt(doubt.of)
+            self.doubts.doubt(doubt.of)
         if doubt.of in self.participant.deposed:
-            self._send([sender], msg.TakeOver(self.tip, self._evidence()))
+            self._send([sender], msg.TakeOver(self.tip, self.doubts.evidence))
         if is_new:  # all are counted, so once for each that comes, and every second
             self._count_doubts(now)
 
     def _count_doubts(self, now: float) -> None:
         """If most members doubt a coordinator, it is deposed, and this peer takes over if it is the next."""
-        participant, new = self.participant, self._newly_doubted()
+        participant, new = self.participant, self.doubts.doubted_by_most()
         if not new:
             return
         self._depose(new)
         self.succeed(now)
         if participant.begin is None and participant.coordinator().key == self._me:
-            self._send(self.view.others(), msg.TakeOver(self.tip, self._evidence()))
+            self._send(self.view.others(), msg.TakeOver(self.tip, self.doubts.evidence))
             self._leading(now)
 
-    def _newly_doubted(self) -> set[bytes]:
-        """The coordinators that most members doubt by now."""
-        deposed = self.participant.deposed
-        undecided = [doubt for (of, _), doubt in self._doubts.items() if of not in deposed]
-        return self.participant.deposed_by(undecided) - deposed.keys() if undecided else set()
-
-    def _depose(self, keys: Iterable[bytes]) -> None:
-        participant, keys = self.participant, list(keys)
-        if not keys:
-            return
-        for key in keys:
-            participant.deposed[key] = None
-            if self.view.reaches(key):  # otherwise it is lost
-                self._has_failed(key)
-                participant.rejoin(key)
-        self.news += 1
-        self.changes += 1  # who has reported to it reports to the next
-
-    def _has_failed(self, key: bytes) -> None:
-        """That coordinator was replaced. One whose process stood still may be so once; if it is so again before it has
-        done its duty, people hear of it, once."""
-        self._deadlines.failed[key] += 1
-        level = logging.WARNING if self._deadlines.failed[key] == 2 else logging.INFO
-        who = "this peer" if key == self._me else repr(PeerID(key))
-        advice = "The next one takes its place. If that goes on, look after its machine and its line"
-        log.log(level, "%s does not do what a coordinator has to, as most members see it. %s", who, advice)
+    def _depose(self, keys: Collection[bytes]) -> None:
+        if keys:
+            self.doubts.depose(keys)
+            self.news += 1
+            self.changes += 1  # who has reported to it reports to the next
 
     def _on_take_over(self, sender: bytes, message: msg.TakeOver) -> None:
         """A member coordinates this tip, since most doubt those before it."""
@@ -723,9 +645,7 @@ class Peer:
         if sender not in self.view.members:
             return
         new = participant.deposed_by(message.doubts) - participant.deposed.keys()
-        if not new:
-            return
-        self._doubts.update({(doubt.of, doubt.sender): doubt for doubt in message.doubts if doubt.of in new})
+        self.doubts.hear(doubt for doubt in message.doubts if doubt.of in new)
         self._depose(new)
         if self._me in new and self.lead.is_before_begin:
             self._resign(msg.Elsewhere(self.view.members[sender]))
