@@ -149,6 +149,7 @@ class Link:
         self._large_in = self._large_out = 0  # bytes of large messages that came, and that were queued
         self._passed = 0  # of those, as far as they are known to have passed
         self._steps = 0
+        self._writes = False  # whether the loop watches for room in the kernel
         self._timer = self._loop.call_later(PROOF_TIMEOUT, self.end, "it did not prove who it is in time")
         forks.close_in_children(connection)
         self._life = self._run(address)
@@ -228,8 +229,11 @@ class Link:
             self._deaf = True
             self._unsent.clear()
         if self._unsent and not self._paying:
+            self._writes = True
             return self._loop.add_writer(self.socket, self._flush)
-        self._loop.remove_writer(self.socket)
+        if self._writes:
+            self._writes = False
+            self._loop.remove_writer(self.socket)
         if not self._unsent and self.stage is Stage.FINISHING:
             with suppress(OSError):  # it has ended, which is read next
                 self.socket.shutdown(socket.SHUT_WR)
@@ -323,6 +327,8 @@ class Link:
     def _read(self, size: int, *, large: bool = False) -> Wait[memoryview]:
         whole = rest = memoryview(bytearray(size))
         while rest:
+            if not self._incoming.pending and not self._tls.pending():  # TLS would only say that it wants more
+                yield from self._receive()
             number = int((yield from self._step(partial(self._tls.read, len(rest), rest))))  # typeshed says bytes
             if not number:
                 raise ConnectionResetError(errno.ECONNRESET, "TLS has ended")
@@ -343,10 +349,14 @@ class Link:
                 finally:
                     if self._outgoing.pending:
                         self._flush()
-            most = RECEIVE_BYTES if self.stage is Stage.OPEN else UNPROVEN_BYTES - self._received
-            if not most:
-                raise ValueError(f"it sent {UNPROVEN_BYTES} bytes and has not proven who it is")
-            self._incoming.write((yield from self._bytes(most)))
+            yield from self._receive()
+
+    def _receive(self) -> Wait[None]:
+        """Gives TLS the bytes that arrive next."""
+        most = RECEIVE_BYTES if self.stage is Stage.OPEN else UNPROVEN_BYTES - self._received
+        if not most:
+            raise ValueError(f"it sent {UNPROVEN_BYTES} bytes and has not proven who it is")
+        self._incoming.write((yield from self._bytes(most)))
 
     def _bytes(self, most: int) -> Wait[bytes]:
         data = b""

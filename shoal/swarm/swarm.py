@@ -593,7 +593,7 @@ class Swarm:
     async def _ask(self, key: bytes, request: msg.Survey | msg.Repair, buffers: Sequence[Any]) -> None:
         """A question of the coordinator."""
         answer: object
-        timeout = self.peer.participant.silence.patience.of(key, self._chunk_timeout)
+        timeout = self.peer.participant.silence.patience.of(key, self._chunk_timeout, self._now())
         try:
             answer = (await self._channel.ask(key, request, timeout, buffers)).body
         except (P2PError, TimeoutError) as error:

@@ -284,12 +284,17 @@ class Coordinator:
 
     def wake_at(self) -> float | None:
         """When `tick` is due if nothing else happens; None if never."""
-        times = [judgement.at for judgement in self._judgements]
-        if self.phase is Phase.COUNTING:
-            times.append(self._first_waits_until())
-        elif self.phase is Phase.GATHERING or self._is_running:
-            times.append(self.deadline if self._is_running else self._begins_at())
-        return min((time for time in times if time < math.inf), default=None)
+        judges_at = self._judgements[0].at if self._judgements else math.inf
+        match self.phase:
+            case Phase.COUNTING:
+                at = self._first_waits_until()
+            case Phase.GATHERING:
+                at = self._begins_at()
+            case Phase.RUNNING | Phase.SURVEYING:
+                at = self.deadline
+            case _:
+                at = math.inf
+        return None if (at := min(at, judges_at)) == math.inf else at
 
     def _begins_at(self) -> float:
         """When the round begins if nobody else joins or leaves; infinity if it cannot begin."""

@@ -6,50 +6,47 @@ import math
 from collections.abc import Collection
 
 SHORTEST_SECONDS = 2.0
-FORGIVEN = 0.25  # of one time that a member held a round up, by each round that it does not
+FORGIVEN_SECONDS = 100.0  # after which one time that a member held a round up is forgotten
 MAX_KEPT = 4096  # members that are remembered
 MOST_TIMES = 16.0
-OFTEN = 2.0  # times; then it is in no round for a while
+OFTEN = 1.5  # times lately; then it is in no round for a while
 FIRST_PAUSE, LONGEST_PAUSE = 10.0, 600.0  # seconds
 
 
 class Patience:
-    """Half as long for each time that a member has held a round up lately: one that keeps back in every round what it
-    owes costs its time-out once, and then little. Time is an argument, in seconds of any clock."""
+    """Half as long for each time that a member has held a round up lately. One that does so in every round costs its
+    time-out once, and then little; one that does so at times costs a small share of the time, whatever it does in
+    between. Time is an argument, in seconds of any clock."""
 
     def __init__(self) -> None:
-        self._times: dict[bytes, float] = {}  # how often each has held a round up, of late
+        self._times: dict[bytes, tuple[float, float]] = {}  # how often each had held a round up, and when it last did
         self._held: set[bytes] = set()  # who has held up the round of this tip
-        self._last: dict[bytes, float] = {}  # when each did so last
 
-    def of(self, key: bytes, seconds: float) -> float:
+    def _lately(self, key: bytes, now: float) -> float:
+        times, last = self._times.get(key, (0.0, now))
+        return max(0.0, times - (now - last) / FORGIVEN_SECONDS)
+
+    def of(self, key: bytes, seconds: float, now: float) -> float:
         """How many seconds that member is waited for, where others are for `seconds`."""
-        return max(min(seconds, SHORTEST_SECONDS), seconds * math.exp2(-self._times.get(key, 0.0)))
+        return max(min(seconds, SHORTEST_SECONDS), seconds * math.exp2(-self._lately(key, now)))
 
     def is_over(self, key: bytes, now: float) -> bool:
         """Whether that member has held rounds up so often that it is in none for a while."""
-        times = self._times.get(key, 0.0)
-        return times >= OFTEN and now - self._last[key] < min(FIRST_PAUSE * math.exp2(times - OFTEN), LONGEST_PAUSE)
+        times, last = self._times.get(key, (0.0, now))
+        return times >= OFTEN and now - last < min(FIRST_PAUSE * math.exp2(times - OFTEN), LONGEST_PAUSE)
 
     def held_up(self, key: bytes, now: float) -> None:
         """That member is complained of; once at a tip counts."""
         if key not in self._held:
             self._held.add(key)
-            self._last[key] = now
-            self._times[key] = min(self._times.pop(key, 0.0) + 1.0, MOST_TIMES)
+            times = min(self._lately(key, now) + 1.0, MOST_TIMES)
+            self._times.pop(key, None)
+            self._times[key] = times, now
             if len(self._times) > MAX_KEPT:
-                self._forget(next(iter(self._times)))
+                del self._times[next(iter(self._times))]
 
-    def _forget(self, key: bytes) -> None:
-        del self._times[key], self._last[key]
-
-    def committed(self, members: Collection[bytes], out: Collection[bytes], now: float) -> None:
-        """A round of these members was committed, without those that were put out of it."""
+    def committed(self, out: Collection[bytes], now: float) -> None:
+        """A round was committed; these were put out of it."""
         for key in out:
             self.held_up(key, now)
-        for key in members if self._times else ():
-            if key not in self._held and key in self._times:
-                self._times[key] -= FORGIVEN
-                if self._times[key] <= 0:
-                    self._forget(key)
         self._held.clear()

@@ -310,7 +310,7 @@ class Peer:
             self._history.committed({member.key: weight for member, weight in weights}, now)
             stayed = {member.key for member in commit.view}
             out = [m.key for m in begin.members if m.key not in stayed and self.view.reaches(m.key)]
-            self.participant.silence.patience.committed(commit.members, out, now)
+            self.participant.silence.patience.committed(out, now)
         self.doubts.committed(commit.coordinator, led=not self.lead.over)
         until, seconds = self._void.get(commit.coordinator, (0.0, 0.0))
         if until + seconds <= now:  # a liar may well do its work in between
@@ -660,7 +660,7 @@ class Peer:
         self.lead.saw(self._me, silence.signs, now)
         # A member that lacks something complains before that.
         late_after = silence.reducer_timeout
-        self.out.extend(self.lead.hurry(lambda key: silence.patience.of(key, late_after) + COMPLAINT_SECONDS, now))
+        self.out.extend(self.lead.hurry(lambda key: silence.patience.of(key, late_after, now) + COMPLAINT_SECONDS, now))
         self._hold_to_deadlines(now)
         self.succeed(now)
 

@@ -94,10 +94,10 @@ class Silence:
         for key in debtors if is_excused else debtors.keys() & set(moving):
             debtors[key].since = now
         times = self.patience.of
-        late = [key for key in parts if now - debtors[key].since > times(key, self.sender_timeout)]
+        late = [key for key in parts if now - debtors[key].since > times(key, self.sender_timeout, now)]
         if not late:  # otherwise the reducers may be waiting for the same members
             silent = {key: now - max(debtors[key].since, debtors[key].progressed) for key in results}
-            late = [key for key, seconds in silent.items() if seconds > times(key, self.reducer_timeout)]
+            late = [key for key, seconds in silent.items() if seconds > times(key, self.reducer_timeout, now)]
         complaints = {key: f"nothing came from it for {now - debtors[key].since:.1f} s" for key in late}
         for key in late:
             debtors[key].since = now
