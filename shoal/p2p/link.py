@@ -343,12 +343,13 @@ class Link:
             if not self._steps % _STEPS:
                 self._loop.call_soon(self.resume)
                 yield
-            with suppress(ssl.SSLWantReadError):
-                try:
-                    return step()
-                finally:
-                    if self._outgoing.pending:
-                        self._flush()
+            try:
+                return step()
+            except ssl.SSLWantReadError:
+                pass
+            finally:
+                if self._outgoing.pending:
+                    self._flush()
             yield from self._receive()
 
     def _receive(self) -> Wait[None]:

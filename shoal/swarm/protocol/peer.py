@@ -309,7 +309,7 @@ class Peer:
             weights = zip(begin.members, begin.weights, strict=True)
             self._history.committed({member.key: weight for member, weight in weights}, now)
             stayed = {member.key for member in commit.view}
-            out = [m.key for m in begin.members if m.key not in stayed and self.view.reaches(m.key)]
+            out = [key for key in commit.members if key not in stayed and self.view.reaches(key)]
             self.participant.silence.patience.committed(out, now)
         self.doubts.committed(commit.coordinator, led=not self.lead.over)
         until, seconds = self._void.get(commit.coordinator, (0.0, 0.0))

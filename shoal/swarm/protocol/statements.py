@@ -55,15 +55,15 @@ class Signer:
 
     def sign(self, message: S) -> S:
         """The message with this peer's signature. It is exactly what others decode, so all hash the same bytes."""
-        blank = msgspec.structs.replace(message, seal=Seal(self.instance, bytes(SIGNATURE_BYTES)))
-        exact = _decoder(type(message)).decode(_encoder.encode(blank))
+        exact = _decoder(type(message)).decode(_encoder.encode(msgspec.structs.replace(message, seal=UNSIGNED)))
         signature = self._identity.sign(self._statement(exact, self.instance))
         signed: S = msgspec.structs.replace(exact, seal=Seal(self.instance, signature))
         return signed
 
     def is_signed(self, message: Signed, key: bytes) -> bool:
         """Whether the peer with this key has signed the message, in this run."""
-        statement = self._statement(message, message.seal.instance)
+        assert isinstance(message, msgspec.Struct)
+        statement = self._statement(msgspec.structs.replace(message, seal=UNSIGNED), message.seal.instance)
         name = blake3(key + message.seal.signature + statement).digest()
         if name not in self._verified:
             if not peer_of(key).verify(statement, message.seal.signature):
@@ -73,11 +73,9 @@ class Signer:
             self._verified[name] = None
         return True
 
-    def _statement(self, message: object, instance: bytes) -> bytes:
-        assert isinstance(message, msgspec.Struct)
-        tag = message.__struct_config__.tag
+    def _statement(self, blank: msgspec.Struct, instance: bytes) -> bytes:
+        tag = blank.__struct_config__.tag
         assert isinstance(tag, int)
-        blank = msgspec.structs.replace(message, seal=UNSIGNED)
         kind = b"shoal statement" + tag.to_bytes()
         return kind + self._run + instance + blake3(_encoder.encode(blank)).digest()
 
