@@ -11,12 +11,13 @@ from shoal.optim.reports import Event, ForkReport
 from shoal.optim.run import Run
 from shoal.optim.state import Replica
 from shoal.p2p.identity import PeerID
+from shoal.swarm.protocol.line import leaves
+from shoal.swarm.protocol.sides import Sides
 from shoal.swarm.protocol.tip import Tip
 
 log = logging.getLogger(__name__)
 
 WHY = "the state with more samples behind it is kept (of equally many: more epochs, then the larger hash)"
-MAX_TOLD = 1024  # lineages of other sides that were told of
 
 
 class Forks:
@@ -33,7 +34,7 @@ class Forks:
 
     def __init__(self, run: Run, replica: Replica, keeper: Keeper, tell: Callable[[Event], None]) -> None:
         self._run, self._replica, self._keeper, self._tell = run, replica, keeper, tell
-        self._told: dict[bytes, None] = {}
+        self._sides = Sides()
 
     # -- this peer's side is left
 
@@ -49,10 +50,10 @@ class Forks:
             others: the keys of those who hold the other one.
         """
         mine, pin = self._replica.tip, self.pin
-        if not mine.epoch or tip.is_state_of(mine) or mine.lineage in line:
+        if not leaves(mine, tip, line):
             return None
         is_pinned = pin is not None and tip.pin == pin.number > mine.pin
-        self._remember(tip.lineage)
+        self._sides.remember(tip.lineage)
         reason = f"its owner has pinned it (pin {tip.pin})" if is_pinned else WHY
         return self._report(tip, made_with, others, reason, stays=False, kept=self._keep())
 
@@ -101,12 +102,8 @@ class Forks:
         """Tell of members at states that are neither this peer's nor behind it, once for each."""
         tips, mine, line = self._run.swarm.contacts.tips, self._replica.tip, self._replica.line
         while tips:
-            key, tip = tips.popleft()
-            if not (tip.epoch and mine.outranks(tip)) or tip.lineage in line or tip.lineage in self._told:
-                continue
-            if not line.reaches_back_to(tip.epoch, mine.epoch):
-                continue  # it may be an ancestor that is forgotten
-            self._remember(tip.lineage)
+            self._sides.hear(*tips.popleft())
+        for key, tip in self._sides.find(line, mine):
             reason = f"its owner has pinned it (pin {mine.pin})" if mine.pin > tip.pin else WHY
             log.warning(
                 "the run has forked: %r is at tip %s (epoch %d, %g samples), which does not lead to this peer's; this "
@@ -114,11 +111,6 @@ class Forks:
                 PeerID(key), tip, tip.epoch, tip.samples, mine, mine.samples, reason,
             )  # fmt: skip
             self._tell(self._report(tip, made_with, [key], reason, stays=True, kept=""))
-
-    def _remember(self, lineage: bytes) -> None:
-        self._told[lineage] = None
-        if len(self._told) > MAX_TOLD:
-            del self._told[next(iter(self._told))]
 
     # -- what the owner has pinned
 

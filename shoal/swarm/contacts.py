@@ -77,7 +77,7 @@ class Contacts:
 
     Attributes:
         reports: changes in whom this peer reaches; a reader takes them out, in any thread.
-        tips: states of members that this peer's state outranks, each with the member's key; read in the same way.
+        tips: states of members that are not this peer's, each with the member's key; read in the same way.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Contacts:
         self._reach_changed.set()
         for member in new:
             self._channel.node.spawn(self.meet(member))
-        if self._peer.keeps_state and self._peer.tip.outranks(hello.tip):
+        if self._peer.keeps_state and not self._peer.tip.is_state_of(hello.tip):
             self.tips.append((peer.key, hello.tip))
         self._peer.told(peer.key, hello.tip, self._now())
         seen, self._seen = self._seen, asyncio.Event()

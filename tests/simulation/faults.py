@@ -145,6 +145,7 @@ class Faulty:
         await peer.swarm.start()
         if state is not None:
             trainer.tip, trainer.state = state, self.history.states[state].clone()
+            trainer.line.take_over([tip.lineage for tip in self.history.line(state)][::-1], state)
             peer.swarm.move(trainer.tip)
         if lies:
             self.history.unbelieved.add(trainer.process)

@@ -52,12 +52,17 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A trainer has left its state for one that does not follow from it: what it had added is gone."""
+    """A trainer has left its state for one that does not follow from it: what it had added is gone.
+
+    Attributes:
+        said: whether it says so.
+    """
 
     trainer: str
     at: float
     before: Tip
     after: Tip
+    said: bool
 
 
 @dataclass
@@ -81,6 +86,7 @@ class History:
     left: list[Left] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     unbelieved: set[str] = field(default_factory=set)
+    sides: dict[Tip, dict[str, None]] = field(default_factory=dict)  # states of other sides, by who tells of them
     _digests: dict[Tip, bytes] = field(default_factory=dict)
     # By round and member. Not by the name of the round: a coordinator that was started anew may give it to another one.
     _batches: dict[tuple[Begin, bytes], tuple[Batch, float]] = field(default_factory=dict)
@@ -124,7 +130,12 @@ class History:
         if tip != self.genesis and tip not in self.made:
             self.violations.append(f"{name} is at epoch {tip.epoch} {tip.lineage.hex()[:6]}, which nobody has made")
         elif before is not None and before != tip and not self.follows(tip, before):
-            self.left.append(Left(name, now, before, tip))
+            self.left.append(Left(name, now, before, tip, said=(before, tip) in trainer.left))
+
+    def told(self, trainer: Trainer, tip: Tip) -> None:
+        """A trainer says that the run has forked: somebody is at that state, and it stays at its own."""
+        if trainer.process not in self.unbelieved:
+            self.sides.setdefault(tip, {})[trainer.process] = None
 
     # -- what follows
 
@@ -157,6 +168,8 @@ class History:
             found += self._miscounted(tip, made)
         for head in (tip for tip in self.made if tip not in parents):
             found += self._twice(head)
+        for left in self.left:
+            found += self._untold(left)
         return found
 
     def batches(self, made: Made) -> list[Batch]:
@@ -178,6 +191,17 @@ class History:
             brought = self._batches.get((made.begin, member.key))
             if brought is not None and brought[1] != weight:
                 yield f"{name}: {brought[0]} brought {brought[1]:g} samples, counted as {weight:g}"
+
+    def _untold(self, left: Left) -> Iterator[str]:
+        """What was left must be told of by who has left it, and by one of those who stay."""
+        if left.trainer in self.unbelieved:
+            return
+        text = f"at {left.at:.1f} {left.trainer} left epoch {left.before.epoch} {left.before.lineage.hex()[:6]}"
+        if not left.said:
+            yield f"{text}, and says nothing of it"
+        line = set(self.line(left.after))
+        if not any(tip in self.sides for tip in self.line(left.before) if tip not in line):
+            yield f"{text}, and nobody tells of it who stays"
 
     def _twice(self, head: Tip) -> Iterator[str]:
         seen: dict[Batch, Tip] = {}

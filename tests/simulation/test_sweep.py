@@ -105,7 +105,7 @@ def trainer(number: int, tip: Tip, value: float = 0.0, batch: int = 1) -> Any:
     name = f"#{number}/{number}"
     state = torch.full((4,), value)
     return SimpleNamespace(
-        tip=tip, state=state, process=name, batch=(name, batch), peer=SimpleNamespace(key=KEYS[number])
+        tip=tip, state=state, process=name, batch=(name, batch), left=set(), peer=SimpleNamespace(key=KEYS[number])
     )
 
 
@@ -191,3 +191,8 @@ def test_who_leaves_its_line_is_known() -> None:
     (fork,), (left,) = history.forks(), history.left
     assert fork.sides == {mine: ("#0/0",), other: ("#1/1", "#0/0")}
     assert (left.trainer, left.before, left.after) == ("#0/0", mine, other)
+    says_nothing, nobody_tells = history.check()
+    assert "says nothing" in says_nothing
+    assert "nobody tells" in nobody_tells
+    history.told(trainer(1, other), mine)
+    assert history.check() == [says_nothing]

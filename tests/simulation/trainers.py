@@ -15,8 +15,10 @@ from shoal.averaging.exchange import Exchange
 from shoal.p2p.errors import P2PError
 from shoal.swarm.protocol.contribution import Contribution, Fault, Outcome, SendTo
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
+from shoal.swarm.protocol.line import Line, leaves
 from shoal.swarm.protocol.messages import Begin, Progress
 from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.sides import Sides
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import EncodedState, Snapshot, StateDonor, encoded
 from shoal.transfer.manifest import CHUNK_ELEMENTS
@@ -52,6 +54,9 @@ class Trainer:
     history: History | None = None
     process: str = ""  # the name of this start of it, in the history
     batches: int = 0  # that it has begun
+    line: Line = field(default_factory=Line)
+    sides: Sides = field(default_factory=Sides)
+    left: set[tuple[Tip, Tip]] = field(default_factory=set)  # states that it has said to leave, each with the next
 
     @property
     def batch(self) -> Batch:
@@ -68,7 +73,10 @@ class Trainer:
             buffers = [self.state.clone(), self.ballast.clone()]
             return encoded(Snapshot(self.tip, b"layout", buffers, b"", codecs_of(buffers)))
 
-        StateDonor(self.peer.node, NAME, take, lambda: self.tip, priority=lambda: -1.0 if self.is_behind else 0.0)
+        def priority() -> float:
+            return -1.0 if self.is_behind else 0.0
+
+        StateDonor(self.peer.node, NAME, take, lambda: self.tip, priority=priority, line=self.line.to_wire)
 
     @property
     def is_behind(self) -> bool:
@@ -95,6 +103,9 @@ class Trainer:
             )
         await asyncio.sleep(self.download_seconds)
         (self.state, self.ballast), self.tip = result.buffers, result.manifest.tip
+        if leaves(mine, self.tip, result.line):
+            self.left.add((mine, self.tip))
+        self.line.take_over(result.line, self.tip)
         if self.tip != self.peer.tip:
             self.peer.swarm.move(self.tip)
         await asyncio.gather(*map(self.peer.swarm.contacts.meet_peer, result.chunks_from))
@@ -110,7 +121,17 @@ class Trainer:
                 await swarm.report(Progress(swarm.tip, samples, 1.0 / self.batch_seconds))
             await asyncio.sleep(self.batch_seconds)
             samples += 1.0
+            self._look_at_forks()
         return samples
+
+    def _look_at_forks(self) -> None:
+        """As `Forks.look`."""
+        tips = self.peer.swarm.contacts.tips
+        while tips:
+            self.sides.hear(*tips.popleft())
+        for _, tip in self.sides.find(self.line, self.tip):
+            if self.history is not None:
+                self.history.told(self, tip)
 
     async def average(self, samples: float, patience: float) -> None:
         peer = self.peer
@@ -131,6 +152,7 @@ class Trainer:
         self.state += update
         self.ballast += 1
         self.tip = tip
+        self.line.went_to(tip)
         self.at_state(self)
         self.ended.append(asyncio.get_running_loop().time())
         if self.goal is not None and self.goal[0] == self.tip.epoch:

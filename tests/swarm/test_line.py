@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.swarm.protocol.line import MAX_LINE, MAX_OFFERED, Line, agreed, line_to, split
+from shoal.swarm.protocol.sides import MAX_SIDES, Sides
 from shoal.swarm.protocol.tip import Tip
 
 
@@ -30,8 +31,9 @@ def test_a_line_is_bounded() -> None:
     line = line_of(*range(1, MAX_LINE + 10))
     assert len(line.lineages) == MAX_LINE
     assert len(split(line.to_wire())) == MAX_OFFERED
-    assert line.reaches_back_to(10, MAX_LINE + 9)
-    assert not line.reaches_back_to(9, MAX_LINE + 9)
+    mine, forgotten = tip(MAX_LINE + 9), Tip(9, b"x" * 32, 9.0)
+    assert line.divides_from(Tip(10, b"x" * 32, 10.0), mine)
+    assert not line.divides_from(forgotten, mine), "it may be an ancestor"
 
 
 def test_what_leads_to_a_state() -> None:
@@ -56,3 +58,32 @@ def test_only_that_counts_on_which_all_agree() -> None:
     assert agreed([long, liar]) == ()
     assert agreed([long, ()]) == ()
     assert agreed([]) == ()
+
+
+def test_a_state_of_another_side_is_found_once_this_peer_outranks_it() -> None:
+    sides, line = Sides(), line_of(1)
+    other = Tip(2, b"o" * 32, 2.5)
+    sides.hear(b"peer", other)
+    assert sides.find(line, tip(1)) == [], "this peer may yet leave its own state for that one"
+    for number in (2, 3):
+        line.went_to(tip(number))
+    assert sides.find(line, tip(3)) == [(b"peer", other)]
+    sides.hear(b"another", other)
+    assert sides.find(line, tip(3)) == [], "it was told of"
+
+
+def test_states_of_this_peers_line_are_no_other_side() -> None:
+    sides, line = Sides(), line_of(1, 2, 3)
+    for number in (1, 3, 4):
+        sides.hear(b"peer", tip(number))
+    assert sides.find(line, tip(3)) == []
+    line.went_to(tip(4))
+    assert sides.find(line, tip(4)) == []
+
+
+def test_states_that_are_made_up_take_no_memory() -> None:
+    sides, line = Sides(), line_of(1)
+    for number in range(3 * MAX_SIDES):
+        sides.hear(b"liar", Tip(9, number.to_bytes(32), 9.0))
+    assert sides.find(line, tip(1)) == []
+    assert len(sides._undecided) == MAX_SIDES

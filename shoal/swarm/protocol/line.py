@@ -24,9 +24,11 @@ class Line:
     def __contains__(self, lineage: bytes) -> bool:
         return lineage in self.lineages
 
-    def reaches_back_to(self, epoch: int, of: int) -> bool:
-        """Whether the state of that epoch would be in this line, which ends at epoch `of`, if it was an ancestor."""
-        return epoch > of - len(self.lineages)
+    def divides_from(self, tip: Tip, mine: Tip) -> bool:
+        """Whether another peer's state, `tip`, is one that this line, which leads to `mine`, has left aside: `mine`
+        outranks it, and does not follow from it. An ancestor that is forgotten is none."""
+        is_remembered = tip.epoch > mine.epoch - len(self.lineages)
+        return tip.epoch > 0 and mine.outranks(tip) and is_remembered and tip.lineage not in self
 
     def went_to(self, tip: Tip) -> None:
         """The peer is at that state now, which follows from the one before."""
@@ -52,6 +54,11 @@ def line_to(tip: Tip, wire: bytes) -> tuple[bytes, ...]:
     it does not lead there."""
     lineages = split(wire)
     return lineages[: lineages.index(tip.lineage) + 1] if tip.lineage in lineages else ()
+
+
+def leaves(mine: Tip, tip: Tip, line: Collection[bytes]) -> bool:
+    """Whether a peer at `mine` that goes to `tip`, to which that line leads, leaves samples that are not behind it."""
+    return mine.epoch > 0 and not tip.is_state_of(mine) and mine.lineage not in line
 
 
 def split(wire: bytes) -> tuple[bytes, ...]:
