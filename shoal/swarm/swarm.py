@@ -538,11 +538,8 @@ class Swarm:
             return
         self._performing = True
         try:
-            while out := self.peer.out:
-                actions = out[:]
-                out.clear()
-                for action in actions:
-                    self._do(action)
+            while self.peer.out:  # if one fails, the others are done next time
+                self._do(self.peer.out.pop(0))
         finally:
             self._performing = False
         self._set_timer()

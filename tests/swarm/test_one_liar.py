@@ -386,3 +386,12 @@ def test_as_many_doubts_as_there_are_can_be_passed_on() -> None:
         peer.doubts._said.update({(key(of), by.to_bytes(32)): doubt_of(of, by=3) for by in range(1000)})
     survey = Survey(TIP, bytes(16), Ballot(2, key(2)), (), None, peer.doubts.evidence)
     assert len(signer(2).sign(survey).doubts) == MAX_DOUBTS
+
+
+def test_complaints_that_repeat_take_no_memory() -> None:
+    coordinator = running(1, 2, 3, 4)
+    assert coordinator.begin is not None
+    for now in range(100):
+        complaint = Broken(coordinator.begin.round, key(3), False, "nothing came from it")
+        coordinator.broken(key(2), complaint, True, now / 100)
+    assert len(coordinator._judgements) == 1

@@ -70,6 +70,10 @@ class _Judgement:
     other: bytes
     reason: str
 
+    @property
+    def pair(self) -> frozenset[bytes]:
+        return frozenset((self.complainer, self.other))
+
 
 @dataclass
 class Coordinator:
@@ -395,16 +399,17 @@ class Coordinator:
         require(key in self.live(), "only a member of the round can complain of another")
         if broken.peer == key or key == self.me or not reachable:
             return self.put_out(broken.peer, broken.reason, now)
-        if broken.peer in self.live() and frozenset((key, broken.peer)) not in self.parted:
+        pair = frozenset((key, broken.peer))
+        if broken.peer in self.live() and pair not in self.parted:
             if broken.fault:
                 self._judgements.appendleft(_Judgement(now, key, broken.peer, broken.reason))
-            else:
+            elif all(judgement.pair != pair for judgement in self._judgements):
                 self._judgements.append(_Judgement(now + NOTICE_SECONDS, key, broken.peer, broken.reason))
         return self.tick(now)
 
     def _judge(self, judgement: _Judgement, now: float) -> list[Send | Ask]:
         """Part two members, and put out one of them if they cannot go on so."""
-        live, pair = self.live(), frozenset((judgement.complainer, judgement.other))
+        live, pair = self.live(), judgement.pair
         if self.over or not pair <= set(live) or pair in self.parted:
             return []
         self.parted[pair] = judgement.other

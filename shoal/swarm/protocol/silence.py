@@ -11,6 +11,7 @@ from shoal.swarm.protocol.messages import Begin
 from shoal.swarm.protocol.patience import Patience
 
 EXCUSE_SECONDS = 3.0  # nobody is complained of for so long after a member said that its user lets it wait
+MOST_TIMES = 8  # as long as otherwise, a member that sends is waited for: then something whole must have come
 QUIET_SECONDS = 2.0  # after so long without a message, a member that owes something is asked how its round goes
 
 
@@ -32,7 +33,8 @@ class Silence:
     """Watches the members that owe this peer something in a round.
 
     A sender is late if this peer has seen no progress for `sender_timeout` seconds and no bytes from that member
-    either. A reducer may be waiting for others: it is late if it has not made progress itself for `reducer_timeout`.
+    either; or none for MOST_TIMES as long, whatever it sends. A reducer may be waiting for others: it is late if it has
+    not made progress itself for `reducer_timeout`.
     Who has held up rounds before is late sooner.
 
     Attributes:
@@ -49,6 +51,7 @@ class Silence:
     _progressed: int = 0  # its exchange's counter then
     _changes: int = 0  # its book's counter then
     _looked: float = 0.0
+    _excused_at: float = 0.0  # when all that owe something were given more time
     _excused_until: float = float("-inf")
     _debtors: dict[bytes, _Debtor] = field(default_factory=dict)
     _movements: dict[bytes, Movement] = field(default_factory=dict)  # on the connection to each member of the round
@@ -79,18 +82,26 @@ class Silence:
         book = exchange.book
         if book.begin is not self._begin:
             self._begin, self._progressed, self._looked, self._debtors = book.begin, 0, now, {}
+            self._excused_at = now
             self._movements = {m.key: Movement(moved(m.key)) for m in book.begin.members if m.key != book.me}
         parts, results = book.waiting_for(), dict.fromkeys(book.awaited.values())
         debtors = {key: self._debtors.get(key) or _Debtor(now) for key in {**parts, **results}}
         self._debtors = debtors
         # Also to those that owe nothing: another member may wait until a slow one has taken what this one sends.
-        moving = [key for key, movement in self._movements.items() if movement.goes_on(moved(key))]
+        # But who only drips, or sends what nobody has asked for, is waited for no longer than for something whole.
+        most = MOST_TIMES * self.sender_timeout
+        moving = [
+            key
+            for key, movement in self._movements.items()
+            if movement.goes_on(moved(key)) and now - self._excused_at < self.patience.of(key, most, now)
+        ]
         # A coordinator that changes the plan gives those that owe something more time, and is no progress itself.
         progressed, changed = exchange.progressed != self._progressed, book.changes != self._changes
         self.signs += progressed or bool(moving)
         slept = now - self._looked > 2 * QUIET_SECONDS  # this process itself; what has arrived was not read yet
         self._progressed, self._changes, self._looked = exchange.progressed, book.changes, now
         is_excused = progressed or changed or waits or slept or now < self._excused_until or book.complete
+        self._excused_at = now if is_excused else self._excused_at
         for key in debtors if is_excused else debtors.keys() & set(moving):
             debtors[key].since = now
         times = self.patience.of
