@@ -133,9 +133,9 @@ class History:
             self.left.append(Left(name, now, before, tip, said=(before, tip) in trainer.left))
 
     def told(self, trainer: Trainer, tip: Tip) -> None:
-        """A trainer says that the run has forked: somebody is at that state, and it stays at its own."""
-        if trainer.process not in self.unbelieved:
-            self.sides.setdefault(tip, {})[trainer.process] = None
+        """A trainer says that the run has forked: somebody is at that state, and it stays at its own. (A liar may be the
+        only one whom the other side reaches, and it does what all do where it does not lie.)"""
+        self.sides.setdefault(tip, {})[trainer.process] = None
 
     # -- what follows
 
