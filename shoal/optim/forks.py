@@ -100,7 +100,7 @@ class Forks:
 
     def look(self, made_with: Collection[bytes]) -> None:
         """Tell of members at states that are neither this peer's nor behind it, once for each."""
-        tips, mine, line = self._run.swarm.contacts.tips, self._replica.tip, self._replica.line
+        tips, mine, line = self._run.swarm.peer.tips, self._replica.tip, self._replica.line
         while tips:
             self._sides.hear(*tips.popleft())
         for key, tip in self._sides.find(line, mine):

@@ -77,7 +77,6 @@ class Contacts:
 
     Attributes:
         reports: changes in whom this peer reaches; a reader takes them out, in any thread.
-        tips: states of members that are not this peer's, each with the member's key; read in the same way.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class Contacts:
         self._channel, self._peer, self._view = channel, peer, peer.view
         self._directory, self._tensors, self._act = directory, tensors, act
         self.reports: deque[Reachability] = deque(maxlen=MAX_REPORTS)
-        self.tips: deque[tuple[bytes, Tip]] = deque(maxlen=MAX_REPORTS)
         self._strangers: dict[bytes, _Stranger] = {}
         self._meeting: set[bytes] = set()
         self._pinged: dict[bytes, None] = {}  # peers that owe an answer
@@ -192,8 +190,6 @@ class Contacts:
         self._reach_changed.set()
         for member in new:
             self._channel.node.spawn(self.meet(member))
-        if self._peer.keeps_state and not self._peer.tip.is_state_of(hello.tip):
-            self.tips.append((peer.key, hello.tip))
         self._peer.told(peer.key, hello.tip, self._now())
         seen, self._seen = self._seen, asyncio.Event()
         seen.set()

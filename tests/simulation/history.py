@@ -133,8 +133,8 @@ class History:
             self.left.append(Left(name, now, before, tip, said=(before, tip) in trainer.left))
 
     def told(self, trainer: Trainer, tip: Tip) -> None:
-        """A trainer says that the run has forked: somebody is at that state, and it stays at its own. (A liar may be the
-        only one whom the other side reaches, and it does what all do where it does not lie.)"""
+        """A trainer says that the run has forked: somebody is at that state, and it stays at its own. (A liar may be
+        the only one whom the other side reaches; where it does not lie, it does what all do.)"""
         self.sides.setdefault(tip, {})[trainer.process] = None
 
     # -- what follows

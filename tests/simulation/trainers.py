@@ -116,6 +116,7 @@ class Trainer:
         """Until the round is called; returns this peer's samples."""
         swarm, samples = self.peer.swarm, 0.0
         self.batches += 1
+        self._look_at_forks()
         while swarm.tip == self.tip and not swarm.called:
             with contextlib.suppress(P2PError, TimeoutError):  # the coordinator is out of reach: there will be another
                 await swarm.report(Progress(swarm.tip, samples, 1.0 / self.batch_seconds))
@@ -126,7 +127,7 @@ class Trainer:
 
     def _look_at_forks(self) -> None:
         """As `Forks.look`."""
-        tips = self.peer.swarm.contacts.tips
+        tips = self.peer.swarm.peer.tips
         while tips:
             self.sides.hear(*tips.popleft())
         for _, tip in self.sides.find(self.line, self.tip):

@@ -4,6 +4,7 @@ turn."""
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from shoal.swarm.protocol.witnesses import ASKED_AT_A_TIME
 
 log = logging.getLogger(__name__)
 
+MAX_TIPS = 1024  # that are kept until they are read
 FIRST_VOID_SECONDS, LONGEST_VOID_SECONDS = 60.0, 3600.0
 SETTLE_SECONDS = 1.0  # BEGIN waits until nobody new was found for so long, while not everybody may have been found
 
@@ -56,6 +58,8 @@ class Peer:
         news: a counter that grows when the round of this tip is called, when the tip changes, and when this peer hears
             of a state that outranks its own.
         changes: a counter that grows when members come or go.
+        tips: states of members that are not this peer's, each with the member's key; a reader takes them out, in any
+            thread.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Peer:
     ) -> None:
         self.view, self.terms, self.rules, self.signer, self.keeps_state = view, terms, rules, signer, keeps_state
         self.news = self.changes = 0
+        self.tips: deque[tuple[bytes, Tip]] = deque(maxlen=MAX_TIPS)
         self.out: list[Action] = []
         self.participant = Participant(view, Tip.genesis(view.run_id), terms, self.out, silence, signer)
         self._me = view.me.key
@@ -228,6 +233,8 @@ class Peer:
         if key == self._me:
             return  # it knows that better than a message to itself, which may be late
         participant, commit = self.participant, self.participant.commit
+        if self.keeps_state and not tip.is_state_of(self.tip):
+            self.tips.append((key, tip))
         # If it was in the round that ended its tip, the commit is on its way to it.
         follows = commit is not None and commit.tip == tip and key in commit.members
         if self.view.told(key, tip, self.tip.outranks(tip) and not follows):
@@ -244,7 +251,10 @@ class Peer:
         self.news += 1
 
     def move(self, tip: Tip, now: float, *, made: bool = False) -> None:
-        """Be at another state, which was downloaded, or which this peer has `made` alone. All members are told."""
+        """Be at another state, which was downloaded, or which this peer has `made` alone. All members are told, also
+        where it was: if that is another side of a fork, they may not have heard of it."""
+        if self.tip.epoch and not made:
+            self._send(self.view.others(), self.hello())
         self.participant.move(tip)
         self.participant.made |= made
         self._history.skipped()
