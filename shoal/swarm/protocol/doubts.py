@@ -62,7 +62,8 @@ class Doubts:
         self._deadlines.forgive(now)
 
     def look(self, now: float) -> None:
-        """Doubt the coordinator of this tip if it has missed a deadline; to be called every second."""
+        """Doubt the coordinator of this tip if it has missed a deadline, or held up too many rounds; to be called every
+        second."""
         participant, deadlines = self._participant, self._deadlines
         is_in_round = participant.begin is not None
         coordinator = participant.ballot.coordinator if is_in_round else participant.coordinator().key
@@ -85,8 +86,15 @@ class Doubts:
             Duty.DECIDE: participant.silence.reducer_timeout + DECIDE_SLACK_SECONDS,
         }
         missed = deadlines.missed(coordinator, seconds, len(participant.deposed), now)
-        if missed is not None and coordinator not in participant.doubted:
-            log.info("%r doubts the coordinator %r: it %s", self._view.me.peer, PeerID(coordinator), missed.value)
+        reason = None if missed is None else missed.value
+        if (
+            rules.target_samples is not None
+            and not is_in_round
+            and participant.silence.patience.is_over(coordinator, now)
+        ):
+            reason = "has held up too many rounds lately"
+        if reason is not None and coordinator not in participant.doubted:
+            log.info("%r doubts the coordinator %r: it %s", self._view.me.peer, PeerID(coordinator), reason)
             self.doubt(coordinator)
 
     def is_due(self) -> bool:

@@ -21,6 +21,12 @@ class Patience:
     def __init__(self) -> None:
         self._times: dict[bytes, tuple[float, float]] = {}  # how often each had held a round up, and when it last did
         self._held: set[bytes] = set()  # who has held up the round of this tip
+        self._put_out: dict[bytes, dict[bytes, float]] = {}  # who was put out of a round, by whom, and when
+
+    @property
+    def remembers(self) -> bool:
+        """Whether anybody has held up a round, at any time."""
+        return bool(self._times)
 
     def _lately(self, key: bytes, now: float) -> float:
         times, last = self._times.get(key, (0.0, now))
@@ -45,8 +51,15 @@ class Patience:
             if len(self._times) > MAX_KEPT:
                 del self._times[next(iter(self._times))]
 
-    def committed(self, out: Collection[bytes], now: float) -> None:
-        """A round was committed; these were put out of it."""
+    def committed(self, out: Collection[bytes], coordinator: bytes, now: float, *, led: bool = False) -> None:
+        """A round was committed; that coordinator has put these out of it. What one says alone does not count, unless
+        it is this peer: it may lie."""
         for key in out:
-            self.held_up(key, now)
+            said = self._put_out.pop(key, {})
+            said = {other: at for other, at in said.items() if now - at < FORGIVEN_SECONDS and other != coordinator}
+            if led or said:
+                self.held_up(key, now)
+            self._put_out[key] = {**said, coordinator: now}
+            if len(self._put_out) > MAX_KEPT:
+                del self._put_out[next(iter(self._put_out))]
         self._held.clear()

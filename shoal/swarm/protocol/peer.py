@@ -270,6 +270,8 @@ class Peer:
         if self.lead.tip != self.tip:
             self._lead_nothing()
         self.news += 1
+        if self.participant.silence.patience.remembers:
+            self._hold_to_deadlines(now)  # one that has held up too many rounds is not to begin this one first
 
     def _on_commit(self, sender: bytes, commit: msg.Commit, now: float) -> None:
         participant = self.participant
@@ -320,7 +322,8 @@ class Peer:
             self._history.committed({member.key: weight for member, weight in weights}, now)
             stayed = {member.key for member in commit.view}
             out = [key for key in commit.members if key not in stayed and self.view.reaches(key)]
-            self.participant.silence.patience.committed(out, now)
+            led = commit.coordinator == self._me
+            self.participant.silence.patience.committed(out, commit.coordinator, now, led=led)
         self.doubts.committed(commit.coordinator, led=not self.lead.over)
         until, seconds = self._void.get(commit.coordinator, (0.0, 0.0))
         if until + seconds <= now:  # a liar may well do its work in between
