@@ -28,7 +28,7 @@ from shoal.swarm.protocol.messages import (
     Survey,
 )
 from shoal.swarm.protocol.rules import Rules
-from shoal.swarm.protocol.tip import Ballot
+from shoal.swarm.protocol.tip import MAX_LEAP, Ballot
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role
 from tests.swarm.rounds import (
     RULES,
@@ -118,6 +118,25 @@ def test_weights_stay_with_their_members_and_the_ballot_is_higher_than_all_that_
     begin = the(join(coordinator, 2, weight=0.0), Begin)
     assert begin.weights == (10.0, 0.0, 30.0)
     assert begin.ballot == Ballot(7, key(1))
+
+
+@pytest.mark.parametrize(
+    ("attempts", "number"),
+    [
+        ((200_000, 200_000, 200_000), 200_001),  # a liar's surveys have led all to it
+        ((7, 7, 1 << 50), 8),  # one member lies, or was led there alone
+        ((1 << 50, 7, 7), 8),  # the coordinator itself was
+        ((7, 7 + MAX_LEAP, 8 + MAX_LEAP), 9 + MAX_LEAP),  # most are near it
+    ],
+)
+def test_one_that_follows_a_very_high_ballot_does_not_keep_the_others_from_following_this_one(
+    attempts: tuple[int, int, int], number: int
+) -> None:
+    coordinator = gathering(1, 2, 3)
+    join(coordinator, 1, attempt=attempts[0])
+    join(coordinator, 2, attempt=attempts[1])
+    begin = the(join(coordinator, 3, attempt=attempts[2]), Begin)
+    assert begin.ballot == Ballot(number, key(1))
 
 
 def test_who_does_not_join_is_called_once_more_and_then_left_out() -> None:

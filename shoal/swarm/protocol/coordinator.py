@@ -346,9 +346,11 @@ class Coordinator:
         with_state = self.rules.averages_state(self.tip.epoch, joins)
         sizes = self.rules.vector(self.tip.epoch, with_state)
         elements = chunk_elements(sum(sizes), reducers, self.rules.chunk_elements)
-        known = self.ballot.number
-        attempts = (join.attempt for join in joins if join.attempt <= known + MAX_LEAP)
-        self.ballot = Ballot(1 + max([known, *attempts]), self.me)
+        attempts = sorted(join.attempt for join in joins)
+        # Half of the members follow one below this, so one that lies, or was led to a very high one, changes nothing.
+        usual = attempts[(len(attempts) - 1) // 2]
+        known = (attempt for attempt in attempts if attempt <= usual + MAX_LEAP)
+        self.ballot = Ballot(1 + max(self.ballot.number, *known), self.me)
         begin = msg.Begin(
             tip=self.tip,
             ballot=self.ballot,

@@ -77,4 +77,4 @@ class Ballot(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 NO_BALLOT = Ballot(0, bytes(DIGEST_BYTES))  # lower than all that coordinators hold
-MAX_LEAP = 1 << 16  # an attempt counts up to so many above those that a peer knows of
+MAX_LEAP = 1 << 16  # an attempt counts up to so many above the one that a peer follows, or half of the members do
