@@ -121,6 +121,13 @@ class Inside:
     def say_with(self, keys: Iterable[bytes], message: Any, buffers: Sequence[Any], name: bytes) -> None:
         self._say(keys, message, buffers, name)
 
+    def end_round(self) -> None:
+        """End the round that this peer coordinates, if it does."""
+        peer = self._swarm.peer
+        if peer.lead.begin is not None and not peer.lead.over:
+            peer.out.extend(peer.lead.abort("not yet"))
+            self._swarm._perform()
+
     def serve_instead(self, service: Service, handler: Any) -> None:
         """Answer the messages of a service in another way than shoal does."""
         self.node._services[service.name] = (service, handler)

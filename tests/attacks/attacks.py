@@ -15,6 +15,7 @@ ATTACKS: dict[str, type[MemberAttack] | type[StrangerAttack]] = {
     "7b": members.NeverCalls,
     "7c": members.NeverBegins,
     "7d": members.NeverCommits,
+    "7e": members.EndsRounds,
     "8": members.Ghosts,
     "8b": members.DeadNodes,
     "9": members.BadWeights,

@@ -123,6 +123,15 @@ class NeverCommits(MemberAttack):
         return None if isinstance(message, msg.Commit | msg.Abort) else message
 
 
+class EndsRounds(MemberAttack):
+    """7e: begins, and ends each of its rounds at once; all join again."""
+
+    def sends(self, keys: Sequence[bytes], message: Any) -> Any:
+        if isinstance(message, msg.Begin):
+            asyncio.get_running_loop().call_soon(self.run.end_round)
+        return message
+
+
 class Ghosts(MemberAttack):
     """8: tells of 1,023 clients that do not exist."""
 

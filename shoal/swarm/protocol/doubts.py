@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 COMPLAINT_SECONDS = 2.0  # from a time-out of a member until the coordinator knows
 DECIDE_SLACK_SECONDS = 2.5 * COMPLAINT_SECONDS  # and until all have seen what it has decided
+MOST_ENDED = 4  # rounds of one tip that a coordinator may end without a result
 
 
 class Doubts:
@@ -69,11 +70,12 @@ class Doubts:
         coordinator = participant.ballot.coordinator if is_in_round else participant.coordinator().key
         if coordinator == self._me or participant.missed is not None:
             return
-        for duty in Duty if is_in_round else ():
+        for duty in Duty if is_in_round else (Duty.DECIDE,):
             deadlines.done(coordinator, duty)
-        if is_in_round and now - participant.stands_since > 1.0:
-            deadlines.owed(coordinator, Duty.DECIDE, participant.stands_since)
-        elif not is_in_round and self.is_due() and not participant.called:
+        stands_since = max(self._begun_at(coordinator, now), participant.progressed_at)
+        if now - stands_since > 1.0:
+            deadlines.owed(coordinator, Duty.DECIDE, stands_since)
+        if not is_in_round and self.is_due() and not participant.called:
             deadlines.owed(coordinator, Duty.CALL, now)
         if not is_in_round and (participant.state is not State.JOINED or not self._are_enough_here()):
             deadlines.done(coordinator, Duty.BEGIN)
@@ -87,15 +89,23 @@ class Doubts:
         }
         missed = deadlines.missed(coordinator, seconds, len(participant.deposed), now)
         reason = None if missed is None else missed.value
-        if (
-            rules.target_samples is not None
-            and not is_in_round
-            and participant.silence.patience.is_over(coordinator, now)
-        ):
-            reason = "has held up too many rounds lately"
+        if rules.target_samples is not None and not is_in_round:
+            if participant.silence.patience.is_over(coordinator, now):
+                reason = "has held up too many rounds lately"
+            elif participant.ended[coordinator] >= MOST_ENDED:
+                reason = f"has ended {participant.ended[coordinator]} rounds of this epoch without a result"
         if reason is not None and coordinator not in participant.doubted:
             log.info("%r doubts the coordinator %r: it %s", self._view.me.peer, PeerID(coordinator), reason)
             self.doubt(coordinator)
+
+    def _begun_at(self, coordinator: bytes, now: float) -> float:
+        """Since when that coordinator owes the result of a round; `now` if it does not. Where samples are counted, it
+        owes one for all rounds that it begins at this tip: it may end each before that takes too long."""
+        participant = self._participant
+        if self._rules.target_samples is None or participant.input is None or not self._are_enough_here():
+            participant.first_begun.pop(coordinator, None)  # it is not the coordinator that is waited for
+        begun = now if participant.begin is None else participant.began
+        return participant.first_begun.get(coordinator, begun)
 
     def is_due(self) -> bool:
         """Whether this peer's samples, by its share of the last commit among those who are still there, say that the

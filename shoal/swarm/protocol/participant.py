@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 
@@ -74,6 +75,8 @@ class Participant:
             end without any would keep a peer for ever.
         joined: the coordinator that has this peer's JOIN, if one stands.
         asked: all to whom this peer has sent a JOIN at this tip: nobody else can begin a round with it.
+        first_begun: when each coordinator began its first round of this tip here.
+        ended: how many rounds of this tip each coordinator has ended without a result.
         gathered: what the members of the round brought, by key.
         doubted: the coordinators of this tip that have missed a deadline, as this peer sees it, in their order.
         deposed: those that most members doubt: they coordinate nothing at this tip.
@@ -102,6 +105,8 @@ class Participant:
         self.progressed_at = float("-inf")
         self.joined = b""  # the coordinator that has the JOIN
         self.asked: dict[bytes, None] = {}
+        self.first_begun: dict[bytes, float] = {}
+        self.ended: Counter[bytes] = Counter()
         self._introduced: tuple[bytes, bytes] | None = None  # the coordinator that knows the same members as this peer
         self._declined: dict[bytes, Tip] = {}  # coordinators that do not take this peer, and at which tip
         self.doubted: dict[bytes, None] = {}
@@ -390,6 +395,7 @@ class Participant:
             raise RuleBroken(str(error)) from error
         self._forget(self._last)  # its memory is written again
         self._last, self.began, self._witnesses = None, now, Witnesses(self.me)
+        self.first_begun.setdefault(begin.ballot.coordinator, now)
         self._out.append(Enter(begin))
 
     def started(self, begin: msg.Begin, leases: Leases) -> None:
@@ -508,6 +514,7 @@ class Participant:
         """The coordinator ends the round, or this peer's part in it. Raises Refused if it is not the coordinator."""
         if self.begin is not None and self.begin.round == abort.round:
             require(self.ballot.coordinator == sender, "ABORT from a peer that does not coordinate the round")
+            self.ended[sender] += 1
             self.fail(AveragingError(f"the round was ended by {PeerID(sender)!r}: {abort.reason}"))
         self.rejoin(sender)
 
@@ -649,6 +656,7 @@ class Participant:
         """Be at another state."""
         self.tip, self.ballot, self.commit, self.missed, self.called = tip, NO_BALLOT, None, None, False
         self.doubted, self.deposed, self._begun, self.asked = {}, {}, {}, {}
+        self.first_begun, self.ended = {}, Counter()
         self.leave()
 
 

@@ -149,6 +149,7 @@ class Peer:
                 self._on_commit(sender, message, now)
             case msg.Abort():
                 participant.on_abort(sender, message)
+                self._hold_to_deadlines(now)
             case _:
                 raise Refused(f"{type(message).__name__} is an answer, and nothing was asked")
         return None
@@ -346,8 +347,12 @@ class Peer:
             _, seconds = self._void.get(commit.coordinator, (now, FIRST_VOID_SECONDS / 2))
             seconds = min(2 * seconds, LONGEST_VOID_SECONDS)
             self._void[commit.coordinator] = now + seconds, seconds
+            # It is not waited for once more at this tip, and for less time in the rounds that follow.
+            self.doubts.doubt(commit.coordinator)
+            self.participant.silence.patience.held_up(commit.coordinator, now)
         self.participant.give_up_missed()
         self.news += 1
+        self._hold_to_deadlines(now)
 
     # -- calls and samples
 
