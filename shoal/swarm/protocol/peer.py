@@ -242,6 +242,8 @@ class Peer:
             self.members_changed(now)
         if not tip.outranks(self.tip) or self.view.ignores(key, now):
             return
+        if self.keeps_state and not self.view.keeps_state(key):
+            return  # nobody can download it there, so nobody is to wait for it
         # The round of this tip was committed without this peer: it begins none, and those that wait here hear where.
         if self.lead.is_before_begin:
             self._resign(msg.Elsewhere(self.view.members.get(key, self.view.me)))

@@ -238,14 +238,18 @@ class View:
             claim.behind = False
             claim.tip = after if claim.tip == before else claim.tip
 
+    def keeps_state(self, key: bytes) -> bool:
+        """Whether that is a member that can have the state that it names: an auxiliary peer only follows others."""
+        member = self.members.get(key)
+        return member is not None and member.role is not Role.AUXILIARY
+
     def best(self, now: float) -> Tip | None:
         """The best state that a connected member holds, without the states that are ignored. May be called in any
         thread."""
         best: Tip | None = None
         for key, claim in list(self._claims.items()):
-            member = self.members.get(key)
-            holds = member is not None and member.role is not Role.AUXILIARY and self.reaches(key)
-            if holds and claim.ignored_until <= now and (best is None or claim.tip.outranks(best)):
+            holds = self.keeps_state(key) and self.reaches(key) and claim.ignored_until <= now
+            if holds and (best is None or claim.tip.outranks(best)):
                 best = claim.tip
         return best
 
