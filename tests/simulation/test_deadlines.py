@@ -19,6 +19,7 @@ from tests.simulation.trainers import RULES, Trainer
 
 SILENT, NEVER_CALLS, NEVER_BEGINS, NEVER_COMMITS = "silent", "never calls", "never begins", "never commits"
 SURVEYS = "surveys"  # without end, every 0.5 s
+ENDS = "ends"  # each of its rounds, at once
 # Four peers, so it is the liar's turn in about every fourth epoch; the times of the four duties, and an epoch.
 LONGEST = {
     SILENT: 12.0,
@@ -26,6 +27,7 @@ LONGEST = {
     NEVER_BEGINS: RULES.matchmaking_time + 10.0,
     NEVER_COMMITS: 45.0,
     SURVEYS: 45.0,
+    ENDS: 2.0,
 }
 
 
@@ -57,9 +59,16 @@ def fails(liar: Trainer, how: str) -> None:
         SURVEYS: msg.Commit | msg.Abort,
     }
 
+    def end() -> None:
+        if not swarm.peer.lead.over:
+            swarm.peer.out.extend(swarm.peer.lead.abort("not yet"))
+            swarm._act()
+
     def say(peers: Any, service: Any, message: Any, buffers: Any = (), name: bytes = b"") -> None:
         if how not in unsaid or not isinstance(message, unsaid[how]):
             notify(peers, service, message, buffers, name)
+        if how == ENDS and isinstance(message, msg.Begin):
+            asyncio.get_running_loop().call_soon(end)
 
     async def survey() -> None:
         loop = asyncio.get_running_loop()

@@ -5,12 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.swarm.protocol.actions import Send
+from shoal.swarm.protocol.book import Book
+from shoal.swarm.protocol.contribution import Contribution
 from shoal.swarm.protocol.coordinator import Phase
+from shoal.swarm.protocol.doubts import DECIDE_SLACK_SECONDS, MOST_ENDED
 from shoal.swarm.protocol.messages import Abort, Doubt, Survey
 from shoal.swarm.protocol.patience import FORGIVEN_SECONDS, LONGEST_PAUSE, SHORTEST_SECONDS, Patience
-from tests.swarm.rounds import RULES, key, keys
+from shoal.swarm.protocol.peer import Peer
+from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.protocol.view import Role
+from tests.swarm.rounds import RULES, begin_of, chunks_of, key, keys, member, members
 from tests.swarm.test_coordinator import ROOT, gathering, join, running, the
-from tests.swarm.test_one_liar import peer_2
+from tests.swarm.test_lead import leading
+from tests.swarm.test_one_liar import commit_by, peer_2
+from tests.swarm.wire import Digests
 
 
 def test_each_time_halves_how_long_it_is_waited_for() -> None:
@@ -95,6 +104,75 @@ def test_where_no_samples_are_counted_nobody_is_kept_out_or_doubted_for_that() -
         peer.participant.silence.patience.committed([key(4)], key(2), now, led=True)
     peer.look(lambda key: 0, 2.0)
     assert not peer.participant.doubted
+
+
+def counting_peer(rules: Rules = RULES) -> Peer:
+    """A peer of a run that counts samples, with an input; this tip is 4's to coordinate."""
+    peer = peer_2(replace(rules, target_samples=30.0))
+    given = Contribution(1.0, lambda begin, send, fault: Digests(Book(key(2), begin, chunks_of(begin)), send))
+    peer.participant.offer(given)
+    peer.participant.next_step(0.0)
+    return peer
+
+
+def begin_and_end(peer: Peer, attempt: int, now: float, lasts: float) -> None:
+    """The coordinator begins a round, and ends it."""
+    begin = begin_of(members(2, 3, 4), coordinator=4, attempt=attempt)
+    peer.receive(key(4), begin, [], now)
+    peer.receive(key(4), Abort(begin.round, "not yet"), [], now + lasts)
+    peer.participant.error = None
+    peer.participant.next_step(now + lasts)
+
+
+def test_who_ends_each_of_its_rounds_is_doubted_after_a_few() -> None:
+    peer = counting_peer()
+    for attempt in range(1, MOST_ENDED + 1):
+        assert not peer.participant.doubted
+        begin_and_end(peer, attempt, now=0.01 * attempt, lasts=0.005)
+    assert set(peer.participant.doubted) == {key(4)}
+
+
+def test_a_coordinator_has_no_more_time_for_two_rounds_than_for_one() -> None:
+    peer = counting_peer()
+    limit = peer.participant.silence.reducer_timeout + DECIDE_SLACK_SECONDS
+    begin_and_end(peer, 1, now=0.0, lasts=limit - 5.0)
+    peer.receive(key(4), begin_of(members(2, 3, 4), coordinator=4, attempt=2), [], limit - 4.0)
+    peer.look(lambda key: 0, limit - 1.0)
+    assert not peer.participant.doubted
+    peer.look(lambda key: 0, limit + 1.0)
+    assert set(peer.participant.doubted) == {key(4)}
+
+
+def test_a_coordinator_owes_nothing_while_too_few_are_here() -> None:
+    """It waits for them as all do."""
+    peer = counting_peer(replace(RULES, min_group=4))
+    limit = peer.participant.silence.reducer_timeout + DECIDE_SLACK_SECONDS
+    begin_and_end(peer, 1, now=0.0, lasts=1.0)
+    for now in range(2, int(limit) + 10):
+        peer.look(lambda key: 0, float(now))
+    assert not peer.participant.doubted
+
+
+def test_who_has_signed_a_void_commit_is_doubted_at_once() -> None:
+    peer = counting_peer()
+    peer.receive(key(3), commit_by(4), [], 0.0)
+    peer.out.clear()
+    peer.give_up_missed(1.0)
+    assert set(peer.participant.doubted) == {key(4)}
+    assert [send.to for send in peer.out if isinstance(send, Send) and isinstance(send.message, Doubt)] == [keys(3)]
+
+
+def test_nobody_waits_for_the_state_that_an_auxiliary_peer_names() -> None:
+    """It has none: who resigned for it, and was joined again, was told of it again."""
+    peer, lead = leading(1, 2, 3)
+    peer.keeps_state = True
+    peer.view.returned(member(4, Role.AUXILIARY))
+    later = Tip(lead.tip.epoch + 1, bytes(32), 1e9)
+    lead.begin, lead.phase = None, Phase.GATHERING
+    peer.told(key(4), later, 0.0)
+    assert peer.lead is lead
+    peer.told(key(3), later, 0.0)
+    assert peer.lead is not lead
 
 
 def test_one_coordinator_alone_has_nobody_kept_out() -> None:
