@@ -16,7 +16,8 @@ from shoal.p2p.node import Reply
 from shoal.swarm.protocol.actions import Ask, Enter, FetchChunks, Send
 from shoal.swarm.protocol.book import Book, RuleBroken
 from shoal.swarm.protocol.contribution import Contribution, Fault, SendTo
-from shoal.swarm.protocol.messages import Begin, Commit, Fetch, Join, Part, Repair, Result, Source
+from shoal.swarm.protocol.errors import Behind
+from shoal.swarm.protocol.messages import Begin, Commit, Fetch, Hello, Join, Part, Repair, Result, Source
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
@@ -130,7 +131,7 @@ class Wire:
             self.peers[member.key] = peer
 
     def _reaches(self, key: bytes) -> Any:
-        return lambda other: self.connected(key, other)
+        return lambda other: other not in self.gone[key]  # until it notices that the other is lost
 
     def connected(self, one: bytes, other: bytes) -> bool:
         both_live = one not in self.dead and other not in self.dead
@@ -192,6 +193,8 @@ class Wire:
                 self._send(target, source, self._answer(peer, source, message))
             case Response():
                 self._answered(peer, source, message)
+            case (Hello(tip=tip), _):
+                peer.told(source, tip, self.now)
             case (content, buffers):
                 try:
                     peer.receive(source, content, buffers, self.now)
@@ -201,7 +204,18 @@ class Wire:
             self.results[target].add(peer.participant.commit.root)
         if peer.participant.missed is not None:
             self.results[target].add(peer.participant.missed.root)
+        self._try_again(peer)
         self.act(target)
+
+    def _try_again(self, peer: Peer) -> None:
+        """Whose round has ended without a result joins again, as a trainer does."""
+        participant = peer.participant
+        if participant.input is not None and participant.finished is None and participant.tip.epoch == 0:
+            participant.error = None
+            try:
+                participant.next_step(self.now)
+            except Behind:
+                participant.withdraw()  # to download that state
 
     def _answer(self, peer: Peer, source: bytes, request: Request) -> Response:
         if isinstance(request.message, Join):
@@ -222,6 +236,9 @@ class Wire:
             peer.participant.fetched(about.exchange, failed)
         elif not isinstance(about.message, Join):
             peer.answered(source, about.message, Refused(refused) if refused else response.answer, self.now)
+        elif isinstance(response.answer, Hello) and response.answer.tip == about.message.tip:
+            peer.participant.introduced(source)
+            peer.participant.rejoin(source)
 
     # -- what goes wrong
 
@@ -266,4 +283,5 @@ class Wire:
         for key in self.living:
             self.peers[key].tick(self.now)
             self.peers[key].succeed(self.now)
+            self._try_again(self.peers[key])
             self.act(key)

@@ -511,10 +511,14 @@ class Coordinator:
             return self.put_out(key, "it follows another coordinator, again", now)
         if reachable:
             self.postponed[key] = None
-            self.phase = Phase.ABORTED
+            self.give_way()
             return []
         self.ballot = Ballot(ballot.number, self.me)
         return self.start_survey(now)
+
+    def give_way(self) -> None:
+        """Another peer coordinates the round, which goes on: decide nothing, and tell nobody."""
+        self.phase = Phase.ABORTED
 
     def surveyed(self, key: bytes, ballot: Ballot, have: msg.Have, now: float) -> list[Send | Ask]:
         """A member's answer to the survey of `ballot`."""

@@ -205,8 +205,10 @@ class Peer:
             self.out.extend(lead.put_out(key, "it does not say in which round it is", now))
         elif lead.is_of(begin.round) and begin.ballot.coordinator in self.participant.deposed:
             self.out.extend(lead.put_out(key, "it follows a coordinator that most members doubt", now))
-        elif lead.took_over and lead.is_of(begin.round):  # who is right, most members say; or a COMMIT will
-            self.out.extend(lead.abort("its coordinator is still there for a member"))
+        elif lead.took_over and lead.is_of(begin.round):
+            # That member will notice that the coordinator is lost, or this peer will hear of its COMMIT. It stays in
+            # the round: in another of this tip, it could commit a second result.
+            lead.give_way()
         else:
             self.out.extend(lead.elsewhere(key, now))
 
@@ -314,7 +316,7 @@ class Peer:
         makes up a key for each of its COMMITs could otherwise stop the run with void ones."""
         participant, last = self.participant, self.participant.commit
         was_in_the_last = last is not None and key in last.members
-        return key in self.view.members or key in participant.asked or participant.is_with(key) or was_in_the_last
+        return self.view.has_met(key) or key in participant.asked or participant.is_with(key) or was_in_the_last
 
     def _advance(self, commit: msg.Commit, now: float) -> None:
         begin = self.participant.begin_of(commit)
