@@ -339,6 +339,34 @@ def test_who_has_lost_a_coordinator_doubts_it_with_those_who_wait_for_it() -> No
     assert key(4) in peer.participant.deposed
 
 
+def test_who_was_asked_before_most_doubted_the_coordinator_is_asked_again() -> None:
+    """It has not noticed yet that the coordinator is lost: to put it out would cost it the round."""
+    peer = peer_2()
+    given = Contribution(1.0, lambda begin, send, fault: Digests(Book(key(2), begin, chunks_of(begin)), send))
+    peer.participant.offer(given)
+    peer.participant.next_step(0.0)
+    peer.view.members.update({key(number): member(number, Role.CLIENT) for number in (3, 5)})  # 2 is the next
+    begin = begin_of([member(2), member(3, Role.CLIENT), member(4), member(5, Role.CLIENT)], coordinator=4)
+    peer.receive(key(4), begin, [], 0.0)
+    peer.view.reaches = lambda key_: key_ != key(4)
+    peer.view.lose(key(4))
+    peer.out.clear()
+    peer.lost(key(4), True, 0.0)
+    [first] = surveys(peer)
+    peer.receive(key(3), doubt_of(4, by=3), [], 0.0)
+    peer.out.clear()
+    peer.answered(key(5), first, Elsewhere(member(4), begin), 0.0)
+    [again] = surveys(peer)
+    assert {doubt.sender for doubt in again.doubts} == {key(2), key(3)}
+    assert set(peer.lead.out) == {key(4)}
+    peer.answered(key(5), again, Elsewhere(member(4), begin), 0.0)
+    assert set(peer.lead.out) == {key(4), key(5)}
+
+
+def surveys(peer: Peer) -> list[Survey]:
+    return [ask.message for ask in peer.out if isinstance(ask, Ask) and isinstance(ask.message, Survey)]
+
+
 def test_no_coordinator_begins_two_rounds_under_one_ballot() -> None:
     """Whoever knew of the first, and only they, would take it for a liar from then on."""
     peer = peer_of(1, 2, 3)

@@ -182,7 +182,7 @@ class Peer:
             case msg.Have():
                 self.out.extend(lead.surveyed(key, request.ballot, answer, now))
             case msg.Elsewhere():
-                self._elsewhere_than_surveyed(key, answer, now)
+                self._elsewhere_than_surveyed(key, request, answer, now)
             case msg.Hello(tip=tip) if tip.outranks(lead.tip):
                 # The round was committed without this peer, and its members have gone on since.
                 self.out.extend(lead.abort("others are past this round"))
@@ -197,13 +197,20 @@ class Peer:
         is_it = may_lead and survey is not None and (survey.round, survey.ballot) == (round_id, have.ballot)
         return is_it and survey is not None and self._is_signed(survey, holder)
 
-    def _elsewhere_than_surveyed(self, key: bytes, answer: msg.Elsewhere, now: float) -> None:
+    def _elsewhere_than_surveyed(
+        self, key: bytes, request: msg.Survey | msg.Repair, answer: msg.Elsewhere, now: float
+    ) -> None:
         """A member does not follow this peer's survey: it is in another round, or the coordinator of this one has not
         lost it. Then this peer gives way, unless most members doubt that one."""
         lead, begin = self.lead, answer.begin
         if begin is None or not self._names(begin, key):
             self.out.extend(lead.put_out(key, "it does not say in which round it is", now))
-        elif lead.is_of(begin.round) and begin.ballot.coordinator in self.participant.deposed:
+        elif lead.is_of(begin.round) and (holder := begin.ballot.coordinator) in self.participant.deposed:
+            if isinstance(request, msg.Survey) and all(doubt.of != holder for doubt in request.doubts):
+                if request.ballot == lead.ballot:  # it was asked before most members doubted that one: ask again
+                    lead.doubts = self.doubts.evidence
+                    self.out.extend(lead.start_survey(now))
+                return
             self.out.extend(lead.put_out(key, "it follows a coordinator that most members doubt", now))
         elif lead.took_over and lead.is_of(begin.round):
             # That member will notice that the coordinator is lost, or this peer will hear of its COMMIT. It stays in
