@@ -13,6 +13,8 @@ from shoal.swarm.protocol.contribution import Contribution
 from shoal.swarm.protocol.coordinator import Coordinator, Phase
 from shoal.swarm.protocol.messages import (
     MAX_DOUBTS,
+    Abort,
+    Begin,
     Broken,
     Commit,
     Done,
@@ -339,8 +341,8 @@ def test_who_has_lost_a_coordinator_doubts_it_with_those_who_wait_for_it() -> No
     assert key(4) in peer.participant.deposed
 
 
-def test_who_was_asked_before_most_doubted_the_coordinator_is_asked_again() -> None:
-    """It has not noticed yet that the coordinator is lost: to put it out would cost it the round."""
+def successor_of_a_lost_coordinator() -> tuple[Peer, Begin]:
+    """Peer 2, in a round of 2 to 5; 4 coordinated it, and is lost here."""
     peer = peer_2()
     given = Contribution(1.0, lambda begin, send, fault: Digests(Book(key(2), begin, chunks_of(begin)), send))
     peer.participant.offer(given)
@@ -352,6 +354,12 @@ def test_who_was_asked_before_most_doubted_the_coordinator_is_asked_again() -> N
     peer.view.lose(key(4))
     peer.out.clear()
     peer.lost(key(4), True, 0.0)
+    return peer, begin
+
+
+def test_who_was_asked_before_most_doubted_the_coordinator_is_asked_again() -> None:
+    """It has not noticed yet that the coordinator is lost: to put it out would cost it the round."""
+    peer, begin = successor_of_a_lost_coordinator()
     [first] = surveys(peer)
     peer.receive(key(3), doubt_of(4, by=3), [], 0.0)
     peer.out.clear()
@@ -361,6 +369,25 @@ def test_who_was_asked_before_most_doubted_the_coordinator_is_asked_again() -> N
     assert set(peer.lead.out) == {key(4)}
     peer.answered(key(5), again, Elsewhere(member(4), begin), 0.0)
     assert set(peer.lead.out) == {key(4), key(5)}
+
+
+def test_a_successor_ends_a_round_that_others_have_left() -> None:
+    """Its coordinator had ended it before this peer lost it; to put them all out would make a second result."""
+    peer, _ = successor_of_a_lost_coordinator()
+    [survey] = surveys(peer)
+    peer.answered(key(3), survey, Elsewhere(member(4)), 0.0)
+    assert peer.lead.phase is Phase.ABORTED
+    assert set(peer.lead.out) == {key(4)}
+
+
+def test_who_has_left_a_round_says_so_to_a_successor() -> None:
+    participant = in_round()
+    participant.on_abort(key(1), Abort(BEGIN.round, "over"))
+    survey = signer(3).sign(Survey(BEGIN.tip, BEGIN.round, Ballot(5, key(3)), (), BEGIN))
+    answer = participant.on_survey(key(3), survey, [], 0.0)
+    assert isinstance(answer, Elsewhere)
+    assert answer.begin is None
+    assert participant.begin is None
 
 
 def surveys(peer: Peer) -> list[Survey]:

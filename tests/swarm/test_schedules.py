@@ -16,9 +16,9 @@ PATIENT = replace(RULES, round_timeout=86400.0)
 SCHEDULES = 60  # of each seed
 
 
-def drawn(rng: random.Random, parts: bool) -> Wire:
-    """One schedule. A kill hits the coordinator half of the time, and comes late: most of the messages that decide are
-    the last ones of a round."""
+def drawn(rng: random.Random, parts: bool, ends: bool = False) -> Wire:
+    """One schedule; with `ends`, coordinators also end rounds. A kill hits the coordinator half of the time, and comes
+    late: most of the messages that decide are the last ones of a round."""
     count = rng.randint(3, 5)
     wire = Wire([member(number) for number in range(1, count + 1)], PATIENT)
     keys = list(wire.peers)
@@ -30,7 +30,8 @@ def drawn(rng: random.Random, parts: bool) -> Wire:
     for step in range(4000):
         while faults and faults[0] <= step:
             faults.pop(0)
-            fault(wire, rng, parts)
+            if not (ends and rng.random() < 0.5 and end_a_round(wire, rng)):
+                fault(wire, rng, parts)
         ways, unnoticed = wire.waiting(), wire.unnoticed()
         if ways and (not unnoticed or rng.random() < 0.9):
             if favoured is None or rng.random() < 0.1:
@@ -67,11 +68,29 @@ def check(wire: Wire, parts: bool, number: int) -> None:
         assert all(heard) or not any(heard), f"a living peer has not heard of the result in schedule {number}"
 
 
+def end_a_round(wire: Wire, rng: random.Random) -> bool:
+    """A coordinator ends the round that it has begun, if there is one. (A successor does not, once it knows what the
+    one before may have decided.)"""
+    leads = {key: wire.peers[key].lead for key in wire.living}
+    leading = [key for key, lead in leads.items() if lead.begin is not None and not lead.over and not lead.took_over]
+    if leading:
+        key = rng.choice(leading)
+        wire.peers[key].out.extend(wire.peers[key].lead.abort("it has not got on"))
+        wire.act(key)
+    return bool(leading)
+
+
 @pytest.mark.parametrize("seed", seeds(6))
 @pytest.mark.parametrize("parts", [False, True])
 def test_one_tip_has_one_result(seed: int, parts: bool) -> None:
     for number in range(SCHEDULES):
         check(drawn(random.Random(f"{seed} {number}"), parts), parts, number)
+
+
+@pytest.mark.parametrize("seed", seeds(10))
+def test_one_tip_has_one_result_though_coordinators_end_rounds(seed: int) -> None:
+    for number in range(SCHEDULES):
+        check(drawn(random.Random(f"{seed} {number}"), False, ends=True), False, number)
 
 
 @pytest.mark.parametrize(

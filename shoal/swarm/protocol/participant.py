@@ -76,6 +76,7 @@ class Participant:
         joined: the coordinator that has this peer's JOIN, if one stands.
         asked: all to whom this peer has sent a JOIN at this tip: nobody else can begin a round with it.
         first_begun: when each coordinator began its first round of this tip here.
+        left: the round that it was in last, and left.
         ended: how many rounds of this tip each coordinator has ended without a result.
         gathered: what the members of the round brought, by key.
         doubted: the coordinators of this tip that have missed a deadline, as this peer sees it, in their order.
@@ -120,7 +121,7 @@ class Participant:
         self._early = EarlyChunks()
         self._last: BytesExchange | None = None  # of the last commit, for members that missed it
         self._witnesses = Witnesses(self.me)  # of the round that this peer is in
-        self._left = b""  # the round that this peer was in last, and left
+        self.left = b""
 
     def _send(self, keys: Sequence[bytes], message: msgspec.Struct, buffers: Buffers = (), name: bytes = b"") -> None:
         self._out.append(Send(tuple(keys), message, buffers, name))
@@ -419,7 +420,7 @@ class Participant:
         if exchange is None or exchange.book.begin.round != message.round:
             # Chunks pass beside other messages: the message that says of which round they are may arrive later, or
             # have arrived.
-            known = message.round == self._left or self.commit_of(message.round) is not None
+            known = message.round == self.left or self.commit_of(message.round) is not None
             if self.input is not None and not known:
                 self._keep_early(sender, message, buffers)
             return
@@ -458,6 +459,8 @@ class Participant:
         follow."""
         if (commit := self.commit_of(survey.round)) is not None:
             return msg.Have(survey.ballot, (), None, (), None, commit)
+        if self.begin is None and survey.round == self.left:
+            return msg.Elsewhere(self.coordinator())  # its coordinator has ended it, and not told its successor
         if self.begin is None and survey.begin is not None and survey.begin.round == survey.round:
             self.enter(sender, survey.begin, buffers, now, relayed=True)
         if self.begin is not None and self.begin.round != survey.round:
@@ -582,7 +585,7 @@ class Participant:
     def leave(self) -> None:
         """Be in no round. The ballot stays, so that no lower one is followed."""
         if self.exchange is not None:
-            self._left = self.exchange.book.begin.round
+            self.left = self.exchange.book.begin.round
             self._forget(self.exchange)
         self.begin = self.repair = self.done = self.exchange = self._followed = None
         self._rest()

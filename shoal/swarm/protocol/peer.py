@@ -200,10 +200,12 @@ class Peer:
     def _elsewhere_than_surveyed(
         self, key: bytes, request: msg.Survey | msg.Repair, answer: msg.Elsewhere, now: float
     ) -> None:
-        """A member does not follow this peer's survey: it is in another round, or the coordinator of this one has not
-        lost it. Then this peer gives way, unless most members doubt that one."""
+        """A member does not follow this peer's survey: it has left the round, or is in another, or the coordinator of
+        this one has not lost it. Then this peer gives way, unless most members doubt that one."""
         lead, begin = self.lead, answer.begin
-        if begin is None or not self._names(begin, key):
+        if begin is None and lead.took_over:  # the round was ended, and this peer has not heard of it
+            self.out.extend(lead.elsewhere(key, now))
+        elif begin is None or not self._names(begin, key):
             self.out.extend(lead.put_out(key, "it does not say in which round it is", now))
         elif lead.is_of(begin.round) and (holder := begin.ballot.coordinator) in self.participant.deposed:
             if isinstance(request, msg.Survey) and all(doubt.of != holder for doubt in request.doubts):
@@ -228,10 +230,14 @@ class Peer:
         return has_it and self.participant.is_begun(begin, key)
 
     def _on_elsewhere(self, sender: bytes, elsewhere: msg.Elsewhere, now: float) -> None:
-        """A peer coordinates no more, or is in the round of another. Raises RuleBroken if it has no right to say so."""
+        """A peer coordinates no more, or is in the round of another, or has left the one that this peer is in. Raises
+        RuleBroken if it has no right to say so."""
+        participant = self.participant
         if elsewhere.begin is not None:
             require(self._names(elsewhere.begin, sender), "ELSEWHERE with a BEGIN that does not name its sender")
             self.out.extend(self.lead.elsewhere(sender, now))
+        elif participant.is_with(sender) and self._coordinator_of_round() is None:
+            participant.fail(AveragingError(f"its coordinator is lost, and {PeerID(sender)!r} has left the round"))
         elif not self.doubts.was_asked(sender):
             return  # this peer has asked it nothing
         self.out.append(Meet(elsewhere.coordinator, instead_of=sender))
@@ -599,6 +605,9 @@ class Peer:
         commit = participant.commit_of(begin.round)
         if commit is not None or self.tip != begin.tip:
             self._send([sender], commit or self.hello())
+            return
+        if participant.begin is None and participant.left == begin.round:
+            self._send([sender], msg.Elsewhere(participant.coordinator()))  # the coordinator had ended it
             return
         if participant.begin is None and not self.view.reaches(begin.ballot.coordinator):
             participant.enter(sender, begin, buffers, now, relayed=True)
