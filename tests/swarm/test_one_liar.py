@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.swarm.protocol.actions import Ask, Send
-from shoal.swarm.protocol.book import Book, RuleBroken
+from shoal.swarm.protocol.actions import Ask, Meet, Send
+from shoal.swarm.protocol.book import Book, RuleBroken, root_of
 from shoal.swarm.protocol.contribution import Contribution
 from shoal.swarm.protocol.coordinator import Coordinator, Phase
 from shoal.swarm.protocol.messages import (
@@ -21,6 +21,7 @@ from shoal.swarm.protocol.messages import (
     Doubt,
     Elsewhere,
     Have,
+    Hello,
     Orphaned,
     Ping,
     Pong,
@@ -32,8 +33,8 @@ from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.statements import Signed, Signer
-from shoal.swarm.protocol.tip import Ballot
-from shoal.swarm.protocol.view import Role, View
+from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.swarm.protocol.view import MAX_HEARSAY, Member, Role, View
 from tests.swarm.rounds import (
     IDENTITIES,
     RULES,
@@ -450,3 +451,88 @@ def test_complaints_that_repeat_take_no_memory() -> None:
         complaint = Broken(coordinator.begin.round, key(3), False, "nothing came from it")
         coordinator.broken(key(2), complaint, True, now / 100)
     assert len(coordinator._judgements) == 1
+
+
+def disputing(coordinator: Coordinator, liar: int) -> None:
+    """All are done; the liar with another digest, of chunks of which it lacks one."""
+    assert coordinator.begin is not None
+    lacking = [*ALL[:-1], b""]
+    for number in (1, 2, 3, 4):
+        if key(number) in coordinator.live():
+            root = root_of(lacking) if number == liar else ROOT
+            coordinator.finished(key(number), Done(coordinator.begin.round, coordinator.ballot, root), GROUP, 1.0)
+    for number in (1, 2, 3, 4):
+        if key(number) in coordinator.live():
+            held = have_of(coordinator.ballot, lacking if number == liar else ALL, done=coordinator.begin.ballot)
+            survey_answer(coordinator, number, held)
+
+
+def test_who_was_done_and_lacks_a_chunk_is_out() -> None:
+    """Nothing would be settled, and its next DONE would be disputed again, without an end."""
+    coordinator = running(1, 2, 3, 4)
+    for _ in range(10):
+        if not coordinator.over:
+            disputing(coordinator, liar=4)
+    assert set(coordinator.out) == {key(4)}
+    assert coordinator.phase is Phase.COMMITTED
+
+
+def test_a_member_ends_one_round_of_a_tip_by_being_past_it() -> None:
+    peer, _ = leading(1, 2, 3)
+    ahead = Tip(5, bytes(32), 1e300)
+    for turn in range(2):
+        hello = Hello(member(2), TERMS, ahead, members(2))
+        peer.answered(key(2), survey_of(peer.lead), hello, 0.0)
+        if turn == 0:
+            assert peer.lead.phase is Phase.ABORTED
+            peer.view.ignore(peer.tip, 0.0)
+            for number in (1, 2, 3):
+                send_join(peer, number)
+    assert not peer.lead.over
+    assert set(peer.lead.out) == {key(2)}
+
+
+def test_nobody_is_parted_by_a_repair_that_an_invented_peer_has_signed() -> None:
+    peer, lead = leading(1, 2, 3, 4, 5)
+    assert lead.begin is not None
+    survey = survey_of(lead)
+    pairs = (keys(1, 3), keys(1, 5), keys(3, 5))
+    ballot = Ballot(lead.begin.ballot.number, key(NOBODY))
+    forged = signer(NOBODY, peer.view.run_id).sign(Repair(survey.round, max(ballot, lead.begin.ballot), (), pairs))
+    for number in (1, 2, 3, 4, 5):
+        held = have_of(survey.ballot, repair=forged if number == 2 else None)
+        peer.answered(key(number), survey, held, 0.0)
+    assert set(lead.out) <= {key(2)}
+    assert not lead.parted
+
+
+def test_what_a_liar_adds_to_a_take_over_is_not_passed_on() -> None:
+    """Nobody would follow who passes it on."""
+    peer = peer_2()
+    peer.view.learn(members(5, 6))
+    true = [doubt_of(4, by=number) for number in (3, 5, 6)]
+    false = [doubt_of(4, by=5, signed_by=3), doubt_of(4, by=7, signed_by=3)]
+    peer.receive(key(3), TakeOver(TIP, (*true, *false)), [], 0.0)
+    assert key(4) in peer.participant.deposed
+    other = peer_2()
+    other.view.learn(members(5, 6, 7))
+    other.receive(key(3), TakeOver(TIP, peer.doubts.evidence), [], 0.0)
+    assert key(4) in other.participant.deposed
+
+
+def test_elsewhere_makes_nobody_dial_without_end() -> None:
+    peer, _ = leading(1, 2, 3)
+    begin = signer(2, peer.view.run_id).sign(begin_of(members(2, 3), coordinator=2, tip=peer.tip))
+    peer.out.clear()
+    for number in range(400):
+        ghost = Member(number.to_bytes(32), ("/ip4/10.0.0.1/tcp/1",), Role.NODE)
+        peer.receive(key(2), Elsewhere(ghost, begin), [], 0.0)
+    assert sum(isinstance(action, Meet) for action in peer.out) <= MAX_HEARSAY
+
+
+def test_one_member_that_joins_calls_no_round() -> None:
+    rules = replace(RULES, target_samples=100.0)
+    coordinator = gathering(1, 2, 3, 4, rules=rules)
+    assert join(coordinator, 4, weight=1.0, patience=0.0) == []
+    assert coordinator.tick(1000.0) == []
+    assert coordinator.phase is Phase.COUNTING

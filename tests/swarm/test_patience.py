@@ -97,10 +97,18 @@ def test_time_stands_still_while_a_user_lets_the_others_wait() -> None:
 def test_where_samples_are_counted_one_join_calls_nothing() -> None:
     coordinator = gathering(1, 2, 3, rules=replace(RULES, target_samples=10.0))
     join(coordinator, 1, now=0.0, patience=8.0)
+    coordinator.tick(8.0)
+    assert coordinator.wake_at() is None, "it may lie"
+    coordinator.progress(key(2), Progress(TIP, 5.0, 1.0), 9.0)
+    assert coordinator.phase is Phase.GATHERING, "an earlier coordinator may have called it, and nobody else"
+
+
+def test_one_join_calls_the_round_when_it_has_waited_and_the_others_have_half_of_the_target() -> None:
+    coordinator = gathering(1, 2, 3, rules=replace(RULES, target_samples=10.0))
+    coordinator.progress(key(2), Progress(TIP, 5.0, 1.0), 0.0)
+    join(coordinator, 1, now=0.0, patience=8.0)
     assert coordinator.phase is Phase.COUNTING
     assert coordinator.wake_at() == 8.0
-    coordinator.tick(8.0)
-    assert coordinator.begin is not None, "an earlier coordinator may have called it, and nobody else"
 
 
 def test_where_samples_are_counted_those_who_joined_bring_theirs() -> None:

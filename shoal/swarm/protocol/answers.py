@@ -30,6 +30,7 @@ def check_answer(begin: Begin, ballot: Ballot, member: Member, have: Have, said:
         check_repair(begin, repair)
     held = root_of(have.digests) if member.contributes else b""
     require(said in (None, held), "it does not hold what it said it was done with")
+    require(said is None or all(have.digests), "it lacks a chunk, and has said that it was done")
 
 
 def repaired(

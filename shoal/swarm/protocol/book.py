@@ -236,6 +236,8 @@ def check_repair(begin: Begin, repair: Repair) -> None:
     """Raises RuleBroken, with the reason, for a Repair that cannot be one of that round."""
     keys = {member.key for member in begin.members}
     require(repair.round == begin.round, "a repair of another round")
+    may_lead = repair.ballot.coordinator in (begin.ballot.coordinator, *keys)
+    require(may_lead, "a repair by a peer that can't coordinate the round")
     require(all(source.chunk < begin.starts[-1] for source in repair.sources), "a repair of chunks that do not exist")
     require(all(source.owner in keys for source in repair.sources), "a repair by peers that are not in the round")
     require(all(len(source.digest) in (0, 32) for source in repair.sources), "a repair with digests of another length")

@@ -175,6 +175,8 @@ class Coordinator:
         samples = self._samples(now)
         is_due = self.phase is Phase.COUNTING and target is not None and samples >= target
         actions = self._gather(now + self.haste * self.rules.matchmaking_time) if is_due else []
+        if self.phase is Phase.COUNTING:
+            actions = self.tick(now)  # of a JOIN that is alone it may be time
         rate = sum(count.rate for count in self.counts.values())
         called, wait = self.phase is not Phase.COUNTING, 0.0
         if report.counted and (report.asks or self.counts[key] != before):  # else it repeats an earlier report
@@ -183,12 +185,13 @@ class Coordinator:
         others = self.pace.under_way(but=key)
         return msg.Count(self.tip, samples, rate, len(self.counts), called, others, wait), actions
 
-    def _samples(self, now: float) -> float:
-        """The samples of all members, as far as they count: reported, or brought by a JOIN."""
+    def _samples(self, now: float, but: bytes = b"") -> float:
+        """The samples of all members (`but` that one), as far as they count: reported, or brought by a JOIN."""
         target = self.rules.target_samples
         has = {key: join.weight for key, join in self.joins.items()}
         for key, count in self.counts.items():
             has[key] = max(has.get(key, 0.0), count.samples)
+        has.pop(but, None)
         if target is None:
             return sum(has.values())
         return sum(min(samples, self.history.most(key, target, now)) for key, samples in has.items())
@@ -196,10 +199,19 @@ class Coordinator:
     def _is_called_by_joins(self, now: float) -> bool:
         """Whether the JOINs that are there call the round. Where samples are counted, who has joined was called by an
         earlier coordinator, or lies: the round is called if they have the target, if most have joined, or if the first
-        has waited for as long as it wants to."""
-        target, contributing = self.rules.target_samples, [m.key for m in self.expected.values() if m.contributes]
+        has waited for as long as it wants to. If it is alone, the others must also have half of the target."""
+        target, contributing = self.rules.target_samples, self._contributing()
         most_have = 2 * sum(key in self.joins for key in contributing) > len(contributing)
-        return target is None or most_have or self._samples(now) >= target or now >= self._first_waits_until()
+        return target is None or most_have or self._samples(now) >= target or now >= self._calls_at()
+
+    def _contributing(self) -> list[bytes]:
+        return [member.key for member in self.expected.values() if member.contributes]
+
+    def _calls_at(self) -> float:
+        """When the JOINs that are there call the round, if nothing else does."""
+        target, until, joined = self.rules.target_samples, self._first_waits_until(), next(iter(self.joins), b"")
+        is_alone = target is not None and len(self.joins) == 1 and len(self._contributing()) > 2
+        return math.inf if is_alone and 2 * self._samples(until, but=joined) < (target or 0.0) else until
 
     def _first_waits_until(self) -> float:
         return next(iter(self.wait_until.values()), math.inf)
@@ -291,7 +303,7 @@ class Coordinator:
         judges_at = self._judgements[0].at if self._judgements else math.inf
         match self.phase:
             case Phase.COUNTING:
-                at = self._first_waits_until()
+                at = self._calls_at()
             case Phase.GATHERING:
                 at = self._begins_at()
             case Phase.RUNNING | Phase.SURVEYING:
@@ -450,17 +462,17 @@ class Coordinator:
         return self.start_survey(now)  # it may follow a higher ballot, or have a commit: a survey tells
 
     def elsewhere(self, key: bytes, now: float) -> list[Send | Ask]:
-        """A member that was called is in a round of another coordinator. To go on without it might give this tip two
-        results, so this round waits or, if it has begun, ends."""
+        """A member that was called is in a round of another coordinator, or past this tip. To go on without it might
+        give this tip two results, so this round waits or, if it has begun, ends: once for each member."""
         if key in self.postponed:
-            return self.put_out(key, "it is in a round of another coordinator, again", now) if self._is_running else []
+            return self.put_out(key, "it is elsewhere, again", now) if self._is_running else []
         if key not in (self.live() if self._is_running else self.expected):
             return []
         self.postponed[key] = None
         if self.phase is Phase.GATHERING:
             # Then it is called again. BEGIN never comes earlier: others may need all of the time that there was.
             self.deadline, self.reminded = max(self.deadline, now + REMINDER_SECONDS), False
-        return self.abort("a member is in a round of another coordinator") if self._is_running else []
+        return self.abort("a member is elsewhere: in another round, or past this one") if self._is_running else []
 
     def live(self) -> list[bytes]:
         """The keys of the members of the round that are not out, in member order."""

@@ -150,8 +150,13 @@ class Doubts:
         return tuple(doubts[-msg.MAX_DOUBTS :])
 
     def hear(self, doubts: Iterable[msg.Doubt]) -> None:
-        """Keep what others have said, and signed."""
-        self._said.update({(doubt.of, doubt.sender): doubt for doubt in doubts})
+        """Keep what members have said of this tip, and signed. What somebody has added to that would be passed on, and
+        nobody would follow who passes it on."""
+        for doubt in doubts:
+            said = doubt.of, doubt.sender
+            is_of_a_member = doubt.tip == self._participant.tip and self._view.has_met(doubt.sender)
+            if said not in self._said and is_of_a_member and self._participant.signer.is_signed(doubt, doubt.sender):
+                self._said[said] = doubt
 
     def heard(self, doubt: msg.Doubt) -> bool:
         """A member doubts a coordinator. Returns whether that is news. Raises RuleBroken if it has not signed that."""

@@ -184,8 +184,8 @@ class Peer:
             case msg.Elsewhere():
                 self._elsewhere_than_surveyed(key, request, answer, now)
             case msg.Hello(tip=tip) if tip.outranks(lead.tip):
-                # The round was committed without this peer, and its members have gone on since.
-                self.out.extend(lead.abort("others are past this round"))
+                # The round was committed without this peer, and its members have gone on since; or it lies.
+                self.out.extend(lead.elsewhere(key, now))
                 self.told(key, tip, now)
             case _:
                 self.out.extend(lead.put_out(key, "it is not at this state", now))
@@ -240,7 +240,10 @@ class Peer:
             participant.fail(AveragingError(f"its coordinator is lost, and {PeerID(sender)!r} has left the round"))
         elif not self.doubts.was_asked(sender):
             return  # this peer has asked it nothing
-        self.out.append(Meet(elsewhere.coordinator, instead_of=sender))
+        coordinator = elsewhere.coordinator
+        is_known = self.view.is_known(coordinator.key) or self.view.has_met(coordinator.key)
+        if is_known or self.view.hear(sender, [coordinator], now):  # whoever tells of too many has none of them dialled
+            self.out.append(Meet(coordinator, instead_of=sender))
 
     # -- states
 
