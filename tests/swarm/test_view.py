@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import HEARSAY_SECONDS, MAX_HEARSAY, MAX_MEMBERS, Member, Role, View
 from tests.swarm.rounds import TIP, key, keys, member, members
 
@@ -171,3 +172,21 @@ def test_who_gives_no_sign_is_forgotten() -> None:
     assert view.is_known(key(3))
     assert not view.is_known(key(4))
     assert view.hear(key(2), members(4), 100.0) == list(members(4)), "others may mention it again"
+
+
+def test_who_leaves_and_comes_back_with_a_state_that_nobody_could_send_is_ignored_as_before() -> None:
+    """Each time would cost all trainers a step, and nothing would be left of their time."""
+    view, ahead = known(1, 2), Tip(9, bytes(32), 1e300)
+    asked, now = 0, 0.0
+    while now < 300.0:
+        if view.best(now) is not None:
+            asked += 1
+            view.ignore(TIP, now)
+        view.lose(key(1))
+        assert view.best(now) is None
+        view.returned(member(1))
+        view.told(key(1), ahead, behind=False)
+        now += 0.5
+    assert asked < 10
+    view.told(key(2), ahead, behind=False)
+    assert view.best(now) == ahead, "another one that says so is asked"

@@ -176,10 +176,15 @@ class View:
         """The connection to the member ended, or cannot be made. Returns whether it was a member."""
         if key == self.me.key:
             return False
-        self._claims.pop(key, None)
+        claim = self._claims.pop(key, None)
+        if claim is not None and claim.ignored_until > float("-inf"):
+            claim.behind = False
+            self._claims[key] = claim  # who leaves and comes back is ignored for as long as before
         self.lost[key] = None
         if len(self.lost) > MAX_MEMBERS:
-            del self.lost[next(iter(self.lost))]
+            longest = next(iter(self.lost))
+            del self.lost[longest]
+            self._claims.pop(longest, None)
         return self.members.pop(key, None) is not None
 
     def connected(self) -> list[Member]:
@@ -262,8 +267,8 @@ class View:
         """No member could send a state that outranks `better_than`: do not ask for these states for a while. Returns
         the times at which they may be asked for again."""
         times = []
-        for claim in self._claims.values():
-            if claim.tip.outranks(better_than) and claim.ignored_until <= now:
+        for key, claim in self._claims.items():
+            if key in self.members and claim.tip.outranks(better_than) and claim.ignored_until <= now:
                 claim.ignored_until = now + claim.pause
                 claim.pause = min(2 * claim.pause, LONGEST_PAUSE)
                 times.append(claim.ignored_until)
