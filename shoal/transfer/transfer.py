@@ -295,8 +295,8 @@ class _Download:
         left = len(self.donors) - len(self._dropped)
         most = max(Counter(manifest.id for manifest, _ in self._offers.values()).values(), default=0)
         priorities = {priority for _, priority in self._offers.values()}
-        if self._offers and now() >= self._waiting_until:
-            return True
+        if (self._offers or self._unwanted) and now() >= self._waiting_until:
+            return True  # others have answered
         return len(self._offers) == left or (2 * most > left and len(priorities) == 1)
 
     # -- its chunks

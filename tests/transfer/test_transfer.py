@@ -34,7 +34,7 @@ from shoal.transfer.donor import (
     transfer_service,
 )
 from shoal.transfer.manifest import CHUNK_ELEMENTS, LARGE_BYTES, BufferShape, Manifest
-from shoal.transfer.transfer import Downloaded, DownloadFailed, download_state
+from shoal.transfer.transfer import OFFER_SECONDS, Downloaded, DownloadFailed, NothingWanted, download_state
 from tests.codecs import codecs_of
 
 NAME = "state/test"
@@ -269,6 +269,27 @@ def test_with_nobody_to_ask_or_nobody_that_answers_it_says_so():
         with pytest.raises(DownloadFailed, match=r"no part of a state has arrived for 100 s\..*has not answered"):
             await download(newcomer, [silent], timeout=100)
         assert asyncio.get_running_loop().time() < 110
+
+    run(scenario())
+
+
+def test_who_offers_nothing_is_not_waited_for_when_the_others_have_nothing_newer():
+    """One that says that it has a better state, and then nothing, would hold up all trainers for `timeout`."""
+
+    async def scenario() -> None:
+        peer, donors = await swarm(World(9), 3)
+        for donor in donors[:2]:
+            donate(donor)
+
+        async def never(*_: object) -> Reply:
+            await asyncio.sleep(10_000)
+            raise AssertionError
+
+        donors[2].serve(transfer_service(NAME), never)
+        peers = [donor.peer_id for donor in donors]
+        with pytest.raises(NothingWanted):
+            await download_state(peer, NAME, peers, timeout=600, rng=random.Random(1), wanted=lambda tip: tip.epoch > 7)
+        assert asyncio.get_running_loop().time() < OFFER_SECONDS + 1
 
     run(scenario())
 
