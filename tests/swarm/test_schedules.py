@@ -4,6 +4,7 @@ one result in all of them."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,9 +17,12 @@ PATIENT = replace(RULES, round_timeout=86400.0)
 SCHEDULES = 60  # of each seed
 
 
-def drawn(rng: random.Random, parts: bool, ends: bool = False) -> Wire:
-    """One schedule; with `ends`, coordinators also end rounds. A kill hits the coordinator half of the time, and comes
-    late: most of the messages that decide are the last ones of a round."""
+Event = Callable[[Wire, random.Random], bool]
+
+
+def drawn(rng: random.Random, parts: bool, also: Sequence[Event] = ()) -> Wire:
+    """One schedule, in which these events happen, too. A kill hits the coordinator half of the time, and comes late:
+    most of the messages that decide are the last ones of a round."""
     count = rng.randint(3, 5)
     wire = Wire([member(number) for number in range(1, count + 1)], PATIENT)
     keys = list(wire.peers)
@@ -30,7 +34,7 @@ def drawn(rng: random.Random, parts: bool, ends: bool = False) -> Wire:
     for step in range(4000):
         while faults and faults[0] <= step:
             faults.pop(0)
-            if not (ends and rng.random() < 0.5 and end_a_round(wire, rng)):
+            if not (also and rng.random() < 0.5 and rng.choice(also)(wire, rng)):
                 fault(wire, rng, parts)
         ways, unnoticed = wire.waiting(), wire.unnoticed()
         if ways and (not unnoticed or rng.random() < 0.9):
@@ -80,6 +84,28 @@ def end_a_round(wire: Wire, rng: random.Random) -> bool:
     return bool(leading)
 
 
+def put_out(wire: Wire, rng: random.Random) -> bool:
+    """A coordinator puts a member out that is there."""
+    leads = {key: wire.peers[key].lead for key in wire.living if not wire.peers[key].lead.over}
+    choices = [(key, member) for key, lead in leads.items() for member in lead.live() if member != key]
+    if choices:
+        key, member = rng.choice(choices)
+        wire.peers[key].out.extend(wire.peers[key].lead.put_out(member, "it is slow", wire.now))
+        wire.act(key)
+    return bool(choices)
+
+
+def give_up(wire: Wire, rng: random.Random) -> bool:
+    """A trainer has waited too long for the result of a round, and joins again."""
+    members = [key for key in wire.living if wire.peers[key].participant.begin is not None]
+    if members:
+        key = rng.choice(members)
+        wire.peers[key].participant.withdraw()
+        wire.act(key)
+        wire.offer(key)
+    return bool(members)
+
+
 @pytest.mark.parametrize("seed", seeds(6))
 @pytest.mark.parametrize("parts", [False, True])
 def test_one_tip_has_one_result(seed: int, parts: bool) -> None:
@@ -90,7 +116,20 @@ def test_one_tip_has_one_result(seed: int, parts: bool) -> None:
 @pytest.mark.parametrize("seed", seeds(10))
 def test_one_tip_has_one_result_though_coordinators_end_rounds(seed: int) -> None:
     for number in range(SCHEDULES):
-        check(drawn(random.Random(f"{seed} {number}"), False, ends=True), False, number)
+        check(drawn(random.Random(f"{seed} {number}"), False, [end_a_round]), False, number)
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("events", [[put_out], [put_out, give_up, end_a_round]], ids=["put out", "also gives up"])
+def test_one_tip_has_one_result_though_members_leave_rounds(seed: int, events: Sequence[Event]) -> None:
+    for number in range(SCHEDULES):
+        check(drawn(random.Random(f"{seed} {number}"), False, events), False, number)
+
+
+@pytest.mark.parametrize(("seed", "number"), [(5, 27), (11, 26), (37, 40), (38, 54), (44, 36)])
+def test_what_a_member_that_was_put_out_says_undoes_no_result(seed: int, number: int) -> None:
+    """The coordinator had decided, and was killed. Its successor asked one that had been put out, which had left."""
+    check(drawn(random.Random(f"{seed} {number}"), False, [put_out]), False, number)
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ class Coordinator:
     deadline: float = math.inf  # of the phase
     wait_until: dict[bytes, float] = field(default_factory=dict, init=False)  # how long who joined wants to wait
     took_over: bool = False
+    was_done: bool = False  # this peer, when it took over: then something may be decided
     doubts: tuple[msg.Doubt, ...] = ()  # of the coordinators before this one
     postponed: dict[bytes, None] = field(default_factory=dict)  # members for which a round waited
     reminded: bool = False  # whether members that have not joined were called once more

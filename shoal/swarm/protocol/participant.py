@@ -77,6 +77,8 @@ class Participant:
         asked: all to whom this peer has sent a JOIN at this tip: nobody else can begin a round with it.
         first_begun: when each coordinator began its first round of this tip here.
         left: the round that it was in last, and left.
+        over: the round that its coordinator has ended last, or this peer's part in it.
+        unable: the members of the round that will not take it over, since they have given it up.
         ended: how many rounds of this tip each coordinator has ended without a result.
         gathered: what the members of the round brought, by key.
         doubted: the coordinators of this tip that have missed a deadline, as this peer sees it, in their order.
@@ -121,7 +123,8 @@ class Participant:
         self._early = EarlyChunks()
         self._last: BytesExchange | None = None  # of the last commit, for members that missed it
         self._witnesses = Witnesses(self.me)  # of the round that this peer is in
-        self.left = b""
+        self.left = self.over = b""
+        self.unable: dict[bytes, None] = {}
 
     def _send(self, keys: Sequence[bytes], message: msgspec.Struct, buffers: Buffers = (), name: bytes = b"") -> None:
         self._out.append(Send(tuple(keys), message, buffers, name))
@@ -155,6 +158,13 @@ class Participant:
         if self.commit is None:
             return 0
         return len(set(self.commit.members) - {member.key for member in self.commit.view if not member.contributes})
+
+    @property
+    def told_out(self) -> dict[bytes, str]:
+        """The members that coordinators of this peer's round have put out, if something may have been decided without
+        them: this peer was done. They may have left the round since."""
+        out = self.exchange.book.out if self.exchange is not None and self.done is not None else {}
+        return dict.fromkeys(out, "put out by an earlier coordinator")
 
     def begin_of(self, commit: msg.Commit) -> msg.Begin | None:
         """The BEGIN of that commit's round, if this peer has it."""
@@ -388,6 +398,7 @@ class Participant:
         assert self.input is not None
         self.ballot, self.begin, self.state = begin.ballot, begin, State.IN_ROUND
         self.repair = self.done = self.join_to_begin = None
+        self.unable = {}
         try:
             self.gathered = _gathered.decode(buffers[0]) if buffers else {}
             self.exchange = self.input.open(begin, self._send, self.complain)
@@ -454,13 +465,17 @@ class Participant:
             round_id = self.exchange.book.begin.round
             self._send([self.ballot.coordinator], msg.Done(round_id, self.ballot, b"", waits=True))
 
-    def on_survey(self, sender: bytes, survey: msg.Survey, buffers: Buffers, now: float) -> msg.Have | msg.Elsewhere:
+    def on_survey(
+        self, sender: bytes, survey: msg.Survey, buffers: Buffers, now: float
+    ) -> msg.Have | msg.Elsewhere | msg.Broken:
         """A coordinator puts members out, and asks what the others hold. Raises RuleBroken if this peer must not
         follow."""
         if (commit := self.commit_of(survey.round)) is not None:
             return msg.Have(survey.ballot, (), None, (), None, commit)
-        if self.begin is None and survey.round == self.left:
+        if self.begin is None and survey.round == self.over:
             return msg.Elsewhere(self.coordinator())  # its coordinator has ended it, and not told its successor
+        if self.begin is None and survey.round == self.left:
+            return msg.Broken(survey.round, self.me, False, "it has given the round up")
         if self.begin is None and survey.begin is not None and survey.begin.round == survey.round:
             self.enter(sender, survey.begin, buffers, now, relayed=True)
         if self.begin is not None and self.begin.round != survey.round:
@@ -517,6 +532,7 @@ class Participant:
         """The coordinator ends the round, or this peer's part in it. Raises Refused if it is not the coordinator."""
         if self.begin is not None and self.begin.round == abort.round:
             require(self.ballot.coordinator == sender, "ABORT from a peer that does not coordinate the round")
+            self.over = abort.round
             self.ended[sender] += 1
             self.fail(AveragingError(f"the round was ended by {PeerID(sender)!r}: {abort.reason}"))
         self.rejoin(sender)

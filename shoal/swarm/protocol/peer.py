@@ -183,6 +183,8 @@ class Peer:
                 self.out.extend(lead.surveyed(key, request.ballot, answer, now))
             case msg.Elsewhere():
                 self._elsewhere_than_surveyed(key, request, answer, now)
+            case msg.Broken() if lead.took_over and not lead.was_done:
+                self.out.extend(lead.elsewhere(key, now))  # nothing is decided without this peer
             case msg.Hello(tip=tip) if tip.outranks(lead.tip):
                 # The round was committed without this peer, and its members have gone on since; or it lies.
                 self.out.extend(lead.elsewhere(key, now))
@@ -236,7 +238,7 @@ class Peer:
         if elsewhere.begin is not None:
             require(self._names(elsewhere.begin, sender), "ELSEWHERE with a BEGIN that does not name its sender")
             self.out.extend(self.lead.elsewhere(sender, now))
-        elif participant.is_with(sender) and self._coordinator_of_round() is None:
+        elif self._coordinator_of_round() is None and sender == self._successor():
             participant.fail(AveragingError(f"its coordinator is lost, and {PeerID(sender)!r} has left the round"))
         elif not self.doubts.was_asked(sender):
             return  # this peer has asked it nothing
@@ -505,6 +507,8 @@ class Peer:
             self.participant.on_waiting(sender, notice, now)
         if isinstance(notice, msg.Broken) and notice.peer == self._me != sender and self.participant.is_with(sender):
             log.warning("%r goes on without what this peer sends: %s", PeerID(sender), notice.reason)
+        if isinstance(notice, msg.Broken) and notice.peer == sender:
+            self._will_not_take_over(sender, notice, now)
         if not lead.is_of(notice.round):
             return
         match notice:
@@ -514,6 +518,19 @@ class Peer:
                 self.out.extend(lead.broken(sender, notice, self.view.reaches(notice.peer), now))
             case msg.Waiting() if sender in lead.live():
                 lead.wait(now)
+
+    def _will_not_take_over(self, sender: bytes, broken: msg.Broken, now: float) -> None:
+        """The member that is to take over the round of this peer has given it up. If this peer was done, something may
+        be decided, and another takes it over."""
+        participant, begin = self.participant, self.participant.begin
+        is_of_it = begin is not None and begin.round == broken.round and sender == self._successor()
+        if not is_of_it or self._coordinator_of_round() is not None:
+            return
+        if participant.done is None:
+            participant.fail(AveragingError(f"its coordinator is lost, and {PeerID(sender)!r} has given the round up"))
+        else:
+            participant.unable[sender] = None
+            self.succeed(now)
 
     def wake_at(self) -> float | None:
         """When `tick` has something to do if nothing happens before; None if never."""
@@ -574,8 +591,7 @@ class Peer:
         if not self.view.reaches(ballot.coordinator):
             self.doubts.doubt(ballot.coordinator)
             self._depose(self.doubts.doubted_by_most())
-        able = (m.key for m in participant.candidates() if m.key in keys and m.role is not Role.CLIENT)
-        successor = next((key for key in able if key not in participant.doubted), None)
+        successor = self._successor()
         if successor == self._me:
             self.lead = Coordinator(
                 self._me,
@@ -587,9 +603,10 @@ class Peer:
                 gathered=dict(participant.gathered),
                 begin=begin,
                 ballot=Ballot(ballot.number, self._me),
-                out={key: "lost" for key in keys if not self.view.reaches(key)},
+                out={**participant.told_out, **{key: "lost" for key in keys if not self.view.reaches(key)}},
                 postponed=self._postponed,
                 took_over=True,
+                was_done=participant.done is not None,
                 doubts=self.doubts.evidence,
             )
             self.out.extend(self.lead.start_survey(now))
@@ -601,6 +618,14 @@ class Peer:
         else:
             participant.fail(AveragingError("its coordinator is lost, and nobody in reach can take the round over"))
 
+    def _successor(self) -> bytes | None:
+        """The member that is to take over the round that this peer is in; None if nobody in reach can."""
+        participant, begin = self.participant, self.participant.begin
+        keys = {member.key for member in begin.members} if begin is not None else set()
+        able = (m.key for m in participant.candidates() if m.key in keys and m.role is not Role.CLIENT)
+        not_able = {**participant.doubted, **participant.unable, **participant.told_out}
+        return next((key for key in able if key not in not_able), None)
+
     def _on_orphaned(self, sender: bytes, orphaned: msg.Orphaned, buffers: Buffers, now: float) -> None:
         """A member of a round has lost its coordinator and takes this peer for the successor."""
         begin, participant = orphaned.begin, self.participant
@@ -609,8 +634,11 @@ class Peer:
         if commit is not None or self.tip != begin.tip:
             self._send([sender], commit or self.hello())
             return
-        if participant.begin is None and participant.left == begin.round:
-            self._send([sender], msg.Elsewhere(participant.coordinator()))  # the coordinator had ended it
+        if participant.begin is None and begin.round in (participant.over, participant.left):
+            if begin.round == participant.over:
+                self._send([sender], msg.Elsewhere(participant.coordinator()))  # the coordinator had ended it
+            else:
+                self._send([sender], msg.Broken(begin.round, self._me, False, "it has given the round up"))
             return
         if participant.begin is None and not self.view.reaches(begin.ballot.coordinator):
             participant.enter(sender, begin, buffers, now, relayed=True)
