@@ -121,7 +121,7 @@ class Gate:
         self._removed: list[Callable[[bytes], None]] = []
         self._pinned: list[Callable[[], None]] = []
         self._users = 0
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._stop_listening: Callable[[], None] = lambda: None
         self._warned: set[str] = set()
 
@@ -140,7 +140,8 @@ class Gate:
         if self._users == 1:
             self._node.serve(self._service, self._handle)
             self._stop_listening = self._node.on_lost(lambda peer, reason: self._shown.discard(peer.key))
-            self._task = self._node.spawn(self._keep_valid())
+            # A user's function may never return: only the renewal waits for it.
+            self._tasks = [self._node.spawn(self._keep_valid()), self._node.spawn(self._keep_renewed())]
 
         def leave() -> None:
             if removed not in self._removed:
@@ -152,8 +153,8 @@ class Gate:
                 self._node.stop_serving(self._service)
                 self._stop_listening()
                 self._shown.clear()
-                if self._task is not None:
-                    self._task.cancel()
+                for task in self._tasks:
+                    task.cancel()
 
         return leave
 
@@ -371,13 +372,26 @@ class Gate:
     # -- time
 
     async def _keep_valid(self) -> None:
-        """Put out members whose memberships end, and have this peer's own renewed in time."""
-        retry, ask_at = 1.0, self.holder.renew_at
+        """Put out members whose memberships end."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = self._clock()
             for key in [key for key, held in self._admitted.items() if not held.membership.is_valid(now)]:
                 self._remove(key, "its membership has expired")
+            mine = self.holder.membership
+            if not mine.is_valid(now):
+                self._warn(
+                    f"ended {mine.serial}",
+                    f"this peer's membership of {self.run.run_id} has expired ({when(mine.expires)}), and no member "
+                    f"talks to it any more: {self.holder.advice}",
+                )
+
+    async def _keep_renewed(self) -> None:
+        """Have this peer's own membership renewed in time."""
+        retry, ask_at = 1.0, self.holder.renew_at
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now = self._clock()
             mine, ends = self.holder.membership, when(self.holder.membership.expires)
             if now >= ask_at and self.holder.renewable:
                 try:
@@ -400,12 +414,6 @@ class Gate:
                     f"ends {mine.serial}",
                     f"this peer's membership of {self.run.run_id} expires {ends}: {self.holder.advice}, and give the "
                     "new one as membership= of a new optimizer; with a file or a function it is renewed by itself",
-                )
-            if not self.holder.membership.is_valid(now):
-                self._warn(
-                    f"ended {self.holder.membership.serial}",
-                    f"this peer's membership of {self.run.run_id} has expired ({ends}), and no member talks to it any "
-                    f"more: {self.holder.advice}",
                 )
 
     def _warn(self, about: str, text: str) -> None:

@@ -12,6 +12,7 @@ import torch
 
 import shoal
 from shoal.membership import Part
+from shoal.membership.holder import Holder
 from shoal.swarm import gate as gates
 from tests.optim.closed_runs import Club
 from tests.optim.processes import wait_until
@@ -110,6 +111,34 @@ def test_who_expires_is_put_out_and_told_how_to_renew(
         steps = [one.step(wait=False) for one in (first, second)]
         assert all(len(step.result(30.0)) == 2 for step in steps)
     finally:
+        first.shutdown()
+        second.shutdown()
+
+
+def test_who_expires_is_put_out_though_a_function_of_this_peers_user_never_returns(
+    club: Club, pair: tuple[shoal.DHT, shoal.DHT], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stays, ends = pair
+    asked, let_go = [], threading.Event()
+    monkeypatch.setattr(Holder, "renew_at", 0.0)
+
+    def ask() -> str:
+        asked.append(None)
+        if len(asked) > 1:
+            let_go.wait(60.0)
+        return club.admit(stays.peer_id)
+
+    first = averager(stays, club, ask)
+    second = averager(ends, club, club.admit(ends.peer_id, days=8 * SECOND))
+    try:
+        steps = [one.step(wait=False) for one in (first, second)]
+        assert all(len(step.result(20.0)) == 2 for step in steps)
+        wait_until(lambda: len(asked) > 1, 5.0)
+        swarm = first._swarm
+        assert swarm is not None
+        wait_until(lambda: ends.peer_id.key not in swarm.peer.view.members, 15.0)
+    finally:
+        let_go.set()
         first.shutdown()
         second.shutdown()
 
