@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import shoal
+from shoal.optim.forks import TOLD
 from shoal.optim.kept import read_kept
+from shoal.swarm.protocol.tip import Tip
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
 
 
@@ -110,3 +112,16 @@ def test_a_newcomer_leaves_nothing(pair: tuple[Peer, Peer]) -> None:
     assert second.optimizer.tip == first.optimizer.tip
     assert second.optimizer._replica.line.lineages == first.optimizer._replica.line.lineages
     assert first.forks == second.forks == []
+
+
+def test_a_member_that_makes_up_states_is_told_of_a_few_times(
+    pair: tuple[Peer, Peer], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = pair
+    liar = second.optimizer.dht.peer_id.key
+    for _ in range(20):
+        tips = [(liar, Tip(2, os.urandom(32), 1.0)) for _ in range(50)]
+        first.optimizer._run.swarm.peer.tips.extend(tips)
+        first.optimizer._epoch._forks.look([])
+    assert 0 < len(first.forks) <= TOLD
+    assert caplog.text.count("the run has forked: ") == len(first.forks)

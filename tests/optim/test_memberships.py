@@ -119,7 +119,8 @@ def test_who_expires_is_put_out_though_a_function_of_this_peers_user_never_retur
     club: Club, pair: tuple[shoal.DHT, shoal.DHT], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stays, ends = pair
-    asked, let_go = [], threading.Event()
+    asked: list[None] = []
+    let_go = threading.Event()
     monkeypatch.setattr(Holder, "renew_at", 0.0)
 
     def ask() -> str:
