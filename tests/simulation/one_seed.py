@@ -233,15 +233,13 @@ def _bounded(seconds: int) -> Iterator[list[str]]:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Cyclic garbage is collected once, afterwards, and not looked for in what torch has loaded."""
-    gc.freeze()
+    """Cyclic garbage is collected once, before: that of the last seed, whose run was still held when it ended."""
+    gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        gc.collect()
         gc.enable()
-        gc.unfreeze()
 
 
 def as_row(verdict: Verdict) -> dict[str, object]:

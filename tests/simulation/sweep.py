@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import multiprocessing
 import os
@@ -112,6 +113,7 @@ def _prepare() -> None:
     import torch  # here, in the child: a child is to compute with one thread
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is loaded is no garbage, and is not looked at after each seed
 
 
 def _tell(row: dict[str, Any], kind: Kind) -> None:
