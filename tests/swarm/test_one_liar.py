@@ -536,3 +536,14 @@ def test_one_member_that_joins_calls_no_round() -> None:
     assert join(coordinator, 4, weight=1.0, patience=0.0) == []
     assert coordinator.tick(1000.0) == []
     assert coordinator.phase is Phase.COUNTING
+
+
+def test_who_leaves_again_and_again_has_nobody_tell_all_of_the_last_commit_each_time() -> None:
+    peer = peer_2()
+    peer.receive(key(3), commit_by(4), [], 0.0)
+    peer.out.clear()
+    for _ in range(20):
+        peer.view.lose(key(3))
+        peer.lost(key(3), True, 0.0)
+        peer.view.returned(member(3))
+    assert sum(isinstance(one, Send) and isinstance(one.message, Commit) for one in peer.out) == 1
