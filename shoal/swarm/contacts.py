@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 MEET_TIMEOUT = 5.0
 FIRST_REFRESH_SECONDS = 0.5  # until the first commit
 SPREAD_DELAY = 0.02  # news of members that arrive together is told together
+EXPLAINED_SECONDS = 60.0  # that other terms of one peer are not told again, whatever it says
 MAX_REPORTS = 64  # of `reports` that nobody has read
 
 
@@ -86,6 +87,7 @@ class Contacts:
         self._directory, self._tensors, self._act = directory, tensors, act
         self.reports: deque[Reachability] = deque(maxlen=MAX_REPORTS)
         self._strangers: dict[bytes, _Stranger] = {}
+        self._explain_at: dict[bytes, float] = {}  # of each peer with other terms: when these are told again
         self._meeting: set[bytes] = set()
         self._pinged: dict[bytes, None] = {}  # peers that owe an answer
         self._watches: dict[bytes, _Watch] = {}
@@ -143,7 +145,12 @@ class Contacts:
             known.tip = hello.tip
         elif known is not None or len(self._strangers) < MAX_MEMBERS:
             stranger = self._strangers[peer.key] = _Stranger(hello.terms, hello.tip, differs_in)
-            stranger.explaining = self._channel.node.spawn(self._explain(peer, stranger))
+            if self._now() >= self._explain_at.get(peer.key, float("-inf")):
+                stranger.explaining = self._channel.node.spawn(self._explain(peer, stranger))
+                self._explain_at.pop(peer.key, None)
+                self._explain_at[peer.key] = self._now() + EXPLAINED_SECONDS
+                if len(self._explain_at) > MAX_MEMBERS:
+                    del self._explain_at[next(iter(self._explain_at))]
 
     async def _explain(self, peer: PeerID, stranger: _Stranger) -> None:
         if self._tensors and self._peer.terms.schema != stranger.terms.schema:

@@ -316,6 +316,23 @@ def test_a_newcomer_with_other_terms_gives_way_unless_others_share_them(
     run(scenario())
 
 
+def test_terms_that_change_with_each_hello_are_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        peers = await spawn_swarm(World(1), 3, Board())
+        await asyncio.gather(*(peer.round() for peer in peers))
+        liar, other = peers[0], peers[1]
+        for number in range(200):
+            hello = liar.swarm.peer.hello()
+            terms = Terms({"target_batch_size": str(number)}, TERMS.schema)
+            if number % 2:
+                hello = msgspec.structs.replace(hello, terms=terms)
+            other.swarm.contacts.on_hello(liar.node.peer_id, hello)
+            await asyncio.sleep(0.5)
+
+    run(scenario())
+    assert 1 <= caplog.text.count("in the run with other terms: ") <= 3
+
+
 def test_chunks_of_strangers_are_not_kept_for_a_round_to_come() -> None:
     async def scenario() -> None:
         peers, stranger = await swarm_and_stranger(World(6))

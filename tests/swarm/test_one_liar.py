@@ -536,3 +536,26 @@ def test_one_member_that_joins_calls_no_round() -> None:
     assert join(coordinator, 4, weight=1.0, patience=0.0) == []
     assert coordinator.tick(1000.0) == []
     assert coordinator.phase is Phase.COUNTING
+
+
+def test_who_leaves_again_and_again_has_nobody_tell_all_of_the_last_commit_each_time() -> None:
+    peer = peer_2()
+    peer.receive(key(3), commit_by(4), [], 0.0)
+    peer.out.clear()
+    for _ in range(20):
+        peer.view.lose(key(3))
+        peer.lost(key(3), True, 0.0)
+        peer.view.returned(member(3))
+    assert sum(isinstance(one, Send) and isinstance(one.message, Commit) for one in peer.out) == 1
+
+
+def test_no_round_counts_other_samples_of_a_member_than_it_brings() -> None:
+    """It may have withdrawn what it joined with, and have joined with another input, before BEGIN came."""
+    peer = peer_2()
+    given = Contribution(1.0, lambda begin, send, fault: Digests(Book(key(2), begin, chunks_of(begin)), send), tip=TIP)
+    peer.participant.offer(given)
+    peer.participant.next_step(0.0)
+    with pytest.raises(RuleBroken, match="counts 4 samples"):
+        peer.receive(key(4), begin_of(members(2, 3, 4), coordinator=4, weights=(4.0, 1.0, 1.0)), [], 0.0)
+    peer.receive(key(4), begin_of(members(2, 3, 4), coordinator=4, attempt=2), [], 0.0)
+    assert peer.participant.begin is not None

@@ -301,6 +301,10 @@ class Participant:
         higher = f"attempt {begin.ballot.number}, and this peer has followed {self.ballot.number}"
         require(self.ballot < begin.ballot, higher)
         check_begin(begin)
+        # It may follow from a JOIN that this peer has withdrawn since, to join with another input; or its sender lies.
+        counted, bound = begin.weights[keys.index(self.me)], given is not None and given.tip is not None
+        is_mine = not bound or (given is not None and counted == given.weight)
+        require(is_mine, f"BEGIN counts {counted:g} samples of this peer, which brings others")
         self._believe(begin.ballot)
         require(
             self.is_begun(begin, sender), "BEGIN without its coordinator's signature, or the second under its ballot"

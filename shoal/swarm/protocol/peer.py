@@ -78,6 +78,7 @@ class Peer:
         self._void: dict[bytes, tuple[float, float]] = {}  # signers of void COMMITs: until when, and for how long
         self._lead_nothing()
         self._joining: dict[bytes, msg.Join] = {}  # JOINs that wait for their tip
+        self._passed_on: dict[tuple[bytes, bytes], None] = {}  # at this tip: for whose loss which COMMIT was told
         self._settled_at = self._all_until = 0.0
         self._met = 1
 
@@ -289,7 +290,7 @@ class Peer:
         # they have to hear of it first.
         self._all_until = now + SETTLE_SECONDS if downloaded else 0.0
         self.doubts.new_tip()
-        self._postponed = {}
+        self._postponed, self._passed_on = {}, {}
         if self.lead.tip != self.tip:
             self._lead_nothing()
         self.news += 1
@@ -566,8 +567,11 @@ class Peer:
         participant = self.participant
         self._joining.pop(key, None)
         for commit in participant.commits if known else ():
-            # It may have been the coordinator, and may have died before all had its COMMIT.
-            self._send([other for other in commit.members if other not in (key, self._me)], commit)
+            # It may have been the coordinator, and may have died before all had its COMMIT. Who comes back and leaves
+            # again and again has nobody say so to all each time.
+            if (key, commit.round) not in self._passed_on:
+                self._passed_on[key, commit.round] = None
+                self._send([other for other in commit.members if other not in (key, self._me)], commit)
         # If this peer coordinates, its coordinator has heard of the loss.
         if participant.is_with(key) and self._coordinator_of_round() not in (None, self._me):
             participant.complain(key, "the connection to it was lost", fault=False)
