@@ -19,7 +19,16 @@ from shoal.cli.demo.settings import ENOUGH_EPOCHS, Compression, DemoSettings
 from shoal.cli.demo.text import TextError
 from shoal.cli.keys.command import app as keys_app
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=shoal.__doc__)
+HELP = """
+Train with the PyTorch optimizer that you already use on whatever machines you have.
+
+**Begin with** `shoal demo`: several peers train a small model on this machine, and one is killed.
+
+**Two machines:** `shoal node` on one of them prints an address; give it to the training script on each
+(`shoal.DHT(initial_peers=[address])`). If they do not meet, `shoal doctor ADDRESS` says what is in the way.
+"""
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, rich_markup_mode="markdown")
 app.add_typer(keys_app, name="keys")
 
 
@@ -74,10 +83,42 @@ def demo_command(
     raise typer.Exit(code)
 
 
+@app.command("doctor")
+def doctor_command(
+    address: Annotated[str | None, typer.Argument(help="Of a peer or node, as it printed it.")] = None,
+    run_id: Annotated[str, typer.Option("--run", help="Look also at the members of this run.")] = "",
+    membership: Annotated[
+        str | None, typer.Option(help="Of a closed run: the line that its owner has sent, or the file with it.")
+    ] = None,
+    identity: Annotated[
+        Path | None, typer.Option(help="File with this peer's key, for a closed run.", exists=True, dir_okay=False)
+    ] = None,
+    port: Annotated[int, typer.Option(help="The TCP port at which the peer will listen; 0 for any.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what would stop this machine from taking part in a run, each with the way out.
+
+    Exits with 1 if something does.
+    """
+    from shoal.cli.doctor.command import run_doctor
+    from shoal.cli.doctor.peer import asked_about
+
+    try:
+        asked = asked_about(address, run_id, membership, identity)
+        code = run_doctor(asked, port, Console(), as_json=as_json)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(code)
+
+
 @app.command("node")
 def node_command(
     host_maddrs: Annotated[
-        list[str] | None, typer.Option(help="Multiaddr to listen on; can be given several times.")
+        list[str] | None,
+        typer.Option(
+            help="Multiaddr to listen on; can be given several times. Without it all interfaces, and any free port: "
+            "the peers of other machines are to reach this node."
+        ),
     ] = None,
     initial_peers: Annotated[
         list[str] | None, typer.Option(help="Multiaddr of a peer of the swarm to join; can be given several times.")
