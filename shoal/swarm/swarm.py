@@ -483,16 +483,19 @@ class Swarm:
         self.peer.expect_join(peer.key, join)
         return self._at_tip(peer, join, buffers)
 
-    async def _at_tip(self, peer: PeerID, message: msg.Join | msg.Progress, buffers: Buffers) -> Answer:
-        """Receive a message about a tip, and wait for that tip first if it is the next one."""
-        held = [bytes(buffer) for buffer in buffers]
+    def _at_tip(self, peer: PeerID, message: msg.Join | msg.Progress, buffers: Buffers) -> Answer | Awaitable[Answer]:
+        """Receive a message about a tip; if that is the next one, when this peer is there."""
         if message.tip.epoch == self.tip.epoch + 1:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(WAIT_FOR_TIP):
-                    while self.tip != message.tip:
-                        await self.news()
-            self._require_to_be_in_the_run()  # still
-        return self._receive(peer, message, [memoryview(data) for data in held])
+            return self._when_at_tip(peer, message, [memoryview(bytes(buffer)) for buffer in buffers])
+        return self._receive(peer, message, buffers)
+
+    async def _when_at_tip(self, peer: PeerID, message: msg.Join | msg.Progress, buffers: Buffers) -> Answer:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WAIT_FOR_TIP):
+                while self.tip != message.tip:
+                    await self.news()
+        self._require_to_be_in_the_run()  # still
+        return self._receive(peer, message, buffers)
 
     def _undecodable(self, peer: PeerID, reason: str) -> None:
         self.peer.undecodable(peer.key, reason)
