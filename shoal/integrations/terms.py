@@ -9,7 +9,7 @@ from typing import Any
 import shoal
 
 GIVEN_BY_FRAMEWORK = ("optimizer", "params", "scheduler", "batch_size_per_step")
-# The optimizer is made by the framework, whose loop clears gradients after each step, and takes no step without a batch.
+# The framework makes the optimizer, and its loop clears gradients after each step and takes no step without a batch.
 OWN_LOOP = ("reuse_grad_buffers", "offload_optimizer", "delay_optimizer_step", "delay_grad_averaging", "auxiliary")
 
 

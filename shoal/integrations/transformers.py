@@ -19,7 +19,7 @@ try:
     from transformers.trainer_pt_utils import find_batch_size
     from transformers.trainer_utils import has_length
 except ImportError as error:
-    raise ImportError("shoal.integrations.transformers needs Transformers: pip install 'shoal[transformers]'") from error
+    raise ImportError("Transformers is missing, or too old: pip install 'shoal[transformers]'") from error
 
 
 def swarm(trainer: Trainer, *, dht: shoal.DHT, run_id: str, target_batch_size: int, **options: Any) -> Trainer:
@@ -30,9 +30,9 @@ def swarm(trainer: Trainer, *, dht: shoal.DHT, run_id: str, target_batch_size: i
     ...     trainer.train()
 
     A step of the Trainer is an epoch of the run: `max_steps`, `warmup_steps`, `logging_steps`, `eval_steps` and
-    `save_steps` count epochs, and so does `state.global_step`. Without `max_steps`, the run ends when all peers together
-    have seen as many samples as `num_train_epochs` passes over this peer's data have; give `max_steps` where peers have
-    data of unlike length. The optimizer, the schedule and `max_grad_norm` are the Trainer's own.
+    `save_steps` count epochs, and so does `state.global_step`. Without `max_steps`, the run ends when all peers
+    together have seen as many samples as `num_train_epochs` passes over this peer's data have; give `max_steps` where
+    peers have data of unlike length. The optimizer, the schedule and `max_grad_norm` are the Trainer's own.
 
     Args:
         trainer: a `Trainer` or one of a subclass, as the script makes it.
@@ -121,8 +121,8 @@ class InSwarm(Trainer):
         return found
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer divides the sum of the losses by the number of its steps, which are epochs: it gets the mean of an
-        epoch when that ends."""
+        """The Trainer divides the sum of the losses by the number of its steps, which are epochs: it gets the mean of
+        an epoch when that ends."""
         loss = super().training_step(*args, **kwargs)
         if torch.isfinite(loss) or not self.args.logging_nan_inf_filter:
             self._losses += loss
@@ -179,4 +179,3 @@ class Epochs(TrainerCallback):
         self._trainer.lr_scheduler.step()  # the Trainer leaves that out where the scaler has skipped a step
         if not self._moved:
             control.should_log = control.should_evaluate = control.should_save = False
-
