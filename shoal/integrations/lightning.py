@@ -69,13 +69,13 @@ class SwarmStrategy(SingleDeviceStrategy):
         connector = trainer._accelerator_connector
         count = max(len(connector._parallel_devices), 1) * trainer.num_nodes
         refuse_processes(count, "the Trainer (devices= and num_nodes=)")
+        super().setup_optimizers(trainer)
+        refuse_many(self.optimizers)
         if not self.lightning_module.automatic_optimization:
             raise ValueError(
                 "manual optimization steps the optimizer in ways that the strategy does not see: let Lightning "
                 "optimize (automatic_optimization=True), or write the loop yourself with a shoal.Optimizer"
             )
-        super().setup_optimizers(trainer)
-        refuse_many(self.optimizers)
         if not self._terms.clips_locally:
             self._take_clipping(trainer)
         plugin = self.precision_plugin

@@ -27,3 +27,8 @@ def language_model(seed: int = 0) -> Any:
         attn_pdrop=0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
+
+
+def inputs(count: int, seed: int = 0) -> Tensor:
+    """Random rows of 8 numbers."""
+    return torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,36 @@
+"""Two processes of unequal speed train one model in a framework: they hold one state in each epoch, and the schedule of
+each follows the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.training import by_epoch, training
+
+pytestmark = pytest.mark.alone
+
+EPOCHS = 30
+SPEEDS = [{"pause": 0.005}, {"pause": 0.02}]
+"""Seconds for a batch: four times as many batches for one of the two."""
+
+
+@pytest.mark.parametrize("framework", ["transformers", "lightning", "accelerate"])
+def test_states_are_equal_and_schedules_follow_the_run(framework: str, tmp_path: Path) -> None:
+    own = [{"folder": str(tmp_path / str(number)), **speed} for number, speed in enumerate(SPEEDS)]
+    with training(*own, framework=framework, steps=EPOCHS) as one:
+        told = one.finish()
+    digests = by_epoch(peer.events for peer in told)
+    assert [peer.late_downloads for peer in told] == [0, 0]
+    assert all(peer.downloads <= 1 for peer in told)
+    scheduled = [
+        0.01 * (1 - epoch / EPOCHS) if framework == "transformers" else 0.01 * 0.9**epoch for epoch in range(EPOCHS)
+    ]
+    for peer in told:
+        assert peer.epochs[-1] == EPOCHS == peer.done["steps"]
+        assert peer.done["rates"] == pytest.approx([scheduled[epoch - 1] for epoch in peer.epochs])
+        assert peer.done["warnings"] == []
+    assert len(set(told[0].epochs) & set(told[1].epochs)) > EPOCHS // 2
+    assert told[0].done["parameters"] == told[1].done["parameters"]
+    assert len(set(digests.values())) == len(digests)
