@@ -104,12 +104,12 @@ class InSwarm(Trainer):
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *rest: Any) -> Any:
         """A step is an epoch of the run, and the run decides how many passes over the data that takes."""
-        _, steps, examples, *middle, epochs = super().set_initial_training_values(args, dataloader, *rest)
+        _, steps, examples, _, *middle, epochs = super().set_initial_training_values(args, dataloader, *rest)
         if args.max_steps <= 0:
             epochs = math.ceil(args.num_train_epochs * math.ceil(examples / self._terms.target_batch_size))
         if not has_length(dataloader):
             steps = sys.maxsize  # in one pass: `get_batch_samples` finds the end of a stream
-        return (sys.maxsize, steps, examples, *middle, epochs)
+        return (sys.maxsize, steps, examples, epochs * self._terms.target_batch_size, *middle, epochs)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         """The batches of the next step, whose samples count."""

@@ -22,7 +22,7 @@ def checkpoint(framework: str, folder: str, epoch: int) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("framework", CHECKPOINTS)
+@pytest.mark.parametrize("framework", ["transformers", "lightning"])
 def test_one_is_killed_and_goes_on_with_the_other(framework: str, tmp_path: Path) -> None:
     own = [{"folder": str(tmp_path / name), "identity": str(tmp_path / f"{name}.key")} for name in "ab"]
     with training(*own, framework=framework, steps=MANY, pause=0.02, args=SAVED) as one:
