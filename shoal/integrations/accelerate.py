@@ -143,7 +143,7 @@ class CountedData:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.data:
-            self._samples.size = find_batch_size(batch)
+            self._samples.size = find_batch_size(batch) or 0
             yield batch
 
     def __len__(self) -> int:

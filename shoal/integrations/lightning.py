@@ -78,17 +78,19 @@ class SwarmStrategy(SingleDeviceStrategy):
             )
         if not self._terms.clips_locally:
             self._take_clipping(trainer)
-        plugin = self.precision_plugin
-        if getattr(plugin, "scaler", None) is not None:
-            plugin.scaler = own_scaler(plugin.scaler, plugin.device)
-        self._member = Member(self._terms, self.optimizers[0], self._clip_val)
-        self.optimizers = [self._member.optimizer]
         for config in self.lr_scheduler_configs:
             if config.interval != "step" or config.frequency != 1:
                 raise ValueError(
                     f'a scheduler has interval="{config.interval}" and frequency={config.frequency}, which follow this '
                     'peer\'s own batches: give it interval="step" and frequency=1, which follow the epochs of the run'
                 )
+        plugin = self.precision_plugin
+        if getattr(plugin, "scaler", None) is not None:
+            plugin.scaler = own_scaler(plugin.scaler, plugin.device)
+        self._samples = Samples()
+        self._member = Member(self._terms, self.optimizers[0], self._clip_val)
+        self.optimizers = [self._member.optimizer]
+        for config in self.lr_scheduler_configs:
             config.scheduler = shoal.EpochScheduler(config.scheduler)
         torch.manual_seed(own_seed(self._terms.dht))
 

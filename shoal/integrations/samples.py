@@ -23,7 +23,15 @@ class Samples:
         self._first = self._total = 0
 
     def weight(self) -> float:
-        """Count the present batch; returns the factor for its loss: 1.0 where all are of one size."""
+        """Count the present batch; returns the factor for its loss: 1.0 where all are of one size.
+
+        Raises:
+            ValueError: if nobody has said how large it is.
+        """
+        if not self.size:
+            raise ValueError(
+                "nobody knows how many samples are in this batch: train with the data loader that swarm() has returned"
+            )
         self._first = self._first or self.size
         self._total += self.size
         return self.size / self._first

@@ -129,6 +129,12 @@ def test_logs_have_the_epoch_and_the_number_of_peers(loop: Loop, monkeypatch: py
     assert told == [{"loss": 1.0, "run_epoch": 5, "run_peers": 1}]
 
 
+def test_a_data_loader_that_was_not_given_is_refused(loop: Loop) -> None:
+    loop.prepare()
+    with pytest.raises(ValueError, match="nobody knows how many samples are in this batch"):
+        loop.run(data=DataLoader(TensorDataset(inputs(8)), batch_size=4))
+
+
 def test_what_does_not_fit_is_refused(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     other = torch.optim.Adam(nn.Linear(2, 2).parameters())
     with pytest.raises(ValueError, match=r"a run has one optimizer, and the script gives 2 \(SGD, Adam\)"):
