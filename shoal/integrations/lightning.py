@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import shoal
+from shoal.integrations._frameworks import devices_of
 from shoal.integrations.member import Member, own_scaler, own_seed
 from shoal.integrations.samples import Samples
 from shoal.integrations.terms import Terms, refuse_many, refuse_processes
@@ -66,9 +67,7 @@ class SwarmStrategy(SingleDeviceStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Join the run with the optimizer and the schedulers that the script makes."""
-        connector = trainer._accelerator_connector
-        count = max(len(connector._parallel_devices), 1) * trainer.num_nodes
-        refuse_processes(count, "the Trainer (devices= and num_nodes=)")
+        refuse_processes(devices_of(trainer) * trainer.num_nodes, "the Trainer (devices= and num_nodes=)")
         super().setup_optimizers(trainer)
         refuse_many(self.optimizers)
         if not self.lightning_module.automatic_optimization:

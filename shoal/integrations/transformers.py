@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import shoal
+from shoal.integrations._frameworks import add_loss
 from shoal.integrations.member import Member, own_scaler, own_seed
 from shoal.integrations.mixing import mix
 from shoal.integrations.terms import Terms, refuse_processes
@@ -132,7 +133,7 @@ class InSwarm(Trainer):
         """Only measure, unless each step of this peer is a step: the run clips the average."""
         if self._terms.clips_locally:
             return super()._clip_grad_norm(model)
-        return self._get_grad_norm(model)
+        return self.accelerator.clip_grad_norm_(model.parameters(), math.inf)
 
     def _load_best_model(self) -> None:
         """Leave the run first: these weights are not its state."""
@@ -170,7 +171,7 @@ class Epochs(TrainerCallback):
         self._moved = max(0, member.epoch - state.global_step)
         trainer._steps += 1
         if self._moved:
-            trainer._tr_loss += trainer._losses / trainer._steps * self._moved
+            add_loss(trainer, trainer._losses / trainer._steps * self._moved)
             trainer._losses, trainer._steps = 0.0, 0
         state.global_step = member.epoch - 1
 
