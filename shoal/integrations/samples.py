@@ -15,7 +15,7 @@ class Samples:
     the data are not. So the loss of each batch is weighted by its size, and the sum is divided by the size of all.
 
     Attributes:
-        size: the number of samples in the present batch.
+        size: the number of samples in the present batch; 0 once it was counted.
     """
 
     def __init__(self) -> None:
@@ -26,15 +26,17 @@ class Samples:
         """Count the present batch; returns the factor for its loss: 1.0 where all are of one size.
 
         Raises:
-            ValueError: if nobody has said how large it is.
+            ValueError: if nobody has said how large it is, or if it was counted.
         """
-        if not self.size:
+        size, self.size = self.size, 0
+        if not size:
             raise ValueError(
-                "nobody knows how many samples are in this batch: train with the data loader that swarm() has returned"
+                "nobody knows how many samples are behind this backward(): call it once for each batch of the data "
+                "loader that swarm() has returned"
             )
-        self._first = self._first or self.size
-        self._total += self.size
-        return self.size / self._first
+        self._first = self._first or size
+        self._total += size
+        return size / self._first
 
     @torch.no_grad()
     def finish(self, parameters: Iterable[torch.Tensor], batches: int) -> int:

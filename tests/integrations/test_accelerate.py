@@ -131,8 +131,9 @@ def test_logs_have_the_epoch_and_the_number_of_peers(loop: Loop, monkeypatch: py
 
 def test_a_data_loader_that_was_not_given_is_refused(loop: Loop) -> None:
     loop.prepare()
-    with pytest.raises(ValueError, match="nobody knows how many samples are in this batch"):
-        loop.run(data=DataLoader(TensorDataset(inputs(8)), batch_size=4))
+    loop.run(epochs=1)
+    with pytest.raises(ValueError, match="nobody knows how many samples are behind this backward"):
+        loop.run(epochs=2, data=DataLoader(TensorDataset(inputs(8)), batch_size=4))
 
 
 def test_what_does_not_fit_is_refused(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,19 @@ def test_peers_stop_early_together_with_the_best_model(tmp_path: Path) -> None:
         assert peer.done["parameters"] == best
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("framework", ["transformers", "accelerate"])
+def test_a_peer_that_always_overflows_follows_the_run(framework: str, tmp_path: Path) -> None:
+    own = [{"folder": str(tmp_path / "a"), "poison": "all", "scaler": True}, {"folder": str(tmp_path / "b")}]
+    with training(*own, framework=framework, steps=20, pause=0.005) as one:
+        told = one.finish()
+    by_epoch(peer.events for peer in told)
+    for peer in told:
+        assert peer.late_downloads == 0
+        assert peer.epochs[-1] == 20
+    assert told[0].done["parameters"] == told[1].done["parameters"]
+
+
 def test_an_overflow_on_one_peer_costs_that_batch_only(tmp_path: Path) -> None:
     own = [{"folder": str(tmp_path / "a"), "poison": 5, "scaler": True}, {"folder": str(tmp_path / "b")}]
     with training(*own, framework="accelerate", steps=20, pause=0.005) as one:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.training import by_epoch, training
+from tests.integrations.training import Told, by_epoch, training
 
 pytestmark = pytest.mark.alone
 
@@ -31,6 +31,14 @@ def test_states_are_equal_and_schedules_follow_the_run(framework: str, tmp_path:
         assert peer.epochs[-1] == EPOCHS == peer.done["steps"]
         assert peer.done["rates"] == pytest.approx([scheduled[epoch - 1] for epoch in peer.epochs])
         assert peer.done["warnings"] == []
+        assert numbers_of_peers(peer)[-1] == 2
     assert len(set(told[0].epochs) & set(told[1].epochs)) > EPOCHS // 2
     assert told[0].done["parameters"] == told[1].done["parameters"]
     assert len(set(digests.values())) == len(digests)
+
+
+def numbers_of_peers(peer: Told) -> list[float]:
+    """What the framework has logged; Accelerate's tests have logs of their own."""
+    if "metrics" in peer.done:
+        return [peer.done["metrics"]["run_peers"]]
+    return list(peer.done.get("peers", [2]))

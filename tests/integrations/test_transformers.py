@@ -35,9 +35,10 @@ def make(dht: shoal.DHT, tmp_path: Path) -> Make:
     """A Trainer that is a peer, with the events that it hears in `.events`."""
 
     def made(data: Any = 50, target: int = 32, kind: type[Trainer] = Trainer, prepare: Any = None, **given: Any) -> Any:
-        names = {"callbacks", "optimizers", "model_init"}
+        names = {"callbacks", "optimizers", "model_init", "eval_dataset"}
         own = {name: given.pop(name) for name in names & given.keys()}
-        run = {name: given.pop(name) for name in ("use_local_updates", "reuse_grad_buffers") if name in given}
+        names = {"use_local_updates", "reuse_grad_buffers", "dht"}
+        run = {"dht": dht} | {name: given.pop(name) for name in names & given.keys()}
         settings = {
             "output_dir": str(tmp_path), "per_device_train_batch_size": 4, "max_steps": 5, "report_to": [],
             "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "learning_rate": 0.01,
@@ -50,7 +51,7 @@ def make(dht: shoal.DHT, tmp_path: Path) -> Make:
             prepare(trainer)
         trainer.events = []
         run_id = tmp_path.name
-        return swarm(trainer, dht=dht, run_id=run_id, target_batch_size=target, on_event=trainer.events.append, **run)
+        return swarm(trainer, run_id=run_id, target_batch_size=target, on_event=trainer.events.append, **run)
 
     return made
 
@@ -105,6 +106,29 @@ def test_the_trainers_schedule_is_that_of_the_run(make: Make) -> None:
     trainer.train()
     rates = [log["learning_rate"] for log in trainer.state.log_history if "loss" in log]
     assert rates == pytest.approx([0, 0.005, *(0.01 * left / 8 for left in range(8, 0, -1))])
+
+
+def test_peers_shuffle_differently(make: Make, dht: shoal.DHT) -> None:
+    with shoal.DHT(start=True) as other:
+        trainers = [make(), make(), make(dht=other)]
+        mine, again, theirs = (torch.cat([b["input_ids"] for b in one.get_train_dataloader()]) for one in trainers)
+    assert torch.equal(mine, again)
+    assert not torch.equal(mine, theirs)
+    assert torch.equal(mine.sum(0), theirs.sum(0))
+
+
+def test_the_run_is_left_before_the_best_model_is_loaded(make: Make) -> None:
+    class Watched(Trainer):
+        was_alive = True
+
+        def _load_best_model(self) -> None:
+            self.was_alive = trainer._member.optimizer.is_alive()
+            super()._load_best_model()
+
+    saved = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = make(kind=Watched, load_best_model_at_end=True, eval_dataset=texts(4), **saved)
+    trainer.train()
+    assert not trainer.was_alive
 
 
 def test_an_optimizer_and_a_scheduler_of_the_user_are_kept(make: Make) -> None:

@@ -99,7 +99,7 @@ def clips_batches(scene: Scene) -> str:
     return raised(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0))
 
 
-@provokes("nobody knows how many samples are in this batch")
+@provokes("nobody knows how many samples are behind this backward()")
 def trains_with_another_data_loader(scene: Scene) -> str:
     model = make_model()
     accelerator, *_ = join(scene, sgd(model))
