@@ -45,6 +45,8 @@ def test_a_peer_that_always_overflows_follows_the_run(framework: str, tmp_path: 
     for peer in told:
         assert peer.late_downloads == 0
         assert peer.epochs[-1] == 20
+        scheduled = [0.01 * (1 - n / 20) if framework == "transformers" else 0.01 * 0.9**n for n in range(20)]
+        assert peer.done["rates"] == pytest.approx([scheduled[epoch - 1] for epoch in peer.epochs])
     assert told[0].done["parameters"] == told[1].done["parameters"]
 
 
