@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integrations.tiny import language_model
-from tests.integrations.training import by_epoch, training
+from tests.integrations.training import TOGETHER, by_epoch, training
 
 pytestmark = pytest.mark.alone
 
@@ -23,7 +23,7 @@ EVALUATED = {
 @pytest.mark.long
 def test_peers_stop_early_together_with_the_best_model(tmp_path: Path) -> None:
     own = [{"folder": str(tmp_path / name), "pause": pause} for name, pause in (("a", 0.005), ("b", 0.02))]
-    with training(*own, framework="transformers", steps=30, early=True, args=EVALUATED) as one:
+    with training(*own, framework="transformers", steps=30, run=TOGETHER, early=True, args=EVALUATED) as one:
         told = one.finish()
     by_epoch(peer.events for peer in told)
     model = language_model()
@@ -39,7 +39,7 @@ def test_peers_stop_early_together_with_the_best_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("framework", ["transformers", "accelerate"])
 def test_a_peer_that_always_overflows_follows_the_run(framework: str, tmp_path: Path) -> None:
     own = [{"folder": str(tmp_path / "a"), "poison": "all", "scaler": True}, {"folder": str(tmp_path / "b")}]
-    with training(*own, framework=framework, steps=20, pause=0.005) as one:
+    with training(*own, framework=framework, steps=20, run=TOGETHER, pause=0.005) as one:
         told = one.finish()
     by_epoch(peer.events for peer in told)
     for peer in told:
@@ -52,7 +52,7 @@ def test_a_peer_that_always_overflows_follows_the_run(framework: str, tmp_path: 
 
 def test_an_overflow_on_one_peer_costs_that_batch_only(tmp_path: Path) -> None:
     own = [{"folder": str(tmp_path / "a"), "poison": 5, "scaler": True}, {"folder": str(tmp_path / "b")}]
-    with training(*own, framework="accelerate", steps=20, pause=0.005) as one:
+    with training(*own, framework="accelerate", steps=20, run=TOGETHER, pause=0.005) as one:
         told = one.finish()
     by_epoch(peer.events for peer in told)
     assert told[0].done["scale"] == 2.0**15  # halved once

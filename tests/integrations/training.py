@@ -28,9 +28,19 @@ class Told:
 
     @property
     def late_downloads(self) -> int:
-        """Those that came after an epoch that it had ended itself."""
+        """Those that came after an epoch that it had ended itself. A newcomer may need two before: on a busy machine
+        the first takes longer than an epoch."""
         kinds = [event["kind"] for event in self.events]
         return kinds[kinds.index("epoch") :].count("download") if "epoch" in kinds else 0
+
+    @property
+    def epochs_together(self) -> int:
+        """How many epochs it has ended in rounds of two."""
+        return sum(event["kind"] == "epoch" and event["peers"] == 2 for event in self.events)
+
+
+TOGETHER = {"min_peers": 2}
+"""Of the run: no peer ends an epoch, and so the training, before the other is there."""
 
 
 class Training:
