@@ -128,6 +128,7 @@ class Optimizer(torch.optim.Optimizer):
     with those that most peers hold. Wrap a scheduler that is stepped after each batch in `shoal.EpochScheduler`.
 
     Attributes:
+        batch_size_per_step: as given; may be set before a step.
         on_event: called in the trainer's thread, from `step`, with an `EpochReport`, `DownloadReport` or
             `ReachabilityReport`, if it is not None.
         tracker: the run's progress, see `RunProgress`.

@@ -1,0 +1,58 @@
+"""Train a tiny language model with the Trainer of Transformers, alone or with others.
+
+    shoal node                                              # prints an address by which peers find each other
+    python transformers_trainer.py /ip4/.../p2p/...         # each peer, on this machine or another
+
+The three lines that name `shoal` are all that an ordinary script does not have. `max_steps`, the schedule, clipping and
+checkpoints are those of one process with the batch of the whole run: a step of the Trainer is an epoch of the run.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import shoal
+
+CONTEXT, WIDTH = 32, 32
+
+
+def read_texts() -> list[dict[str, torch.Tensor]]:
+    """Python's asyncio package in pieces of CONTEXT bytes, with themselves as labels."""
+    files = sorted(Path(sysconfig.get_path("stdlib"), "asyncio").glob("*.py"))
+    text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
+    return [{"input_ids": piece, "labels": piece} for piece in text[: len(text) // CONTEXT * CONTEXT].view(-1, CONTEXT)]
+
+
+def main() -> None:
+    """Trains 40 epochs of the run, whoever takes part."""
+    torch.manual_seed(0)  # the same first parameters in every peer
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2, num_attention_heads=2
+        )
+    )
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=8,
+        max_steps=40,
+        learning_rate=1e-2,
+        warmup_steps=4,
+        logging_steps=5,
+        save_steps=20,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=read_texts())
+    dht = shoal.DHT(sys.argv[1:], start=True)
+    shoal.integrations.transformers.swarm(trainer, dht=dht, run_id="texts", target_batch_size=64)
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

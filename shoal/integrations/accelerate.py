@@ -1,0 +1,173 @@
+"""A training loop with Accelerate as a peer of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+import shoal
+from shoal.integrations.member import Member, own_scaler, own_seed
+from shoal.integrations.mixing import mix
+from shoal.integrations.samples import Samples
+from shoal.integrations.terms import Terms, refuse_many, refuse_processes
+
+try:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType, find_batch_size
+except ImportError as error:
+    raise ImportError("Accelerate is missing, or too old: pip install 'shoal[accelerate]'") from error
+
+
+def swarm(
+    accelerator: Accelerator,
+    *args: Any,
+    dht: shoal.DHT,
+    run_id: str,
+    target_batch_size: int,
+    max_grad_norm: float | None = None,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Join a run, in place of `accelerator.prepare(model, optimizer, data, scheduler)`.
+
+    >>> model, optimizer, data, scheduler = swarm(
+    ...     accelerator, model, optimizer, data, scheduler, dht=dht, run_id="my run", target_batch_size=4096
+    ... )
+
+    `scheduler.step()` follows the epochs of the run, and `optimizer.optimizer.local_epoch` counts them.
+    `accelerator.end_training()` leaves the run.
+
+    Args:
+        accelerator: of the script.
+        args: as for `prepare`: one optimizer, the data loader, and what else there is.
+        dht: this peer's place in the DHT, started.
+        run_id: names the run.
+        target_batch_size: samples of all peers per epoch.
+        max_grad_norm: the norm to which the average is clipped, that of `accelerator.clip_grad_norm_` in the script.
+        options: arguments of `shoal.Optimizer`, and `on_event`, a function that is called with each event.
+
+    Returns:
+        `args`, prepared, in their order.
+
+    Raises:
+        ValueError: if Accelerate is set up for several processes; for none or several optimizers; for options that the
+            script gives, or that need a loop without Accelerate.
+    """
+    terms = Terms(dht, run_id, target_batch_size, options)
+    refuse_processes(accelerator.num_processes, "`accelerate launch` (--num_processes)")
+    if accelerator.distributed_type != DistributedType.NO:
+        raise ValueError(f"{accelerator.distributed_type} owns the optimizer, and a run needs it: leave it out")
+    optimizers = [given for given in args if isinstance(given, torch.optim.Optimizer)]
+    refuse_many(optimizers)
+    if accelerator.scaler is not None:
+        accelerator.scaler = own_scaler(accelerator.scaler, accelerator.device.type)
+    accelerator.step_scheduler_with_optimizer = False  # the schedule knows by itself when the epoch has moved
+    # First the model, which goes to its device; what is left of the order does not matter.
+    prepared = {id(given): accelerator.prepare(given) for given in args if not isinstance(given, _LATER)}
+    member = Member(terms, optimizers[0], max_grad_norm)
+    mix(accelerator, InSwarm)
+    accelerator._member, accelerator._samples = member, Samples()
+    accelerator._max_grad_norm = None if terms.clips_locally else max_grad_norm
+    accelerator._clips_locally = terms.clips_locally
+    stepped = prepared[id(optimizers[0])] = accelerator.prepare(member.optimizer)
+    mix(stepped, CountedOptimizer)
+    stepped._accelerator = accelerator
+    for given in args:
+        if isinstance(given, LRScheduler):
+            prepared[id(given)] = accelerator.prepare(shoal.EpochScheduler(given))
+        elif isinstance(given, torch.utils.data.DataLoader):
+            prepared[id(given)] = CountedData(prepared[id(given)], accelerator._samples)
+    torch.manual_seed(own_seed(dht))
+    return tuple(prepared[id(given)] for given in args)
+
+
+_LATER = (torch.optim.Optimizer, LRScheduler)
+
+
+class InSwarm(Accelerator):
+    """The methods of an Accelerator whose script is a peer. `swarm` adds it to the class of an Accelerator."""
+
+    _member: Member
+    _samples: Samples
+    _max_grad_norm: float | None
+    _clips_locally: bool
+
+    def skip_first_batches(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; the batches of the new data loader count, too."""
+        inner = dataloader.data if isinstance(dataloader, CountedData) else dataloader
+        return CountedData(super().skip_first_batches(inner, *args, **kwargs), self._samples)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Count the batch."""
+        super().backward(loss * self._samples.weight(), **kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Return the norm, and change nothing: the run clips the average.
+
+        Raises:
+            ValueError: if `max_norm` is not that of the run.
+        """
+        if self._clips_locally:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if max_norm not in (self._max_grad_norm, math.inf):
+            raise ValueError(
+                f"clip_grad_norm_(…, {max_norm}) would clip each batch of this peer, and a run clips the average: give "
+                f"max_grad_norm={max_norm} to shoal.integrations.accelerate.swarm"
+            )
+        return super().clip_grad_norm_(parameters, math.inf, norm_type)
+
+    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """With the run's epoch and number of peers."""
+        super().log({**values, **self._member.logs()}, *args, **kwargs)
+
+    def end_training(self) -> None:
+        """Leave the run."""
+        self._member.leave()
+        super().end_training()
+
+
+class CountedData:
+    """A data loader of Accelerate that says how many samples are in the batch that it gives.
+
+    Args:
+        data: the data loader, whose other attributes this one has.
+        samples: told the size of each batch.
+    """
+
+    def __init__(self, data: Any, samples: Samples) -> None:
+        self.data, self._samples = data, samples
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.data:
+            self._samples.size = find_batch_size(batch) or 0
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "data":  # copy and pickle ask for methods before it is set: without this they recurse
+            raise AttributeError(name)
+        return getattr(self.data, name)
+
+
+class CountedOptimizer(AcceleratedOptimizer):
+    """Steps a `shoal.Optimizer` with the number of samples behind the step."""
+
+    _accelerator: Any
+
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> None:
+        """As Accelerate's: nothing, while gradients are accumulated."""
+        if not self.gradient_state.sync_gradients:
+            return
+        accelerator, member = self._accelerator, self._accelerator._member
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        batches = accelerator.gradient_accumulation_steps
+        member.optimizer.batch_size_per_step = accelerator._samples.finish(parameters, batches)
+        super().step(closure)
+        if self.step_was_skipped:  # by the gradient scaler; a round may be due all the same
+            member.optimizer.step(batch_size=0)

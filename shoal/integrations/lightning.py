@@ -1,0 +1,139 @@
+"""Lightning's `Trainer` as a peer of a run, by a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import shoal
+from shoal.integrations._frameworks import devices_of
+from shoal.integrations.member import Member, own_scaler, own_seed
+from shoal.integrations.samples import Samples
+from shoal.integrations.terms import Terms, refuse_many, refuse_processes
+
+try:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.utilities.data import extract_batch_size
+except ImportError as error:
+    raise ImportError("Lightning is missing, or too old: pip install 'shoal[lightning]'") from error
+
+
+class SwarmStrategy(SingleDeviceStrategy):
+    """Makes a Lightning `Trainer` a peer of a run, from the beginning of `fit` to its end.
+
+    >>> with shoal.DHT(initial_peers=[...], start=True) as dht:
+    ...     strategy = SwarmStrategy(dht=dht, run_id="my run", target_batch_size=4096)
+    ...     Trainer(max_steps=1000, strategy=strategy).fit(module, data)
+
+    A step of the Trainer is an epoch of the run: `max_steps`, `every_n_train_steps` and schedulers with
+    `interval="step"` count epochs, and so does `global_step`. A pass over the data, which Lightning calls an epoch, is
+    this peer's own, and so are `max_epochs` and `val_check_interval`. The optimizer, the schedulers and
+    `gradient_clip_val` are those of the script.
+
+    Args:
+        dht: this peer's place in the DHT, started. It stays when training ends.
+        run_id: names the run.
+        target_batch_size: samples of all peers per epoch.
+        device: on which this peer trains; the first GPU if there is one, by default.
+        options: arguments of `shoal.Optimizer`, and `on_event`, a function that is called with each event.
+
+    Raises:
+        ValueError: for options that the script gives, or that need a loop of the user's own; in `fit`, for several
+            devices or optimizers, manual optimization, and schedulers that do not follow steps.
+    """
+
+    strategy_name = "swarm"
+    optimizers: list[torch.optim.Optimizer]
+
+    def __init__(
+        self,
+        *,
+        dht: shoal.DHT,
+        run_id: str,
+        target_batch_size: int,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+        if "max_grad_norm" in options:
+            raise ValueError("max_grad_norm= comes from the training script: set the Trainer's gradient_clip_val")
+        self._terms = Terms(dht, run_id, target_batch_size, options)
+        self._member: Member | None = None
+        self._samples = Samples()
+        self._clip_val: float | None = None  # the Trainer's, while this peer is in the run
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Join the run with the optimizer and the schedulers that the script makes."""
+        refuse_processes(devices_of(trainer) * trainer.num_nodes, "the Trainer (devices= and num_nodes=)")
+        super().setup_optimizers(trainer)
+        refuse_many(self.optimizers)
+        if not self.lightning_module.automatic_optimization:
+            raise ValueError(
+                "manual optimization steps the optimizer in ways that the strategy does not see: let Lightning "
+                "optimize (automatic_optimization=True), or write the loop yourself with a shoal.Optimizer"
+            )
+        if not self._terms.clips_locally:
+            self._take_clipping(trainer)
+        for config in self.lr_scheduler_configs:
+            if config.interval != "step" or config.frequency != 1:
+                raise ValueError(
+                    f'a scheduler has interval="{config.interval}" and frequency={config.frequency}, which follow this '
+                    'peer\'s own batches: give it interval="step" and frequency=1, which follow the epochs of the run'
+                )
+        plugin = self.precision_plugin
+        if getattr(plugin, "scaler", None) is not None:
+            plugin.scaler = own_scaler(plugin.scaler, plugin.device)
+        self._samples = Samples()
+        self._member = Member(self._terms, self.optimizers[0], self._clip_val)
+        self.optimizers = [self._member.optimizer]
+        for config in self.lr_scheduler_configs:
+            config.scheduler = shoal.EpochScheduler(config.scheduler)
+        torch.manual_seed(own_seed(self._terms.dht))
+
+    def _take_clipping(self, trainer: Trainer) -> None:
+        """The run clips the average in place of this peer's gradients."""
+        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+            raise ValueError(
+                'gradient_clip_algorithm="value" clips each batch of this peer, and a run clips the norm of the '
+                'average: give gradient_clip_algorithm="norm"'
+            )
+        self._clip_val, trainer.gradient_clip_val = trainer.gradient_clip_val, None
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Note the size of the batch."""
+        self._samples.size = extract_batch_size(args[0])
+        return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Count the batch."""
+        return super().backward(closure_loss * self._samples.weight(), *args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: shoal.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """The optimizer's step, with the number of samples behind it."""
+        member = self._member
+        assert member is not None
+        trainer = self.lightning_module.trainer
+        loss = closure()  # first: it decides how many samples there are
+        optimizer.batch_size_per_step = self._samples.finish(self.model.parameters(), trainer.accumulate_grad_batches)
+        done = super().optimizer_step(optimizer, lambda: loss, model, **kwargs)
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            optimizer.step(batch_size=0)  # the scaler may have skipped the step, and a round may be due all the same
+        # Lightning adds 1 to the number of steps next.
+        trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = (
+            member.epoch - 1
+        )
+        self.lightning_module.log_dict(member.logs(), batch_size=1)
+        return done
+
+    def teardown(self) -> None:
+        """Leave the run: training has ended, or raised an error."""
+        if self._member is not None:
+            self._member.leave()
+        if self._clip_val is not None:
+            self.lightning_module.trainer.gradient_clip_val, self._clip_val = self._clip_val, None
+        super().teardown()

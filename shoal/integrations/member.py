@@ -1,0 +1,78 @@
+"""A peer of a run whose training loop belongs to a framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import shoal
+from shoal.integrations.terms import Terms, refuse_many
+
+
+class Member:
+    """Joins the run with the optimizer that a framework has made.
+
+    Args:
+        terms: of the run.
+        optimizer: a torch optimizer of this peer's parameters, which are on their device by now.
+        max_grad_norm: the norm to which the average is clipped; None or 0: it is not.
+
+    Attributes:
+        optimizer: the `shoal.Optimizer` around it, for the framework to step.
+        num_peers: the number of members of the last round.
+
+    Raises:
+        ValueError: as `shoal.Optimizer`.
+        AveragingError: if the run refuses this peer.
+    """
+
+    def __init__(self, terms: Terms, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
+        refuse_many([optimizer])
+        options = dict(terms.options)
+        self._tell: Callable[[Any], None] | None = options.pop("on_event", None)
+        if max_grad_norm and not terms.clips_locally:
+            options["max_grad_norm"] = float(max_grad_norm)
+        self.num_peers = 1
+        self.optimizer = shoal.Optimizer(
+            dht=terms.dht,
+            run_id=terms.run_id,
+            target_batch_size=terms.target_batch_size,
+            optimizer=optimizer,
+            **options,
+        )
+        self.optimizer.on_event = self._heard
+
+    def _heard(self, event: Any) -> None:
+        if isinstance(event, shoal.EpochReport):
+            self.num_peers = event.num_peers
+        if self._tell is not None:
+            self._tell(event)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the run."""
+        return self.optimizer.local_epoch
+
+    def logs(self) -> dict[str, float]:
+        """What is logged beside the framework's own values: the run's epoch and the number of peers."""
+        return {"run_epoch": float(self.epoch), "run_peers": float(self.num_peers)}
+
+    def leave(self) -> None:
+        """Leave the run; the parameters stay usable."""
+        self.optimizer.shutdown()
+
+
+def own_seed(dht: shoal.DHT) -> int:
+    """A seed that differs between peers, and follows from torch's seed and this peer's identity: peers that are seeded
+    alike, for the same first parameters, would otherwise draw the same batches."""
+    return (torch.initial_seed() + int.from_bytes(dht.peer_id.key[:4])) % 2**32
+
+
+def own_scaler(scaler: torch.amp.GradScaler, device: str) -> shoal.GradScaler:
+    """A `shoal.GradScaler` with the state of torch's, for the same device type."""
+    made = shoal.GradScaler(device, enabled=scaler.is_enabled())
+    if scaler.is_enabled():
+        made.load_state_dict(scaler.state_dict())
+    return made

@@ -1,0 +1,57 @@
+"""How many samples are behind a step, where a framework accumulates gradients over several batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+class Samples:
+    """Counts the samples of the batches since the last step, and makes the step's gradient the mean over them.
+
+    Lightning and Accelerate divide the loss of each batch by the number of batches that a step should have. That is the
+    mean over the samples only if all batches are of one size and none is missing, which the last ones of a pass over
+    the data are not. So the loss of each batch is weighted by its size, and the sum is divided by the size of all.
+
+    Attributes:
+        size: the number of samples in the present batch; 0 once it was counted.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._first = self._total = 0
+
+    def weight(self) -> float:
+        """Count the present batch; returns the factor for its loss: 1.0 where all are of one size.
+
+        Raises:
+            ValueError: if nobody has said how large it is, or if it was counted.
+        """
+        size, self.size = self.size, 0
+        if not size:
+            raise ValueError(
+                "nobody knows how many samples are behind this backward(): call it once for each batch of the data "
+                "loader that swarm() has returned"
+            )
+        self._first = self._first or size
+        self._total += size
+        return size / self._first
+
+    @torch.no_grad()
+    def finish(self, parameters: Iterable[torch.Tensor], batches: int) -> int:
+        """End the step: `.grad` of the parameters becomes the mean over all samples of its batches.
+
+        Args:
+            batches: by which the framework has divided each loss.
+
+        Returns:
+            The number of samples.
+        """
+        total = self._total
+        if total and (factor := batches * self._first / total) != 1.0:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        self._first = self._total = 0
+        return total

@@ -1,0 +1,82 @@
+"""What the user of a framework gives to join a run, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import shoal
+
+GIVEN_BY_FRAMEWORK = ("optimizer", "params", "scheduler", "batch_size_per_step")
+# The framework makes the optimizer, and its loop clears gradients after each step and takes no step without a batch.
+OWN_LOOP = ("reuse_grad_buffers", "offload_optimizer", "delay_optimizer_step", "delay_grad_averaging", "auxiliary")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a framework's optimizer joins a run.
+
+    Attributes:
+        dht: this peer's place in the DHT, started.
+        run_id: names the run.
+        target_batch_size: samples of all peers per epoch.
+        options: further arguments of `shoal.Optimizer`, and `on_event`.
+
+    Raises:
+        ValueError: for an option that the framework gives, or that needs a training loop of the user's own.
+    """
+
+    dht: shoal.DHT
+    run_id: str
+    target_batch_size: int
+    options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        for name in GIVEN_BY_FRAMEWORK:
+            if name in self.options:
+                raise ValueError(f"{name}= comes from the training script: leave it out here")
+        for name in OWN_LOOP:
+            if self.options.get(name):
+                raise ValueError(
+                    f"{name}=True does not work in a framework's training loop: leave it out, or write the loop "
+                    "yourself with a shoal.Optimizer"
+                )
+
+    @property
+    def clips_locally(self) -> bool:
+        """Whether each step of this peer is a step of the optimizer, so that the framework's own clipping is right."""
+        return bool(self.options.get("use_local_updates"))
+
+
+def refuse_processes(count: int, what: str) -> None:
+    """A peer is one process.
+
+    Args:
+        count: the number of processes, or of devices that get one each.
+        what: where that was asked for.
+
+    Raises:
+        ValueError: for more than one.
+    """
+    if count > 1:
+        raise ValueError(
+            f"a peer of a run is one process on one device, and {what} asks for {count}: start one process for each "
+            "device, each with a shoal.DHT of its own, and let the run be what connects them"
+        )
+
+
+def refuse_many(optimizers: Sequence[Any]) -> None:
+    """A run has one optimizer.
+
+    Raises:
+        ValueError: with the optimizers' names, for none or more than one, and for a `shoal.Optimizer`.
+    """
+    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+    if len(optimizers) != 1:
+        raise ValueError(
+            f"a run has one optimizer, and the script gives {len(optimizers)} ({names}): give one, with a parameter "
+            "group for each set of options"
+        )
+    if isinstance(optimizers[0], shoal.Optimizer):
+        raise ValueError("the script makes a shoal.Optimizer itself: let it make the plain torch optimizer instead")

@@ -1,0 +1,182 @@
+"""The `Trainer` of Transformers as a peer of a run."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import shoal
+from shoal.integrations._frameworks import add_loss
+from shoal.integrations.member import Member, own_scaler, own_seed
+from shoal.integrations.mixing import mix
+from shoal.integrations.terms import Terms, refuse_processes
+
+try:
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_pt_utils import find_batch_size
+    from transformers.trainer_utils import has_length
+except ImportError as error:
+    raise ImportError("Transformers is missing, or too old: pip install 'shoal[transformers]'") from error
+
+
+def swarm(trainer: Trainer, *, dht: shoal.DHT, run_id: str, target_batch_size: int, **options: Any) -> Trainer:
+    """Make a `Trainer` a peer of a run, from the beginning of each `train` to its end.
+
+    >>> with shoal.DHT(initial_peers=[...], start=True) as dht:
+    ...     trainer = swarm(Trainer(model, args, train_dataset=data), dht=dht, run_id="my run", target_batch_size=4096)
+    ...     trainer.train()
+
+    A step of the Trainer is an epoch of the run: `max_steps`, `warmup_steps`, `logging_steps`, `eval_steps` and
+    `save_steps` count epochs, and so does `state.global_step`. Without `max_steps`, the run ends when all peers
+    together have seen as many samples as `num_train_epochs` passes over this peer's data have; give `max_steps` where
+    peers have data of unlike length. The optimizer, the schedule and `max_grad_norm` are the Trainer's own.
+
+    Args:
+        trainer: a `Trainer` or one of a subclass, as the script makes it.
+        dht: this peer's place in the DHT, started. It stays when training ends.
+        run_id: names the run.
+        target_batch_size: samples of all peers per epoch.
+        options: arguments of `shoal.Optimizer`, and `on_event`, a function that is called with each event.
+
+    Returns:
+        `trainer`, whose class is one that inherits from its class now.
+
+    Raises:
+        ValueError: if the Trainer is set up for several processes, or has a `shoal.Optimizer`; for options that the
+            Trainer gives, or that need a loop of the user's own.
+    """
+    terms = Terms(dht, run_id, target_batch_size, options)
+    if "max_grad_norm" in options:
+        raise ValueError("max_grad_norm= comes from the training script: set it in the TrainingArguments")
+    accelerator = trainer.accelerator
+    refuse_processes(accelerator.num_processes, "the launcher of this Trainer (world_size)")
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ValueError("DeepSpeed and FSDP own the optimizer, and a run needs it: leave them out")
+    mix(trainer, InSwarm)
+    trainer._terms, trainer._member = terms, None
+    trainer._given = trainer.optimizer, trainer.lr_scheduler
+    trainer._losses, trainer._steps = 0.0, 0
+    accelerator.dataloader_config.data_seed = own_seed(dht)
+    if accelerator.scaler is not None:
+        accelerator.scaler = own_scaler(accelerator.scaler, accelerator.device.type)
+    trainer.add_callback(Epochs(trainer))
+    return trainer
+
+
+class InSwarm(Trainer):
+    """The methods of a Trainer that is a peer. `swarm` adds it to the class of a Trainer."""
+
+    _terms: Terms
+    _member: Member | None
+    _given: tuple[torch.optim.Optimizer | None, Any]
+    _losses: torch.Tensor | float  # the sum of this epoch's losses
+    _steps: int  # how many they are
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; the peer leaves the run at the end, also by an error."""
+        self.optimizer, self.lr_scheduler = self._given
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._member is not None:
+            self._member.leave()
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Join the run with the optimizer that the Trainer makes."""
+        if self._member is None or not self._member.optimizer.is_alive():
+            made = super().create_optimizer(*args, **kwargs)
+            self._member = Member(self._terms, made, self.args.max_grad_norm)
+            self.optimizer = self._member.optimizer
+        return self.optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's schedule, which follows the epochs of the run."""
+        made = super().create_scheduler(*args, **kwargs)
+        if not isinstance(made, shoal.EpochScheduler):
+            made = self.lr_scheduler = shoal.EpochScheduler(made)
+        return made
+
+    def set_initial_training_values(self, args: Any, dataloader: Any, *rest: Any) -> Any:
+        """A step is an epoch of the run, and the run decides how many passes over the data that takes."""
+        _, steps, examples, _, *middle, epochs = super().set_initial_training_values(args, dataloader, *rest)
+        if args.max_steps <= 0:
+            epochs = math.ceil(args.num_train_epochs * math.ceil(examples / self._terms.target_batch_size))
+        if not has_length(dataloader):
+            steps = sys.maxsize  # in one pass: `get_batch_samples` finds the end of a stream
+        return (sys.maxsize, steps, examples, epochs * self._terms.target_batch_size, *middle, epochs)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        """The batches of the next step, whose samples count."""
+        found = super().get_batch_samples(epoch_iterator, *args, **kwargs)
+        if not found[0]:
+            self.control.should_epoch_stop = True
+        assert self._member is not None
+        self._member.optimizer.batch_size_per_step = sum(map(find_batch_size, found[0]))
+        return found
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer divides the sum of the losses by the number of its steps, which are epochs: it gets the mean of
+        an epoch when that ends."""
+        loss = super().training_step(*args, **kwargs)
+        if torch.isfinite(loss) or not self.args.logging_nan_inf_filter:
+            self._losses += loss
+        return torch.zeros_like(loss)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Only measure, unless each step of this peer is a step: the run clips the average."""
+        if self._terms.clips_locally:
+            return super()._clip_grad_norm(model)
+        return self.accelerator.clip_grad_norm_(model.parameters(), math.inf)
+
+    def _load_best_model(self) -> None:
+        """Leave the run first: these weights are not its state."""
+        self._leave()
+        super()._load_best_model()
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """With the run's epoch and number of peers."""
+        if self._member is not None:
+            logs.update(self._member.logs())
+        super().log(logs, *args, **kwargs)
+
+
+class Epochs(TrainerCallback):
+    """Makes a step of the Trainer an epoch of the run.
+
+    Args:
+        trainer: that is `InSwarm`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._moved = 0  # epochs in the present step
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin to count losses."""
+        self._trainer._losses, self._trainer._steps = 0.0, 0
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Between the optimizer's step and the schedule's. The Trainer adds 1 to `global_step` next."""
+        trainer = self._trainer
+        member = trainer._member
+        if trainer.accelerator.optimizer_step_was_skipped:  # by the gradient scaler; a round may be due all the same
+            member.optimizer.step(batch_size=0)
+        self._moved = max(0, member.epoch - state.global_step)
+        trainer._steps += 1
+        if self._moved:
+            add_loss(trainer, trainer._losses / trainer._steps * self._moved)
+            trainer._losses, trainer._steps = 0.0, 0
+        state.global_step = member.epoch - 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Log, evaluate and save at the end of an epoch only."""
+        self._trainer.lr_scheduler.step()  # the Trainer leaves that out where the scaler has skipped a step
+        if not self._moved:
+            control.should_log = control.should_evaluate = control.should_save = False

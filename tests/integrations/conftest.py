@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import shoal
+
+
+@pytest.fixture(scope="module")
+def dht() -> Iterator[shoal.DHT]:
+    with shoal.DHT(start=True) as dht:
+        yield dht
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, all_are_here: None) -> None:
+    """No test asks Hugging Face for anything, or waits for peers: what runs in this process is alone."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")

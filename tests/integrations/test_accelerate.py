@@ -1,0 +1,147 @@
+"""`shoal.integrations.accelerate`: what the calls of a loop mean in a run, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.integrations.accelerate import swarm
+from tests.integrations.tiny import inputs
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks
+
+
+class Loop:
+    """An ordinary loop with Accelerate."""
+
+    def __init__(self, dht: shoal.DHT, run_id: str) -> None:
+        self.dht, self.run_id, self.events = dht, run_id, list[Any]()
+        self.clipped: list[float] = []
+
+    def prepare(self, *more: Any, target: int = 32, data: int = 50, accumulate: int = 1, **given: Any) -> None:
+        self.accelerator: Any = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        if given.pop("scaler", False):
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        torch.manual_seed(0)
+        model = nn.Linear(8, 1)
+        plain = torch.optim.SGD(model.parameters(), lr=0.01)
+        plain.register_step_pre_hook(self.look)
+        make = given.pop("schedule", lambda optimizer: ExponentialLR(optimizer, gamma=0.5))
+        args = model, plain, DataLoader(TensorDataset(inputs(data)), batch_size=4), make(plain), *more
+        run = {"dht": self.dht, "run_id": self.run_id, "target_batch_size": target, "on_event": self.events.append}
+        self.model, self.optimizer, self.data, self.schedule, *_ = swarm(self.accelerator, *args, **run, **given)
+
+    def look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        self.clipped.append(torch.nn.utils.get_total_norm(grads).item())
+
+    def run(self, epochs: int = 5, clip: float | None = None, data: Any = None) -> None:
+        while True:
+            for (batch,) in data or self.data:
+                with self.accelerator.accumulate(self.model):
+                    loss = (self.model(batch) - batch.sum(1, keepdim=True)).square().mean()
+                    self.accelerator.backward(loss)
+                    if clip is not None:
+                        self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
+                    self.optimizer.step()
+                    self.schedule.step()
+                    self.optimizer.zero_grad()
+                if self.optimizer.optimizer.local_epoch >= epochs:
+                    return
+
+    @property
+    def samples(self) -> list[float]:
+        return [event.samples for event in self.events if isinstance(event, shoal.EpochReport)]
+
+
+@pytest.fixture
+def loop(dht: shoal.DHT, tmp_path: Path) -> Iterator[Loop]:
+    loop = Loop(dht, tmp_path.name)
+    yield loop
+    if hasattr(loop, "optimizer"):
+        loop.accelerator.end_training()
+        assert not loop.optimizer.optimizer.is_alive()
+
+
+def test_the_samples_of_each_batch_count(loop: Loop) -> None:
+    loop.prepare()
+    loop.run()
+    assert loop.samples == [32, 34, 32, 34, 34]  # each pass over the 50 samples ends with a batch of 2
+    assert loop.schedule.get_last_lr() == [0.01 * 0.5**5]
+
+
+def test_an_incomplete_accumulation_counts_what_it_has(loop: Loop) -> None:
+    loop.prepare(accumulate=3, data=26, target=26)
+    loop.run()
+    assert loop.samples == [26] * 5  # 12, 12 and 2
+
+
+def test_batches_that_are_skipped_do_not_count(loop: Loop) -> None:
+    loop.prepare(target=18)
+    loop.run(epochs=1, data=loop.accelerator.skip_first_batches(loop.data, 8))
+    assert loop.samples == [18]
+
+
+def test_the_average_is_clipped(loop: Loop) -> None:
+    loop.prepare(max_grad_norm=0.25)
+    loop.run(clip=0.25)
+    assert loop.clipped == pytest.approx([0.25] * 5, rel=1e-3)
+    with pytest.raises(ValueError, match=r"give max_grad_norm=1\.0 to shoal"):
+        loop.run(epochs=6, clip=1.0)
+
+
+def test_a_cycle_ends_with_its_last_step(loop: Loop) -> None:
+    loop.prepare(schedule=lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=6))
+    loop.run()
+    assert loop.schedule.get_last_lr() == pytest.approx([0.1 / 25 / 1e4])
+
+
+def test_an_overflow_costs_that_batch_only(loop: Loop) -> None:
+    loop.prepare(scaler=True, data=64, target=8)
+    calls = []
+
+    def poison(gradient: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return torch.full_like(gradient, torch.inf) if len(calls) == 3 else gradient
+
+    loop.model.weight.register_hook(poison)
+    loop.run()
+    assert loop.accelerator.scaler.get_scale() == 512
+    assert loop.samples == [8] * 5
+    assert len(calls) == 11  # 2 for each epoch, and the one that was lost
+
+
+def test_logs_have_the_epoch_and_the_number_of_peers(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(Accelerator, "log", lambda _, values, **__: told.append(values))
+    loop.prepare()
+    loop.run()
+    loop.accelerator.log({"loss": 1.0}, step=3)
+    assert told == [{"loss": 1.0, "run_epoch": 5, "run_peers": 1}]
+
+
+def test_a_data_loader_that_was_not_given_is_refused(loop: Loop) -> None:
+    loop.prepare()
+    loop.run(epochs=1)
+    with pytest.raises(ValueError, match="nobody knows how many samples are behind this backward"):
+        loop.run(epochs=2, data=DataLoader(TensorDataset(inputs(8)), batch_size=4))
+
+
+def test_what_does_not_fit_is_refused(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match=r"a run has one optimizer, and the script gives 2 \(SGD, Adam\)"):
+        loop.prepare(other)
+    with pytest.raises(ValueError, match="offload_optimizer=True does not work"):
+        loop.prepare(offload_optimizer=True)
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    with pytest.raises(ValueError, match="one process on one device, and `accelerate launch`"):
+        loop.prepare()

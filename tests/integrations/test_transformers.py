@@ -1,0 +1,242 @@
+"""`shoal.integrations.transformers`: what a Trainer's settings mean in a run, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import shoal
+from shoal.integrations.transformers import swarm
+from tests.integrations.tiny import language_model, texts
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks
+
+Make = Callable[..., Any]
+
+
+class Stream(IterableDataset[Any]):
+    """As many texts as asked for, without a length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(texts(self.count))
+
+
+@pytest.fixture
+def make(dht: shoal.DHT, tmp_path: Path) -> Make:
+    """A Trainer that is a peer, with the events that it hears in `.events`."""
+
+    def made(data: Any = 50, target: int = 32, kind: type[Trainer] = Trainer, prepare: Any = None, **given: Any) -> Any:
+        names = {"callbacks", "optimizers", "model_init", "eval_dataset"}
+        own = {name: given.pop(name) for name in names & given.keys()}
+        names = {"use_local_updates", "reuse_grad_buffers", "dht"}
+        run = {"dht": dht} | {name: given.pop(name) for name in names & given.keys()}
+        settings = {
+            "output_dir": str(tmp_path), "per_device_train_batch_size": 4, "max_steps": 5, "report_to": [],
+            "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "learning_rate": 0.01,
+            **given,
+        }  # fmt: skip
+        own |= {} if "model_init" in own else {"model": language_model()}
+        train = texts(data) if isinstance(data, int) else data
+        trainer: Any = kind(args=TrainingArguments(**settings), train_dataset=train, **own)
+        if prepare is not None:
+            prepare(trainer)
+        trainer.events = []
+        run_id = tmp_path.name
+        return swarm(trainer, run_id=run_id, target_batch_size=target, on_event=trainer.events.append, **run)
+
+    return made
+
+
+def samples(trainer: Any) -> list[float]:
+    return [event.samples for event in trainer.events if isinstance(event, shoal.EpochReport)]
+
+
+def test_a_step_is_an_epoch_of_the_run(make: Make) -> None:
+    trainer = make(eval_strategy="no", save_strategy="steps", save_steps=2)
+    assert trainer.train().global_step == 5
+    assert samples(trainer) == [32, 34, 32, 34, 34]  # each pass over the 50 samples ends with a batch of 2
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["step"] for log in logs] == [1, 2, 3, 4, 5] == [log["run_epoch"] for log in logs]
+    assert all(log["run_peers"] == 1 for log in logs)
+    assert sorted(path.name for path in Path(trainer.args.output_dir).iterdir()) == [
+        "checkpoint-2", "checkpoint-4", "checkpoint-5"
+    ]  # fmt: skip
+
+
+def test_the_loss_of_a_step_is_the_mean_over_the_epoch(make: Make, tmp_path: Path) -> None:
+    plain = TrainingArguments(str(tmp_path), per_device_train_batch_size=32, max_steps=1, use_cpu=True, report_to=[])
+    expected = Trainer(language_model(), plain, train_dataset=texts(32)).train().training_loss
+    trainer = make(learning_rate=0.0, data=32)
+    result = trainer.train()
+    logs = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert logs == pytest.approx([expected] * 5, abs=1e-4)
+    assert result.training_loss == pytest.approx(expected, abs=1e-4)
+
+
+def test_without_max_steps_it_makes_the_passes_of_one_process_with_that_batch(make: Make) -> None:
+    trainer = make(max_steps=-1, num_train_epochs=3)
+    assert trainer.train().global_step == 6  # 3 passes of ceil(50 / 32) steps
+    assert trainer.state.max_steps == 6
+
+
+def test_an_incomplete_accumulation_counts_what_it_has(make: Make) -> None:
+    trainer = make(gradient_accumulation_steps=3, max_steps=10, data=26, target=26)
+    trainer.train()
+    assert samples(trainer) == [26] * 10  # 12, 12 and 2
+
+
+@pytest.mark.parametrize("count", [10, 1000])
+def test_a_stream_ends_no_step(make: Make, count: int) -> None:
+    trainer = make(data=Stream(count), max_steps=3, target=16)
+    assert trainer.train().global_step == 3
+    assert sum(samples(trainer)) >= 3 * 16
+
+
+def test_the_trainers_schedule_is_that_of_the_run(make: Make) -> None:
+    trainer = make(max_steps=10, warmup_steps=2)
+    trainer.train()
+    rates = [log["learning_rate"] for log in trainer.state.log_history if "loss" in log]
+    assert rates == pytest.approx([0, 0.005, *(0.01 * left / 8 for left in range(8, 0, -1))])
+
+
+def test_peers_shuffle_differently(make: Make, dht: shoal.DHT) -> None:
+    with shoal.DHT(start=True) as other:
+        trainers = [make(), make(), make(dht=other)]
+        mine, again, theirs = (torch.cat([b["input_ids"] for b in one.get_train_dataloader()]) for one in trainers)
+    assert torch.equal(mine, again)
+    assert not torch.equal(mine, theirs)
+    assert torch.equal(mine.sum(0), theirs.sum(0))
+
+
+def test_the_run_is_left_before_the_best_model_is_loaded(make: Make) -> None:
+    class Watched(Trainer):
+        was_alive = True
+
+        def _load_best_model(self) -> None:
+            self.was_alive = trainer._member.optimizer.is_alive()
+            super()._load_best_model()
+
+    saved = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = make(kind=Watched, load_best_model_at_end=True, eval_dataset=texts(4), **saved)
+    trainer.train()
+    assert not trainer.was_alive
+
+
+def test_an_optimizer_and_a_scheduler_of_the_user_are_kept(make: Make) -> None:
+    model = language_model()
+    plain = torch.optim.SGD(model.parameters(), lr=0.5)
+    halving = torch.optim.lr_scheduler.ExponentialLR(plain, gamma=0.5)
+    trainer = make(optimizers=(plain, halving), prepare=lambda trainer: setattr(trainer, "model", model))
+    trainer.model_wrapped = model
+    trainer.train()
+    assert trainer._member.optimizer.optimizer is plain
+    assert plain.param_groups[0]["lr"] == 0.5**6
+
+
+def test_the_average_is_clipped_and_no_batch(make: Make) -> None:
+    norms = []
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+
+    trainer = make(max_grad_norm=0.01, callbacks=[Watch()])
+    clipped = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        clipped.append(torch.nn.utils.get_total_norm(grads).item())
+
+    class Hook(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            trainer._member.optimizer.optimizer.register_step_pre_hook(look)
+
+    trainer.add_callback(Hook())
+    trainer.train()
+    assert min(norms) > 0.1
+    assert clipped == pytest.approx([0.01] * 5, rel=1e-3)
+    assert trainer.args.max_grad_norm == 0.01
+
+
+def test_local_updates_are_clipped_by_the_trainer(make: Make) -> None:
+    trainer = make(max_grad_norm=0.01, use_local_updates=True)
+    assert trainer.train().global_step == 5
+
+
+def test_it_trains_again_and_from_a_new_model(make: Make) -> None:
+    trainer = make(model_init=lambda: language_model())
+    for _ in range(2):
+        assert trainer.train().global_step == 5
+        assert not trainer._member.optimizer.is_alive()
+    assert trainer.evaluate(eval_dataset=texts(4))["run_epoch"] == 5
+
+
+def test_it_leaves_the_run_when_training_raises(make: Make, dht: shoal.DHT) -> None:
+    class Raises(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            raise KeyError("mine")
+
+    trainer = make(callbacks=[Raises()])
+    with pytest.raises(KeyError, match="mine"):
+        trainer.train()
+    assert not trainer._member.optimizer.is_alive()
+    assert dht.is_alive()
+
+
+def test_bf16_needs_nothing(make: Make) -> None:
+    assert make(bf16=True).train().global_step == 5
+
+
+def test_an_overflow_costs_that_batch_only(make: Make) -> None:
+    class Overflows(Trainer):
+        steps = 0
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            self.steps += 1
+            if self.steps == 3:
+                next(self.model.parameters()).grad.fill_(torch.inf)
+            return loss
+
+    def emulate(trainer: Any) -> None:
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    trainer = make(kind=Overflows, data=64, target=8, prepare=emulate)
+    trainer.train()
+    assert isinstance(trainer.accelerator.scaler, shoal.GradScaler)
+    assert trainer.accelerator.scaler.get_scale() == 512
+    assert samples(trainer) == [8] * 5
+    assert trainer.steps == 11  # 2 for each epoch, and the one that was lost
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+
+
+def test_what_does_not_fit_a_trainer_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch, dht: shoal.DHT) -> None:
+    with pytest.raises(ValueError, match="reuse_grad_buffers=True does not work in a framework's training loop"):
+        make(reuse_grad_buffers=True)
+    trainer = make()
+    with pytest.raises(ValueError, match="max_grad_norm= comes from the training script: set it in the Training"):
+        swarm(trainer, dht=dht, run_id="x", target_batch_size=8, max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="optimizer= comes from the training script"):
+        swarm(trainer, dht=dht, run_id="x", target_batch_size=8, optimizer=torch.optim.SGD)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    with pytest.raises(ValueError, match=r"one process on one device, and the launcher of this Trainer \(world_size\)"):
+        make()
+
+
+def test_a_shoal_optimizer_of_the_user_is_refused(make: Make, dht: shoal.DHT) -> None:
+    model = language_model()
+    own = shoal.Optimizer(
+        dht=dht, run_id="own", target_batch_size=8, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    with pytest.raises(ValueError, match="the script makes a shoal"):
+        make(optimizers=(own, None)).train()
+    own.shutdown()

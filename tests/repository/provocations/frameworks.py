@@ -1,0 +1,121 @@
+"""What provokes the errors that the guide to frameworks promises, in the order of its table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from shoal.integrations.accelerate import swarm
+from shoal.integrations.lightning import SwarmStrategy
+from tests.optim.models import make_model
+from tests.repository.error_tables import Scene, provokes, raised
+
+
+class Module(lightning.LightningModule):
+    """A network whose scheduler is stepped after each pass over the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model()
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [ExponentialLR(optimizer, 0.5)]
+
+
+class ByHand(Module):
+    automatic_optimization = False
+
+
+def fit(scene: Scene, module: Module, **given: Any) -> None:
+    """With Lightning, as a peer."""
+    strategy = SwarmStrategy(dht=scene.dht, run_id=scene.run_id, target_batch_size=8, device="cpu")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings = {"max_steps": 1, "accelerator": "cpu", "devices": 1, "enable_checkpointing": False, **quiet, **given}
+    trainer = lightning.Trainer(strategy=strategy, **settings)
+    trainer.fit(module, batches())
+
+
+def batches() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(8, 10)), batch_size=4)
+
+
+def join(scene: Scene, *args: Any, **options: Any) -> tuple[Any, ...]:
+    """With Accelerate, as a peer."""
+    accelerator: Any = Accelerator(cpu=True)
+    joined = swarm(accelerator, *args, dht=scene.dht, run_id=scene.run_id, target_batch_size=8, **options)
+    scene.ends.callback(accelerator.end_training)
+    return accelerator, *joined
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@provokes("a peer of a run is one process on one device, and … asks for N")
+def trains_on_two_devices(scene: Scene) -> str:
+    return raised(lambda: fit(scene, Module(), devices=2))
+
+
+@provokes("a run has one optimizer, and the script gives N (…)")
+def has_two_optimizers(scene: Scene) -> str:
+    return raised(lambda: join(scene, sgd(make_model()), sgd(make_model())))
+
+
+@provokes("the script makes a shoal.Optimizer itself")
+def gives_a_shoal_optimizer(scene: Scene) -> str:
+    return raised(lambda: join(scene, scene.optimizer(batch_size_per_step=4)))
+
+
+@provokes("…= comes from the training script: leave it out here")
+def gives_a_scheduler(scene: Scene) -> str:
+    return raised(lambda: join(scene, sgd(make_model()), scheduler=None))
+
+
+@provokes("max_grad_norm= comes from the training script")
+def gives_a_norm(scene: Scene) -> str:
+    return raised(lambda: SwarmStrategy(dht=scene.dht, run_id="x", target_batch_size=8, max_grad_norm=1.0))
+
+
+@provokes("…=True does not work in a framework's training loop")
+def delays_steps(scene: Scene) -> str:
+    return raised(lambda: join(scene, sgd(make_model()), delay_optimizer_step=True))
+
+
+@provokes("clip_grad_norm_(…, N) would clip each batch of this peer")
+def clips_batches(scene: Scene) -> str:
+    model = make_model()
+    accelerator, *_ = join(scene, sgd(model))
+    return raised(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0))
+
+
+@provokes("nobody knows how many samples are behind this backward()")
+def trains_with_another_data_loader(scene: Scene) -> str:
+    model = make_model()
+    accelerator, *_ = join(scene, sgd(model))
+    return raised(lambda: accelerator.backward(model(torch.randn(4, 10)).sum()))
+
+
+@provokes('a scheduler has interval="epoch" and frequency=N')
+def steps_a_scheduler_after_each_pass(scene: Scene) -> str:
+    return raised(lambda: fit(scene, Module()))
+
+
+@provokes('gradient_clip_algorithm="value" clips each batch of this peer')
+def clips_values(scene: Scene) -> str:
+    return raised(lambda: fit(scene, Module(), gradient_clip_val=1.0, gradient_clip_algorithm="value"))
+
+
+@provokes("manual optimization steps the optimizer in ways that the strategy does not see")
+def optimizes_by_hand(scene: Scene) -> str:
+    return raised(lambda: fit(scene, ByHand()))
