@@ -18,17 +18,12 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from shoal.health.record import Health
+from shoal.health.record import Health, name_of
 from shoal.p2p.identity import PeerID
 
 Metrics = list[Metric]
 LABELS = ["run", "peer"]
 LOOPBACK = "127.0.0.1"
-
-
-def name_of(peer: PeerID) -> str:
-    """A peer as tables and labels name it: the last 8 characters of its id."""
-    return str(peer)[-8:]
 
 
 def families(run_id: str, records: Iterable[tuple[PeerID, Health]]) -> Metrics:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 from typing import Annotated
 
 import msgspec
 
+from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.view import Role
 
 PERIOD_SECONDS = 10.0  # between two records of a peer
 LIFE_SECONDS = 30.0  # of a record in the DHT
 MAX_BYTES = 1280  # of an encoded record, without membership and signature; a usual one takes 400 to 600
-MAX_REASON = 160  # characters
+MAX_TEXT, MAX_REASON = 64, 160  # characters
 MAX_UNREACHED = 4  # members that one record names
 PREFIX_BYTES = 8  # of hashes and keys: enough to tell apart what nobody has forged
 MARK_EVERY = (1, 4, 16, 64, 256, 1024)  # see `Health.marks`
@@ -21,8 +23,11 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Time = Annotated[float, msgspec.Meta(ge=0, lt=1 << 53)]  # since 1970, of the peer's own clock
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
-Text = Annotated[str, msgspec.Meta(max_length=64)]
-Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+# What may be written to a terminal: no control characters, and none that change the direction or the width of others.
+UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff"
+PRINTABLE = rf"^[^{UNPRINTABLE}]*\Z"
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT, pattern=PRINTABLE)]
+Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON, pattern=PRINTABLE)]
 Prefix = Annotated[bytes, msgspec.Meta(min_length=PREFIX_BYTES, max_length=PREFIX_BYTES)]
 
 
@@ -177,6 +182,16 @@ class Health(msgspec.Struct, array_like=True, frozen=True, tag=1):
         return self.started, self.number
 
 
+def printable(text: str, limit: int) -> str:
+    """As much of a text as a record takes: `limit` bytes, of characters that may be written to a terminal."""
+    return _unprintable.sub(" ", text).encode(errors="replace")[:limit].decode(errors="ignore")
+
+
+def name_of(peer: PeerID) -> str:
+    """A peer as tables and labels name it: the last 8 characters of its id."""
+    return str(peer)[-8:]
+
+
 def encode_health(health: Health) -> msgspec.Raw:
     """The bytes of a record."""
     return msgspec.Raw(msgspec.msgpack.encode(health))
@@ -192,4 +207,5 @@ def decode_health(record: bytes) -> Health:
         raise ValueError(f"not a health record: {error}") from error
 
 
+_unprintable = re.compile(f"[{UNPRINTABLE}]")
 _decoder = msgspec.msgpack.Decoder(Health)

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 
 from shoal.dht.records import get_dht_time
-from shoal.health.record import MAX_REASON, Fault, FaultKind
+from shoal.health.record import MAX_REASON, Fault, FaultKind, printable
 
 
 class Faults:
@@ -23,7 +23,7 @@ class Faults:
         Returns:
             The fields of the log record that tells of it.
         """
-        short = short_of(reason)
+        short = printable(reason, MAX_REASON)
         with self._lock:
             self._counts[kind] += 1
             self._last = Fault(kind, short, get_dht_time())
@@ -33,8 +33,3 @@ class Faults:
         """How many of each kind, and the last."""
         with self._lock:
             return dict(self._counts), self._last
-
-
-def short_of(reason: str) -> str:
-    """As much of a reason as a health record takes: MAX_REASON bytes."""
-    return reason.encode(errors="replace")[:MAX_REASON].decode(errors="ignore")

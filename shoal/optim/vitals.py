@@ -23,6 +23,8 @@ from shoal.dht.records import get_dht_time
 from shoal.health.board import HealthBoard
 from shoal.health.record import (
     MARK_EVERY,
+    MAX_REASON,
+    MAX_TEXT,
     MAX_UNREACHED,
     PERIOD_SECONDS,
     PREFIX_BYTES,
@@ -32,10 +34,10 @@ from shoal.health.record import (
     Refused,
     Round,
     Totals,
+    printable,
 )
 from shoal.optim.epoch import Epoch
 from shoal.optim.epoch_round import this_machine
-from shoal.optim.faults import short_of
 from shoal.optim.progress import RunProgress
 from shoal.optim.reports import DownloadReport, EpochReport, Event, ForkReport
 from shoal.optim.run import Run
@@ -66,8 +68,8 @@ class Vitals:
         self._run, self._tracker, self._epoch, self._compares = run, tracker, epoch, compares
         self._lock = threading.Lock()
         self._started, self._number = get_dht_time(), 0
-        self._version = version("shoal")[:64]
-        self._device = this_machine().partition(", ")[2][:64]
+        self._release = printable(version("shoal"), MAX_TEXT)
+        self._device = printable(this_machine().partition(", ")[2], MAX_TEXT)
         self._terms = _hash_of(run.swarm.peer.terms)
         self._machine = b""
         self._marks: dict[int, Mark] = {}  # by the number that divides the epoch
@@ -142,8 +144,8 @@ class Vitals:
             number=self._number,
             at=get_dht_time(),
             left=left,
-            version=self._version,
-            torch=torch.__version__[:64],
+            version=self._release,
+            torch=printable(torch.__version__, MAX_TEXT),
             device=self._device,
             role=swarm.me.role,
             terms=self._terms,
@@ -165,7 +167,7 @@ class Vitals:
             fault=fault,
             members=len(swarm.peer.view.connected()),
             unreached=tuple(missing),
-            refused=None if refused is None else Refused(refused[0][:PREFIX_BYTES], short_of(refused[1])),
+            refused=None if refused is None else Refused(refused[0][:PREFIX_BYTES], printable(refused[1], MAX_REASON)),
             cpu_seconds=time.process_time(),
             memory=_memory(),
         )
