@@ -18,6 +18,7 @@ import shoal
 from shoal.cli.demo.settings import ENOUGH_EPOCHS, Compression, DemoSettings
 from shoal.cli.demo.text import TextError
 from shoal.cli.keys.command import app as keys_app
+from shoal.cli.watched import Watched
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=shoal.__doc__)
 app.add_typer(keys_app, name="keys")
@@ -72,6 +73,35 @@ def demo_command(
     except TextError as error:
         raise typer.BadParameter(str(error), param_hint="--data") from error
     raise typer.Exit(code)
+
+
+InitialPeers = Annotated[
+    list[str],
+    typer.Option(help="Multiaddr of a peer of the run, ending in /p2p/<peer id>; can be given several times."),
+]
+Identity = Annotated[Path | None, typer.Option(help="File with this watcher's key, for a closed run.", dir_okay=False)]
+Membership = Annotated[
+    str | None, typer.Option(help="Line or file from `shoal keys admit --role watch`, for a closed run.")
+]
+
+
+@app.command("top")
+def top_command(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, as its peers have it.")],
+    initial_peers: InitialPeers,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print what is known now; exit code 1 if it is not well.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --once: as one line of JSON.")] = False,
+    identity: Identity = None,
+    membership: Membership = None,
+) -> None:
+    """Show how a run is, in this terminal, until Ctrl-C."""
+    from shoal.cli.watch import run_top
+
+    if json and not once:
+        raise typer.BadParameter("give --once with it", param_hint="--json")
+    raise typer.Exit(run_top(Watched(run_id, initial_peers, identity, membership), Console(), once=once, json=json))
 
 
 @app.command("node")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.health.metrics import name_of
+from shoal.health.record import name_of
 from shoal.optim import vitals
 from tests.optim.models import make_model
 
@@ -29,9 +29,10 @@ class Training:
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
-        vitals.PERIOD_SECONDS = options.get("period", 1.0)
+        patched = vars(vitals)
+        patched["PERIOD_SECONDS"] = options.get("period", 1.0)
         if "version" in options:
-            vitals.version = lambda name: options["version"]
+            patched["version"] = lambda name: options["version"]
         self.dht = shoal.DHT(
             options.get("initial_peers", []),
             start=True,

@@ -1,0 +1,149 @@
+"""`shoal top`: one screen of a terminal, drawn from a snapshot."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import datetime
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shoal.monitor.snapshot import Happening, PeerView, Phases, Snapshot, Standing
+
+REFRESH_SECONDS = 1.0
+SPARKS = "▁▂▃▄▅▆▇█"
+MAX_SPARKS = 60
+MAX_HAPPENINGS = 8
+MARK_COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan", "white", "bright_black")
+PHASE_STYLES = {"computing": "green", "waiting": "yellow", "matchmaking": "magenta", "exchange": "blue", "step": "cyan"}
+PHASE_WIDTH = 50
+STANDING_STYLES = {Standing.HERE: "green", Standing.SILENT: "yellow", Standing.LOST: "red", Standing.LEFT: "dim"}
+
+
+def as_json(snapshot: Snapshot) -> str:
+    """The snapshot as one line of JSON."""
+    return msgspec.json.encode(snapshot).decode()
+
+
+class Losses:
+    """The losses of the last snapshots, one for each epoch in which it was another."""
+
+    def __init__(self) -> None:
+        self._seen: deque[float] = deque(maxlen=MAX_SPARKS)
+        self._epoch = -1
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Another snapshot was taken."""
+        if snapshot.loss is not None and snapshot.epoch != self._epoch:
+            self._seen.append(snapshot.loss)
+            self._epoch = snapshot.epoch
+
+    def __str__(self) -> str:
+        if not self._seen:
+            return ""
+        least, most = min(self._seen), max(self._seen)
+        scale = (len(SPARKS) - 1) / (most - least) if most > least else 0.0
+        return "".join(SPARKS[round((loss - least) * scale)] for loss in self._seen)
+
+
+def screen(snapshot: Snapshot, losses: Losses) -> RenderableType:
+    """The whole screen, top to bottom: is it well, the loss, the epoch, the time of a round, peers, what has happened.
+
+    What peers say of themselves is shown as text, and never as markup.
+    """
+    mark = Text("● ", "green" if snapshot.is_well else "red")
+    head = Text.assemble(mark, (snapshot.sentence, "bold"))
+    when = datetime.fromtimestamp(snapshot.at).strftime("%H:%M:%S")
+    parts: list[RenderableType] = [head, Text(f"{snapshot.run_id}   {when}", "dim"), Text()]
+    if snapshot.loss is not None:
+        parts.append(Text.assemble("loss  ", (f"{snapshot.loss:.4f}  ", "bold"), (str(losses), "cyan")))
+    if snapshot.target:
+        grid = Table.grid(padding=(0, 1))
+        done = f"{snapshot.samples:.0f} of {snapshot.target:.0f} samples, {snapshot.samples_per_second:.1f} a second"
+        bar = ProgressBar(total=snapshot.target, completed=min(snapshot.samples, snapshot.target), width=PHASE_WIDTH)
+        grid.add_row(f"epoch {snapshot.epoch}", bar, done)
+        parts.append(grid)
+    if snapshot.phases is not None:
+        parts += [_phase_line(snapshot.phases), Text(snapshot.advice, "italic")]
+    parts += [Text(), _table(snapshot)]
+    if snapshot.happenings:
+        parts += [Text(), *map(_line_of, snapshot.happenings[-MAX_HAPPENINGS:])]
+    return Group(*parts)
+
+
+def _phase_line(phases: Phases) -> Text:
+    whole = sum(getattr(phases, name) for name in PHASE_STYLES)
+    line, legend = Text("time  "), Text("\n      ")
+    for name, style in PHASE_STYLES.items():
+        seconds = getattr(phases, name)
+        line.append("█" * round(PHASE_WIDTH * seconds / whole) if whole else "", style)
+        legend.append("■ ", style)
+        legend.append(f"{name} {seconds:.2f} s  ")
+    return line + legend
+
+
+def _table(snapshot: Snapshot) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("peer", no_wrap=True)
+    table.add_column("")
+    for heading in ("epoch", "loss", "samples/s", "share", "up", "down", "peers", "seen"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("bits", no_wrap=True)
+    table.add_column("")
+    for peer in snapshot.peers:
+        table.add_row(*_cells(peer))
+    return table
+
+
+def _cells(peer: PeerView) -> list[RenderableType]:
+    standing = peer.standing.value if peer.standing is not Standing.HERE else peer.role
+    return [
+        Text(f"…{peer.name}"),
+        Text(standing, STANDING_STYLES[peer.standing]),
+        Text(str(peer.epoch)),
+        Text("" if peer.loss is None else f"{peer.loss:.4f}"),
+        Text(f"{peer.samples_per_second:.1f}"),
+        Text(f"{peer.share:.0%}"),
+        Text(_rate(peer.up)),
+        Text(_rate(peer.down)),
+        Text(str(peer.members)),
+        Text(f"{peer.seen:.0f} s"),
+        _mark_of(peer.mark),
+        Text("; ".join(map(str, peer.findings)), "red")
+        if peer.findings
+        else Text(f"{peer.version}, torch {peer.torch}", "dim"),
+    ]
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e6:.2f} MB/s"
+
+
+def _mark_of(digest: str) -> Text:
+    """The beginning of a digest as four colours: equal ones look equal."""
+    text = Text()
+    for digit in digest[:4]:
+        text.append("■", MARK_COLOURS[int(digit, 16) % len(MARK_COLOURS)])
+    return text
+
+
+def _line_of(happening: Happening) -> Text:
+    when = datetime.fromtimestamp(happening.at).strftime("%H:%M:%S ")
+    return Text.assemble((when, "dim"), f"…{happening.peer} {happening.what}")
+
+
+def show(take: Callable[[], Snapshot], console: Console, stop: threading.Event) -> None:
+    """Draw snapshots until `stop` is set, or Ctrl-C."""
+    losses = Losses()
+    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        while not stop.is_set():
+            snapshot = take()
+            losses.add(snapshot)
+            live.update(screen(snapshot, losses), refresh=True)
+            stop.wait(REFRESH_SECONDS)
