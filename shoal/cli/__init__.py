@@ -104,6 +104,28 @@ def top_command(
     raise typer.Exit(run_top(Watched(run_id, initial_peers, identity, membership), Console(), once=once, json=json))
 
 
+@app.command("monitor")
+def monitor_command(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, as its peers have it.")],
+    initial_peers: InitialPeers,
+    port: Annotated[
+        int, typer.Option(help="Port of the page on this machine; 0 for any free one.", min=0, max=65535)
+    ] = 8080,
+    history: Annotated[
+        Path | None, typer.Option(help="SQLite file of what was; without it runs/monitor-<run>.sqlite.", dir_okay=False)
+    ] = None,
+    identity: Identity = None,
+    membership: Membership = None,
+) -> None:
+    """Serve a page that shows how a run is, and was, until Ctrl-C; and /metrics for Prometheus."""
+    try:
+        from shoal.cli.page import run_monitor
+    except ModuleNotFoundError as error:
+        typer.echo(f"shoal monitor needs {error.name}: pip install 'shoal[monitor]'", err=True)
+        raise typer.Exit(1) from error
+    raise typer.Exit(run_monitor(Watched(run_id, initial_peers, identity, membership), port, history, Console()))
+
+
 @app.command("node")
 def node_command(
     host_maddrs: Annotated[

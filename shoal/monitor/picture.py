@@ -201,9 +201,9 @@ class Picture:
         best = max((known.health for known in here), key=lambda health: health.samples_behind, default=None)
         paces = [known.health.epoch_seconds for known in here if known.health.epoch_seconds > 0]
         pace = statistics.median(paces) if paces else 0.0
-        accumulated = sum(known.health.samples for known in here)
+        speed, common = sum(known.health.samples_per_second for known in here), _common_epoch(here)
         order = sorted(self._peers.values(), key=lambda known: (not known.is_there, name_of(known.peer)))
-        views = tuple(_view(known, findings.get(known.peer, []), accumulated, now) for known in order)
+        views = tuple(_view(known, findings.get(known.peer, []), speed, common, now) for known in order)
         told = [v for v, k in zip(views, order, strict=True) if k.is_there or self._is_told(k, now)]
         is_well, sentence = sentence_of(
             self.run_id, told, epoch, pace, alike=alike, refused=self._refused([known.health for known in here])
@@ -221,7 +221,7 @@ class Picture:
             loss=_loss_of([known.health for known in here]),
             samples=max((known.health.all_samples for known in here if known.health.epoch == epoch), default=0.0),
             target=max((known.health.target for known in here), default=0.0),
-            samples_per_second=sum(known.health.samples_per_second for known in here),
+            samples_per_second=speed,
             phases=phases,
             advice="" if phases is None else advice_of(phases, statistics.fmean(sent) if sent else 0.0, len(here)),
             peers=views,
@@ -312,6 +312,12 @@ def _unlike(here: Sequence[_Peer]) -> tuple[dict[PeerID, Finding], int]:
     return found, alike
 
 
+def _common_epoch(here: Sequence[_Peer]) -> int:
+    """The newest of the epochs whose states are known of most peers."""
+    counts = Counter(epoch for known in here for epoch in known.marks)
+    return max(counts, key=lambda epoch: (counts[epoch], epoch), default=0)
+
+
 def _loss_of(records: Sequence[Health]) -> float | None:
     told = [(health.loss, max(health.samples_per_second, 1e-9)) for health in records if health.loss is not None]
     return sum(loss * weight for loss, weight in told) / sum(weight for _, weight in told) if told else None
@@ -337,13 +343,13 @@ def _mean(phases: Sequence[Phases]) -> Phases | None:
     )
 
 
-def _view(known: _Peer, findings: Sequence[Finding], accumulated: float, now: float) -> PeerView:
+def _view(known: _Peer, findings: Sequence[Finding], speed: float, common: int, now: float) -> PeerView:
     health, before, totals, last = known.health, known.before, known.health.totals, known.health.last
     up = down = 0.0
     if before is not None and health.at > before.at and known.is_there:
         up = max(0.0, (totals.sent - before.totals.sent) / (health.at - before.at))
         down = max(0.0, (totals.received - before.totals.received) / (health.at - before.at))
-    newest = max(known.marks.values(), key=lambda mark: mark.epoch, default=None)
+    mark = known.marks.get(common)
     return PeerView(
         name=name_of(known.peer),
         id=str(known.peer),
@@ -358,15 +364,15 @@ def _view(known: _Peer, findings: Sequence[Finding], accumulated: float, now: fl
         epoch=health.epoch,
         loss=health.loss,
         samples=health.samples,
-        share=health.samples / accumulated if accumulated > 0 and known.is_there else 0.0,
+        share=health.samples_per_second / speed if speed > 0 and known.is_there else 0.0,
         samples_per_second=health.samples_per_second,
         step_seconds=health.step_seconds,
         epoch_seconds=health.epoch_seconds,
         up=up,
         down=down,
         members=health.members,
-        mark="" if newest is None else newest.digest.hex(),
-        mark_epoch=0 if newest is None else newest.epoch,
+        mark="" if mark is None else mark.digest.hex(),
+        mark_epoch=0 if mark is None else mark.epoch,
         phases=_phases_of(health),
         round_sent=0 if last is None else last.sent,
         round_received=0 if last is None else last.received,

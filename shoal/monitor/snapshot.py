@@ -71,8 +71,9 @@ class PeerView(msgspec.Struct, frozen=True):
         standing: whether it is there; `why` if it is not.
         findings: what is wrong with it.
         seen: how long ago it said something.
-        mark: the beginning of the digest of its parameters, and `mark_epoch` of which epoch; "" if there is none.
-        share: of the samples in the present epoch of all peers that are there.
+        mark: the beginning of the digest of its parameters in the epoch `mark_epoch`, which most peers have in common;
+            "" if it is not known.
+        share: of the samples that all make in a second.
         up, down: since its record before the last.
 
         The rest are of its record.

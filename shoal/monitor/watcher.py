@@ -31,6 +31,7 @@ READ_SECONDS = 2.0  # between two readings of the records
 LIST_EVERY = 5  # readings, for one of the members and their addresses
 AGAIN_SECONDS = 3.0  # that a peer has to answer whose connection has ended
 DIAL_SECONDS = 5.0
+_LOST = "its connection was lost: "  # how a transport's reasons begin
 MAX_CONNECTIONS = 256  # to peers of the run; of the others only late records tell that they are lost
 
 T = TypeVar("T")
@@ -198,7 +199,8 @@ class Watcher:
         try:
             await self.dht.node.connect(peer, AGAIN_SECONDS)
         except P2PError as error:
-            self._picture.lost(peer, f"{reason}; dialled again: {error}", _now(), get_dht_time())
+            why = f"{reason.removeprefix(_LOST)}; dialled again: {str(error).replace(_LOST, '')}"
+            self._picture.lost(peer, why, _now(), get_dht_time())
         else:
             self._picture.connected(peer)
 
