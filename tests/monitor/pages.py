@@ -13,17 +13,17 @@ from tests.monitor.processes import Trainers
 
 
 @contextmanager
-def monitor(peers: Trainers, history: Path, *arguments: str) -> Iterator[str]:
-    """The address of its page."""
+def monitor(peers: Trainers, history: Path, *, end: signal.Signals = signal.SIGINT) -> Iterator[str]:
+    """The address of its page; it is ended by that signal."""
     command = [sys.executable, "-m", "shoal", "monitor", "test", "--port", "0", "--history", str(history)]
-    command += ["--initial-peers", peers.addresses[0], *arguments]
+    command += ["--initial-peers", peers.addresses[0]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         address = next(word for word in process.stdout.readline().split() if word.startswith("http://"))
         yield address
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
+        process.send_signal(end)
+        assert process.wait(timeout=60) == (-end if end is signal.SIGKILL else 0)
     finally:
         process.kill()
         process.wait()
