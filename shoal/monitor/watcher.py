@@ -27,8 +27,11 @@ from shoal.swarm.gates import admit_to, gate_of
 
 log = logging.getLogger(__name__)
 
-READ_SECONDS = 2.0  # between two readings of the records
-LIST_EVERY = 5  # readings, for one of the members and their addresses
+SHORTEST, LONGEST = 2.0, 10.0  # seconds between two readings of the records
+SECONDS_A_PEER = (
+    0.35  # within these: all nodes that keep the records send all of them, which takes 2 kB a second at most
+)
+LIST_SECONDS = 10.0  # between two readings of the members and their addresses
 AGAIN_SECONDS = 3.0  # that a peer has to answer whose connection has ended
 DIAL_SECONDS = 5.0
 _LOST = "its connection was lost: "  # how a transport's reasons begin
@@ -43,8 +46,8 @@ class Watcher:
     >>> with shoal.DHT(initial_peers=[...], client_mode=True, start=True) as dht, Watcher(dht, "my run") as watcher:
     ...     print(watcher.snapshot().sentence)
 
-    It reads the records of all peers every READ_SECONDS, and holds a connection to each that can be dialled, which
-    carries nothing: when it ends and can't be made again, the peer is lost.
+    It reads the records of all peers every 2 to 10 s (the more peers, the less often), and holds a connection to each
+    that can be dialled, which carries nothing: when it ends and can't be made again, the peer is lost.
 
     Args:
         dht: its place in the DHT, started; a client will do. It stays when the watcher is closed.
@@ -140,26 +143,28 @@ class Watcher:
         return self._picture.snapshot(now, wall)
 
     async def _keep_watching(self) -> None:
-        members = count = 0
+        members, list_at = 0, _now()
         while True:
             began = _now()
             try:
-                if count % LIST_EVERY == 0:
+                if began >= list_at:
                     listed = await self._directory.read()
-                    members = len(listed)
+                    members, list_at = len(listed), began + LIST_SECONDS
                     for member in listed:
                         self.dht.node.learn(member.peer, member.multiaddrs())
                 posts = await self._board.read(members)
                 self._picture.read(posts, began, _now(), get_dht_time())
-                count += 1
+                has_read = True
             except (P2PError, TimeoutError) as error:
                 log.debug("the records could not be read: %s", error)
+                has_read = False
             self._connect()
-            if count == 1 and self._dialling:
-                await asyncio.wait(self._dialling.values())
-            if count:
+            if has_read and not self._ready.is_set():
+                if self._dialling:
+                    await asyncio.wait(self._dialling.values())
                 self._ready.set()
-            await asyncio.sleep(max(0.0, began + READ_SECONDS - _now()))
+            pause = min(max(SHORTEST, SECONDS_A_PEER * members), LONGEST)
+            await asyncio.sleep(max(0.0, began + pause - _now()))
 
     def _connect(self) -> None:
         """Dial those that should be connected, and are not."""

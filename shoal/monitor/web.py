@@ -26,7 +26,7 @@ from shoal.health.metrics import Metrics, families, registry_of
 from shoal.health.record import Health
 from shoal.monitor.history import EVERY_SECONDS, LONGEST, History
 from shoal.monitor.snapshot import Snapshot, Standing
-from shoal.monitor.watcher import READ_SECONDS, Watcher
+from shoal.monitor.watcher import Watcher
 from shoal.p2p.identity import PeerID
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ FILES = {
     "/uPlot.css": "uPlot.min.css",
     "/icon.svg": "icon.svg",
 }
+LOOK_SECONDS = 2.0
 MAX_LISTENERS = 64  # to events at a time
 HEADERS = {
     # Whatever a peer says of itself: the page runs no script but its own, and fetches nothing from elsewhere.
@@ -93,13 +94,13 @@ class Site:
             await looking
 
     async def _keep_looking(self) -> None:
-        """One snapshot for all who look, every READ_SECONDS."""
+        """One snapshot for all who look, every LOOK_SECONDS."""
         while not self._stopped:
             try:
                 await self._look()
             except RuntimeError as error:  # the DHT was shut down: what was known last stays
                 log.debug("%s", error)
-            await asyncio.sleep(READ_SECONDS)
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def _look(self) -> None:
         snapshot = await asyncio.to_thread(self._watcher.snapshot)
