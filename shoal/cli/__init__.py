@@ -20,7 +20,15 @@ from shoal.cli.demo.text import TextError
 from shoal.cli.keys.command import app as keys_app
 from shoal.cli.watched import Watched
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=shoal.__doc__)
+HELP = (
+    "Train with the PyTorch optimizer that you already use on whatever machines you have.\n\n"
+    "First `shoal demo`: several peers train on this machine, for at most 4 minutes. "
+    "Then `shoal doctor`: would this machine take part, and what to do if not? "
+    "On one machine that others reach, `shoal node`; on all, your own script with a `shoal.Optimizer`. "
+    "`shoal top` and `shoal monitor` show how the run is."
+)
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP)
 app.add_typer(keys_app, name="keys")
 
 
@@ -126,10 +134,30 @@ def monitor_command(
     raise typer.Exit(run_monitor(Watched(run_id, initial_peers, identity, membership), port, history, Console()))
 
 
+@app.command("doctor")
+def doctor_command(
+    address: Annotated[str | None, typer.Argument(help="Of a peer or node, ending in /p2p/<peer id>.")] = None,
+    run: Annotated[
+        str | None, typer.Option(help="With ADDRESS: a run that its DHT knows; how it is, and what it runs.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One line of JSON instead of a table.")] = False,
+) -> None:
+    """Say what would stop this machine from taking part, and the way out; exit code 1 if anything would."""
+    from shoal.cli.doctor.command import run_doctor
+
+    if run is not None and address is None:
+        raise typer.BadParameter("give the ADDRESS of a peer with it", param_hint="--run")
+    try:
+        raise typer.Exit(run_doctor(address, run, Console(), json=json))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="ADDRESS") from error
+
+
 @app.command("node")
 def node_command(
     host_maddrs: Annotated[
-        list[str] | None, typer.Option(help="Multiaddr to listen on; can be given several times.")
+        list[str] | None,
+        typer.Option(help="Multiaddr to listen on; can be given several times. Without it, all interfaces."),
     ] = None,
     initial_peers: Annotated[
         list[str] | None, typer.Option(help="Multiaddr of a peer of the swarm to join; can be given several times.")
@@ -138,7 +166,12 @@ def node_command(
         Path | None, typer.Option(help="File that keeps the peer's key, made if missing: the address stays the same.")
     ] = None,
 ) -> None:
-    """Run a DHT node that others can join by; it prints its addresses and stays until Ctrl-C."""
+    """Run a DHT node that others can join by; it prints its addresses and stays until Ctrl-C.
+
+    Without --host-maddrs it listens on all interfaces (/ip4/0.0.0.0/tcp/0, any free port), since it is there for other
+    machines to find each other. A shoal.DHT in a script listens on loopback only, unless it is told otherwise: a script
+    that is tried opens no port to the network. To keep an address, fix the port and give --identity.
+    """
     from shoal.cli.node import run_node
     from shoal.p2p.errors import PeerUnreachable
 
