@@ -261,14 +261,14 @@ class Optimizer(torch.optim.Optimizer):
         """Whether it is in the run: `shutdown` was called neither here nor on the DHT."""
         return not self._closed and self.dht.is_alive()
 
-    def report(self, *, loss: float) -> None:
+    def report(self, *, loss: float | torch.Tensor) -> None:
         """Tell whoever watches the run (`shoal top`, `shoal monitor`, `metrics_port`) the loss of a batch. The mean of
         those that were reported is published every 10 s; nothing is decided by it.
 
         Args:
             loss: a number, or a tensor with one element, which waits for its device.
         """
-        self._vitals.report(float(loss))
+        self._vitals.report(float(loss.item() if isinstance(loss, torch.Tensor) else loss))
 
     @torch.no_grad()
     def step(  # type: ignore[override]

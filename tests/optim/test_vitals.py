@@ -87,7 +87,7 @@ def test_local_updates_are_not_to_be_compared(alone: Alone) -> None:
 def test_the_loss_is_the_mean_of_what_was_reported(alone: Alone, dht: shoal.DHT) -> None:
     optimizer = alone(make_model(), optimizer=sgd, **GIVEN)
     optimizer.report(loss=1.0)
-    optimizer.report(loss=torch.tensor(3.0))  # type: ignore[arg-type]
+    optimizer.report(loss=torch.tensor(3.0, requires_grad=True))
     assert health(optimizer).loss == 2.0
     board = HealthBoard(dht.dht_node, optimizer.run_id)
     dht.run_coroutine(lambda *_: optimizer._vitals._publish(board))
