@@ -19,6 +19,7 @@ from shoal.monitor.snapshot import Happening, PeerView, Phases, Snapshot, Standi
 REFRESH_SECONDS = 1.0
 SPARKS = "▁▂▃▄▅▆▇█"
 MAX_SPARKS = 60
+LONG_SECONDS = 20.0  # of an epoch whose progress records can follow
 MAX_HAPPENINGS = 8
 MARK_COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan", "white", "bright_black")
 PHASE_STYLES = {"computing": "green", "waiting": "yellow", "matchmaking": "magenta", "exchange": "blue", "step": "cyan"}
@@ -64,17 +65,24 @@ def screen(snapshot: Snapshot, losses: Losses) -> RenderableType:
     if snapshot.loss is not None:
         parts.append(Text.assemble("loss  ", (f"{snapshot.loss:.4f}  ", "bold"), (str(losses), "cyan")))
     if snapshot.target:
-        grid = Table.grid(padding=(0, 1))
-        done = f"{snapshot.samples:.0f} of {snapshot.target:.0f} samples, {snapshot.samples_per_second:.1f} a second"
-        bar = ProgressBar(total=snapshot.target, completed=min(snapshot.samples, snapshot.target), width=PHASE_WIDTH)
-        grid.add_row(f"epoch {snapshot.epoch}", bar, done)
-        parts.append(grid)
+        parts.append(_epoch_line(snapshot))
     if snapshot.phases is not None:
         parts += [_phase_line(snapshot.phases), Text(snapshot.advice, "italic")]
     parts += [Text(), _table(snapshot)]
     if snapshot.happenings:
         parts += [Text(), *map(_line_of, snapshot.happenings[-MAX_HAPPENINGS:])]
     return Group(*parts)
+
+
+def _epoch_line(snapshot: Snapshot) -> RenderableType:
+    """How far the epoch has come; of one that is shorter than records are old, only what it is."""
+    pace = f"{snapshot.samples_per_second:.1f} samples a second"
+    if snapshot.epoch_seconds <= LONG_SECONDS:
+        return Text(f"epoch {snapshot.epoch}: {snapshot.target:.0f} samples, {pace}")
+    grid = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=snapshot.target, completed=min(snapshot.samples, snapshot.target), width=PHASE_WIDTH)
+    grid.add_row(f"epoch {snapshot.epoch}", bar, f"{snapshot.samples:.0f} of {snapshot.target:.0f}, {pace}")
+    return grid
 
 
 def _phase_line(phases: Phases) -> Text:

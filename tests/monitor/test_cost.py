@@ -12,7 +12,7 @@ from tests.monitor.processes import Trainers, trainers
 
 pytestmark = [pytest.mark.alone, pytest.mark.long]
 
-SECONDS = 30.0
+SECONDS = 20.0
 MAX_SHARE = 0.005  # of the CPU time of a trainer that keeps one core busy
 MAX_BYTES = 2000.0  # a second
 

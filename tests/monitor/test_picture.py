@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from shoal.health.board import Posted
 from shoal.health.record import Fault, FaultKind, Refused, Totals, name_of
-from shoal.monitor.picture import ALONE_SECONDS, LATE_SECONDS, TOLD_SECONDS, Picture
+from shoal.monitor.findings import ALONE_SECONDS, TOLD_SECONDS
+from shoal.monitor.picture import LATE_SECONDS, Picture
 from shoal.monitor.snapshot import PeerView, Snapshot, Standing, Trouble
 from shoal.p2p.identity import Identity, PeerID
 from shoal.swarm.protocol.view import Role

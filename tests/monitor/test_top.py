@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,21 +25,30 @@ A, B, C = (Identity(bytes([seed]) * 32).peer_id for seed in range(3))
 def drawn(width: int = 180, **differing: Any) -> str:
     picture = Picture("my run")
     picture.read([posted(A), posted(B), posted(C, **differing)], 0.0, 0.0, START)
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
+    with Path(os.devnull).open("w") as nowhere:
+        console = Console(width=width, record=True, file=nowhere)
         console.print(screen(picture.snapshot(0.0, START), Losses()))
-    return console.export_text()
+        return console.export_text()
 
 
 def test_one_screen_has_it_all() -> None:
     text = drawn()
     assert "● 3 of 3 peers in epoch 16, 2.00 s an epoch, all alike" in text
-    assert "90 of 100 samples, 150.0 a second" in text
+    assert "epoch 16: 100 samples, 150.0 samples a second" in text
     assert "computing 1.53 s" in text
     assert "76% of an epoch is computing: more peers make more epochs." in text
     for peer in (A, B, C):
         assert f"…{name_of(peer)}" in text
     assert len(text.splitlines()) < 24
+
+
+def test_of_a_long_epoch_the_progress_is_shown() -> None:
+    picture = Picture("my run")
+    picture.read([posted(A, epoch_seconds=60.0)], 0.0, 0.0, START)
+    with Path(os.devnull).open("w") as nowhere:
+        console = Console(width=180, record=True, file=nowhere)
+        console.print(screen(picture.snapshot(0.0, START), Losses()))
+        assert "90 of 100, 50.0 samples a second" in console.export_text()
 
 
 def test_who_is_not_well_is_named_in_the_table() -> None:
@@ -66,6 +77,7 @@ def top(peers: Trainers, *arguments: str, run_id: str = "test") -> subprocess.Co
 
 
 @pytest.mark.alone
+@pytest.mark.long
 def test_for_scripts_it_prints_the_peers_own_numbers() -> None:
     with trainers(2) as peers:
         peers.train()

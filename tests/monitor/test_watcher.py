@@ -65,6 +65,7 @@ def test_who_leaves_is_not_lost() -> None:
         assert watcher.snapshot().is_well
 
 
+@pytest.mark.long
 def test_a_peer_that_is_not_as_the_others_is_named_as_what_it_is() -> None:
     """One that runs another version, one that others can't dial, and one with other terms, which is refused."""
     with trainers(2) as peers:
@@ -80,6 +81,7 @@ def test_a_peer_that_is_not_as_the_others_is_named_as_what_it_is() -> None:
             wait_until(lambda: "target_batch_size is 64 here, and 640 there" in watcher.snapshot().sentence)
 
 
+@pytest.mark.long
 def test_other_parameters_are_noticed() -> None:
     with trainers(3, target=24) as peers:
         peers.train()
@@ -114,6 +116,7 @@ def test_in_a_closed_run_who_watches_needs_no_more_than_that_part(tmp_path: Path
             Watcher(stranger, club.run_id)
 
 
+@pytest.mark.long
 def test_a_watcher_that_is_killed_or_closed_disturbs_nobody() -> None:
     with trainers(2) as peers:
         peers.train()

@@ -20,7 +20,7 @@ from shoal.monitor.web import FILES, MAX_LISTENERS, PAGE
 from tests.monitor.pages import monitor
 from tests.monitor.processes import Trainers, trainers, wait_until
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.long]
 MAX_PAGE_BYTES = 200_000
 
 
@@ -111,7 +111,6 @@ def test_a_time_that_makes_no_sense_is_refused(address: str, hours: str) -> None
     assert status(f"{address}/history?hours={hours}") == 400
 
 
-@pytest.mark.long
 def test_a_flood_of_listeners_is_refused_and_disturbs_nobody(address: str, peers: Trainers) -> None:
     before = peers.all[0].ask(do="health")["epoch"]
     with ExitStack() as stack:
@@ -132,7 +131,6 @@ def _streams(address: str) -> bool:
         return False
 
 
-@pytest.mark.long
 def test_a_monitor_that_is_killed_disturbs_nobody_and_keeps_its_history(peers: Trainers, tmp_path: Path) -> None:
     file, times = tmp_path / "h.sqlite", 0
     with monitor(peers, file, end=signal.SIGKILL) as address:

@@ -58,15 +58,21 @@ function figures(run) {
 }
 
 function epoch(run) {
-  at("epochtitle").textContent = `Epoch ${run.epoch}: ${run.samples.toFixed(0)} of ${run.target.toFixed(0)} samples`;
+  // Records are up to 10 s old: of a shorter epoch they do not say how far it has come.
+  const isLong = run.epoch_seconds > 20;
+  const pace = run.epoch_seconds ? ` in ${seconds(run.epoch_seconds)}` : "";
+  at("epochtitle").textContent = isLong
+    ? `Epoch ${run.epoch}: ${run.samples.toFixed(0)} of ${run.target.toFixed(0)} samples`
+    : `Epoch ${run.epoch}: ${run.target.toFixed(0)} samples${pace}`;
   const done = make("i");
   done.style.width = (run.target ? Math.min(100, 100 * run.samples / run.target) : 0) + "%";
   done.style.background = style("--accent");
   at("progress").replaceChildren(done);
+  at("progress").hidden = !isLong;
   const peers = run.peers.filter((peer) => peer.standing === "here" || peer.standing === "silent");
   bar("brings", "bringers", peers.map((peer, index) => ({
     share: peer.share, colour: COLOURS[index % COLOURS.length],
-    text: `…${peer.name} brings ${(100 * peer.share).toFixed(0)}%, has ${peer.samples.toFixed(0)}`,
+    text: `…${peer.name} brings ${(100 * peer.share).toFixed(0)}%` + (isLong ? `, has ${peer.samples.toFixed(0)}` : ""),
   })));
 }
 
@@ -137,12 +143,15 @@ function chart(target, key, label, colour) {
   const isTime = against === "at" || target === "speed";
   const xs = past[isTime ? "at" : "samples_behind"];
   // A line over samples may go back, where a run went on from an older state: uPlot wants them in order.
+  const span = xs[xs.length - 1] - xs[0], day = { month: "short", day: "numeric" };
+  const hour = { hour: "2-digit", minute: "2-digit", ...(span < 600 ? { second: "2-digit" } : {}) };
+  const time = (tick) => new Date(tick * 1000).toLocaleString([], span > 2 * 86400 ? day : hour);
   const order = xs.map((_, index) => index).sort((a, b) => xs[a] - xs[b] || a - b);
   const data = [order.map((index) => xs[index]), order.map((index) => past[key][index])];
   box.replaceChildren();
   return new uPlot({
     width: box.clientWidth, height: box.clientHeight - 32, scales: { x: { time: isTime } },
-    axes: [isTime ? axis : { ...axis, values: (_, ticks) => ticks.map(big) }, { ...axis, size: 56 }],
+    axes: [{ ...axis, values: (_, ticks) => ticks.map(isTime ? time : big) }, { ...axis, size: 56 }],
     series: [isTime ? {} : { label: "samples" }, { label, stroke: colour, width: 1.5, spanGaps: true, points: { show: xs.length < 40 } }],
   }, data, box);
 }
