@@ -131,6 +131,20 @@ def test_a_peer_that_writes_nonsense_of_itself_shows_nowhere(value: object, ahea
     asyncio.run(main())
 
 
+def test_a_place_has_one_spelling() -> None:
+    """A node that hands out what it should not have kept gains nothing by it."""
+
+    async def main() -> None:
+        async with nodes(1) as (node,):
+            board, peer, record = HealthBoard(node, RUN), node.peer_id, bytes(encode_health(WELL))
+            until = get_dht_time() + LIFE_SECONDS
+            assert board._posted(owner_marker(peer), record, until) is not None
+            for subkey in (f"[owner:{peer.to_base58()}]", str(peer), f"{owner_marker(peer)}]", 7, b"[owner:]"):
+                assert board._posted(subkey, record, until) is None
+
+    asyncio.run(main())
+
+
 def test_in_a_closed_run_only_members_say_anything(tmp_path: Path) -> None:
     club = Club(tmp_path)
 

@@ -77,6 +77,14 @@ def test_what_is_no_record_at_all_is_refused(record: bytes) -> None:
         decode_health(record)
 
 
+def test_a_record_with_more_behind_it_counts_up_to_the_bound() -> None:
+    """A later version may say more; but not without end."""
+    fields = msgspec.to_builtins(WELL, builtin_types=(bytes,))
+    assert decode_health(msgspec.msgpack.encode([*fields, "more"])) == WELL
+    with pytest.raises(ValueError, match=f"at most {MAX_BYTES} count"):
+        decode_health(msgspec.msgpack.encode([*fields, bytes(MAX_BYTES)]))
+
+
 def test_a_reason_is_cut_and_cleaned_for_a_terminal() -> None:
     assert printable("one\ntwo\x1b[2J\u202e", 160) == "one two [2J "
     assert len(printable("ü" * 500, MAX_REASON).encode()) == MAX_REASON

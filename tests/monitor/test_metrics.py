@@ -115,6 +115,18 @@ def test_a_port_that_is_taken_is_an_error_and_nothing_is_left() -> None:
             read(port)
 
 
+def test_an_optimizer_that_is_not_made_leaves_no_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with shoal.DHT(start=True) as dht:
+        first = make(dht)
+        with pytest.raises(ValueError, match="already served"):
+            make(dht, metrics_port=port)
+        with pytest.raises(urllib.error.URLError):
+            read(port)
+        first.shutdown()
+
+
 @pytest.mark.parametrize("port", [-1, 65536, True, "80"])
 def test_what_is_no_port_is_refused(port: Any) -> None:
     with shoal.DHT(start=True) as dht, pytest.raises(ValueError, match="metrics_port="):
