@@ -144,14 +144,14 @@ function chart(target, key, label, colour) {
   const xs = past[isTime ? "at" : "samples_behind"];
   // A line over samples may go back, where a run went on from an older state: uPlot wants them in order.
   const span = xs[xs.length - 1] - xs[0], day = { month: "short", day: "numeric" };
-  const hour = { hour: "2-digit", minute: "2-digit", ...(span < 600 ? { second: "2-digit" } : {}) };
+  const hour = { hour: "2-digit", minute: "2-digit", hour12: false, ...(span < 600 ? { second: "2-digit" } : {}) };
   const time = (tick) => new Date(tick * 1000).toLocaleString([], span > 2 * 86400 ? day : hour);
   const order = xs.map((_, index) => index).sort((a, b) => xs[a] - xs[b] || a - b);
   const data = [order.map((index) => xs[index]), order.map((index) => past[key][index])];
   box.replaceChildren();
   return new uPlot({
     width: box.clientWidth, height: box.clientHeight - 32, scales: { x: { time: isTime } },
-    axes: [{ ...axis, values: (_, ticks) => ticks.map(isTime ? time : big) }, { ...axis, size: 56 }],
+    axes: [{ ...axis, space: 80, values: (_, ticks) => ticks.map(isTime ? time : big) }, { ...axis, size: 56 }],
     series: [isTime ? {} : { label: "samples" }, { label, stroke: colour, width: 1.5, spanGaps: true, points: { show: xs.length < 40 } }],
   }, data, box);
 }
