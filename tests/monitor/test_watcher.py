@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,6 +80,22 @@ def test_a_peer_that_is_not_as_the_others_is_named_as_what_it_is() -> None:
             wait_until(lambda: watcher.snapshot().epoch >= 2)
             assert not peers.add(target=640).peer  # its optimizer was not made
             wait_until(lambda: "target_batch_size is 64 here, and 640 there" in watcher.snapshot().sentence)
+
+
+@pytest.mark.long
+def test_a_peer_that_cannot_be_dialled_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with trainers(2) as peers:
+        hidden = peers.add(tells_port=port)
+        peers.train()
+        with watching(peers) as watcher:
+            wait_until(lambda: "can't be reached (from here: " in watcher.snapshot().sentence)
+            (bad,) = [view for view in watcher.snapshot().peers if view.findings]
+            assert bad.id == hidden.peer
+            assert [finding.trouble for finding in bad.findings] == [Trouble.UNREACHABLE]
+            assert "nobody listens there" in bad.findings[0].detail
+            wait_until(lambda: watcher.snapshot().epoch >= 2)  # it has dialled the others, and trains
 
 
 @pytest.mark.long
