@@ -17,6 +17,8 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -76,7 +78,9 @@ class Site:
             Route("/history", self._series),
             Route("/metrics", self._metrics),
         ]
-        self.app: ASGIApp = _WithHeaders(Starlette(routes=routes, lifespan=self._lifespan))
+        # A page elsewhere whose name is suddenly that of this machine (DNS rebinding) is told nothing.
+        own_names = [Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])]
+        self.app: ASGIApp = _WithHeaders(Starlette(routes=routes, middleware=own_names, lifespan=self._lifespan))
 
     def stop(self) -> None:
         """End the answers that go on, so that the server can end."""

@@ -10,7 +10,7 @@ import pytest
 
 import shoal
 from shoal.cli.doctor import machine, peer
-from shoal.cli.doctor.command import judge_run
+from shoal.cli.doctor.command import judge_clocks, judge_run
 from shoal.cli.doctor.finding import Finding, Level
 from shoal.monitor.picture import Picture
 from shoal.p2p.identity import Identity
@@ -54,6 +54,9 @@ def addresses(*hosts: str) -> list[Multiaddr]:
         (machine.judge_disk(1 << 30, "/"), Level.POOR),
         (machine.judge_congestion(bbr=True), Level.GOOD),
         (machine.judge_congestion(bbr=False), Level.POOR),
+        (judge_clocks([7.0, 1.0])[0], Level.GOOD),
+        (judge_clocks([-20.0, 3.0])[0], Level.POOR),
+        (judge_clocks([25.0, 28.0])[0], Level.POOR),
         (peer.judge_line(0.05, 1e8)[1], Level.GOOD),
         (peer.judge_line(0.05, 1e5)[1], Level.POOR),
     ],

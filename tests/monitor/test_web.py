@@ -42,9 +42,10 @@ def get(address: str) -> bytes:
         return bytes(answer.read())
 
 
-def status(address: str, method: str = "GET") -> int:
+def status(asked: str | urllib.request.Request, method: str = "GET") -> int:
+    request = urllib.request.Request(asked, method=method) if isinstance(asked, str) else asked
     try:
-        with urllib.request.urlopen(urllib.request.Request(address, method=method), timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=20) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         with error:
@@ -104,6 +105,12 @@ def test_there_is_nothing_to_order_with(address: str) -> None:
         for method in ("POST", "PUT", "DELETE"):
             assert status(address + path, method) == 405
     assert status(f"{address}/page/../web.py") == status(f"{address}/uPlot.LICENSE") == 404
+
+
+def test_only_who_asks_for_this_machine_is_answered(address: str) -> None:
+    for host, expected in (("localhost:8080", 200), ("127.0.0.1", 200), ("elsewhere.example", 400)):
+        request = urllib.request.Request(f"{address}/snapshot", headers={"Host": host})
+        assert status(request) == expected
 
 
 @pytest.mark.parametrize("hours", ["0", "-1", "nan", "inf", "1e9", "x", "1;drop"])

@@ -14,6 +14,8 @@ import shoal
 from shoal.cli.doctor.finding import Finding, Level
 from shoal.cli.doctor.machine import examine
 from shoal.cli.doctor.peer import examine_peer
+from shoal.dht.records import get_dht_time
+from shoal.health.record import PERIOD_SECONDS
 from shoal.monitor.snapshot import Snapshot
 from shoal.monitor.watcher import Watcher
 from shoal.p2p.errors import PeerUnreachable
@@ -21,6 +23,7 @@ from shoal.p2p.multiaddr import Multiaddr
 
 MARKS = {Level.GOOD: Text("✓", "green"), Level.POOR: Text("!", "yellow"), Level.BAD: Text("✗", "bold red")}
 READY_SECONDS = 20.0
+CLOCKS_DIFFER = 5.0  # seconds, without being told
 
 
 def judge_run(snapshot: Snapshot, release: str) -> list[Finding]:
@@ -36,12 +39,25 @@ def judge_run(snapshot: Snapshot, release: str) -> list[Finding]:
     return found
 
 
+def judge_clocks(ages: list[float]) -> list[Finding]:
+    """Whether this machine's clock is that of the peers, from how old their records seem here: 0 to 10 s if so."""
+    if not ages:
+        return []
+    youngest = min(ages)
+    if -CLOCKS_DIFFER < youngest < PERIOD_SECONDS + CLOCKS_DIFFER:
+        return [Finding("clocks", Level.GOOD, "this machine's clock is that of the peers, to some seconds")]
+    way = "of two clocks that differ by a minute, peers do not find each other: set the one that is wrong"
+    where = f"{-youngest:.0f} s behind" if youngest < 0 else f"{youngest - PERIOD_SECONDS:.0f} s or more ahead of"
+    return [Finding("clocks", Level.POOR, f"this machine's clock is {where} those of the peers", way)]
+
+
 def examine_run(address: Multiaddr, run_id: str) -> list[Finding]:
     """Read what the peers of a run say of themselves."""
     try:
         with shoal.DHT([address], client_mode=True, start=True) as dht, Watcher(dht, run_id) as watcher:
             watcher.wait_until_ready(READY_SECONDS)
-            return judge_run(watcher.snapshot(), version("shoal"))
+            ages = [get_dht_time() - health.at for _, health in watcher.records()]
+            return [*judge_run(watcher.snapshot(), version("shoal")), *judge_clocks(ages)]
     except ValueError as error:  # a closed run
         return [Finding("run", Level.POOR, str(error), "shoal top, with --identity and --membership, shows it")]
     except PeerUnreachable as error:
