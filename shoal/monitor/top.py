@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from datetime import datetime
 
@@ -20,9 +20,10 @@ REFRESH_SECONDS = 1.0
 SPARKS = "▁▂▃▄▅▆▇█"
 MAX_SPARKS = 60
 LONG_SECONDS = 20.0  # of an epoch whose progress records can follow
-MAX_HAPPENINGS = 8
+MAX_HAPPENINGS, MAX_ROWS, MAX_NOTES = 8, 20, 6
 MARK_COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan", "white", "bright_black")
 PHASE_STYLES = {"computing": "green", "waiting": "yellow", "matchmaking": "magenta", "exchange": "blue", "step": "cyan"}
+PHASE_NAMES = {"exchange": "bytes"}
 PHASE_WIDTH = 50
 STANDING_STYLES = {Standing.HERE: "green", Standing.SILENT: "yellow", Standing.LOST: "red", Standing.LEFT: "dim"}
 
@@ -68,7 +69,7 @@ def screen(snapshot: Snapshot, losses: Losses) -> RenderableType:
         parts.append(_epoch_line(snapshot))
     if snapshot.phases is not None:
         parts += [_phase_line(snapshot.phases), Text(snapshot.advice, "italic")]
-    parts += [Text(), _table(snapshot)]
+    parts += [Text(), _table(snapshot), *_notes(snapshot)]
     if snapshot.happenings:
         parts += [Text(), *map(_line_of, snapshot.happenings[-MAX_HAPPENINGS:])]
     return Group(*parts)
@@ -87,26 +88,31 @@ def _epoch_line(snapshot: Snapshot) -> RenderableType:
 
 def _phase_line(phases: Phases) -> Text:
     whole = sum(getattr(phases, name) for name in PHASE_STYLES)
-    line, legend = Text("time  "), Text("\n      ")
+    line, legend = Text("time  "), Text("\n ")
     for name, style in PHASE_STYLES.items():
         seconds = getattr(phases, name)
         line.append("█" * round(PHASE_WIDTH * seconds / whole) if whole else "", style)
-        legend.append("■ ", style)
-        legend.append(f"{name} {seconds:.2f} s  ")
-    return line + legend
+        legend.append(" ■ ", style)
+        legend.append(f"{PHASE_NAMES.get(name, name)} {seconds:.2f}")
+    return line + legend.append(" s")
 
 
 def _table(snapshot: Snapshot) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    """At most 80 columns wide."""
+    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
     table.add_column("peer", no_wrap=True)
-    table.add_column("")
-    for heading in ("epoch", "loss", "samples/s", "share", "up", "down", "peers", "seen"):
+    table.add_column("", no_wrap=True)
+    for heading in ("epoch", "loss", "samples/s", "share", "MB/s ↑/↓", "sees", "seen"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("bits", no_wrap=True)
-    table.add_column("")
-    for peer in snapshot.peers:
+    shown = sorted(snapshot.peers, key=lambda peer: not peer.findings) if _is_long(snapshot) else snapshot.peers
+    for peer in shown[:MAX_ROWS]:
         table.add_row(*_cells(peer))
     return table
+
+
+def _is_long(snapshot: Snapshot) -> bool:
+    return len(snapshot.peers) > MAX_ROWS
 
 
 def _cells(peer: PeerView) -> list[RenderableType]:
@@ -115,22 +121,28 @@ def _cells(peer: PeerView) -> list[RenderableType]:
         Text(f"…{peer.name}"),
         Text(standing, STANDING_STYLES[peer.standing]),
         Text(str(peer.epoch)),
-        Text("" if peer.loss is None else f"{peer.loss:.4f}"),
+        Text("" if peer.loss is None else f"{peer.loss:.4g}"),
         Text(f"{peer.samples_per_second:.1f}"),
         Text(f"{peer.share:.0%}"),
-        Text(_rate(peer.up)),
-        Text(_rate(peer.down)),
+        Text(f"{peer.up / 1e6:.2f}/{peer.down / 1e6:.2f}"),
         Text(str(peer.members)),
         Text(f"{peer.seen:.0f} s"),
         _mark_of(peer.mark),
-        Text("; ".join(map(str, peer.findings)), "red")
-        if peer.findings
-        else Text(f"{peer.version}, torch {peer.torch}", "dim"),
     ]
 
 
-def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e6:.2f} MB/s"
+def _notes(snapshot: Snapshot) -> list[RenderableType]:
+    """What is wrong with whom, and what they run."""
+    bad = [peer for peer in snapshot.peers if peer.findings]
+    notes: list[RenderableType] = []
+    if _is_long(snapshot):
+        notes.append(Text(f"and {len(snapshot.peers) - MAX_ROWS} more; those come first that are not well", "dim"))
+    notes += [Text(f"…{peer.name} {'; '.join(map(str, peer.findings))}", "red") for peer in bad[:MAX_NOTES]]
+    if len(bad) > MAX_NOTES:
+        notes.append(Text(f"and {len(bad) - MAX_NOTES} more that are not well", "red"))
+    runs = Counter(f"Shoal {peer.version}, torch {peer.torch}" for peer in snapshot.peers)
+    notes += [Text(f"{count} of {len(snapshot.peers)} run {what}", "dim") for what, count in runs.most_common(3)]
+    return notes
 
 
 def _mark_of(digest: str) -> Text:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from rich.console import Console
 
 from shoal.health.record import name_of
 from shoal.monitor.picture import Picture
-from shoal.monitor.top import SPARKS, Losses, screen
+from shoal.monitor.snapshot import Snapshot
+from shoal.monitor.top import SPARKS, Losses, screen, show
 from shoal.p2p.identity import Identity
+from shoal.swarm.protocol.view import Role
 from tests.health.records import START, health, mark, posted
 from tests.monitor.processes import Trainers, trainers, wait_until
 
@@ -35,11 +39,21 @@ def test_one_screen_has_it_all() -> None:
     text = drawn()
     assert "● 3 of 3 peers in epoch 16, 2.00 s an epoch, all alike" in text
     assert "epoch 16: 100 samples, 150.0 samples a second" in text
-    assert "computing 1.53 s" in text
+    assert "■ computing 1.53 ■ waiting 0.10 ■ matchmaking 0.02 ■ bytes 0.30 ■ step 0.05 s" in text
     assert "76% of an epoch is computing: more peers make more epochs." in text
     for peer in (A, B, C):
         assert f"…{name_of(peer)}" in text
+    assert "3 of 3 run Shoal 0.1.0, torch 2.13.0+cpu" in text
     assert len(text.splitlines()) < 24
+
+
+def test_eighty_columns_are_enough() -> None:
+    text = drawn(80, role=Role.AUXILIARY, samples_per_second=12345.6, epoch=123456, newest=123456)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "auxiliary" in text
+    row = next(line for line in text.splitlines() if line.startswith(f"…{name_of(C)}"))
+    assert "…" not in row[1:]  # nothing is cut
+    assert row.split()[1:5] == ["auxiliary", "123456", "0.5", "12345.6"]
 
 
 def test_of_a_long_epoch_the_progress_is_shown() -> None:
@@ -68,6 +82,40 @@ def test_the_losses_are_one_line() -> None:
             losses.add(picture.snapshot(0.0, START))
     assert str(losses) == SPARKS[-1] + SPARKS[4] + SPARKS[0] * 2
     assert health().loss == 0.5
+
+
+def test_of_many_peers_those_come_first_that_are_not_well() -> None:
+    picture = Picture("my run")
+    peers = [Identity(bytes([seed]) * 32).peer_id for seed in range(100)]
+    picture.read([posted(peer) for peer in peers], 0.0, 0.0, START)
+    for peer in peers[90:]:
+        picture.lost(peer, "cut", 0.0, START)
+    with Path(os.devnull).open("w") as nowhere:
+        console = Console(width=100, record=True, file=nowhere)
+        console.print(screen(picture.snapshot(0.0, START), Losses()))
+        text = console.export_text()
+    assert len(text.splitlines()) < 50
+    assert all(re.search(f"^…{name_of(peer)} lost ", text, re.MULTILINE) for peer in peers[90:])
+    assert "and 80 more; those come first that are not well" in text
+    assert "and 4 more that are not well" in text
+
+
+def test_it_draws_until_it_is_told_to_stop() -> None:
+    picture, stop = Picture("my run"), threading.Event()
+    taken: list[int] = []
+
+    def take() -> Snapshot:
+        taken.append(len(taken))
+        picture.read([posted(A, number=len(taken), epoch=len(taken), newest=len(taken))], 0.0, 0.0, START)
+        if len(taken) == 2:
+            stop.set()
+        return picture.snapshot(0.0, START)
+
+    with Path(os.devnull).open("w") as nowhere:
+        console = Console(width=180, record=True, file=nowhere)
+        show(take, console, stop)
+        assert "1 peer in epoch 2" in console.export_text()
+    assert taken == [0, 1]
 
 
 def top(peers: Trainers, *arguments: str, run_id: str = "test") -> subprocess.CompletedProcess[str]:
