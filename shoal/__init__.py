@@ -77,8 +77,8 @@ _HOMES = {
     "register_functional_optimizer": "shoal.functional.registry",
 }
 _ROOMS = (
-    "averaging", "compression", "dht", "flat", "functional", "integrations", "membership", "optim", "p2p", "remote",
-    "sharding", "simulation"
+    "averaging", "compression", "dht", "flat", "functional", "health", "integrations", "membership", "monitor", "optim",
+    "p2p", "remote", "sharding", "simulation"
 )  # fmt: skip
 __all__ = ["__version__", "compression", *_HOMES]
 

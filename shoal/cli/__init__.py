@@ -18,6 +18,7 @@ import shoal
 from shoal.cli.demo.settings import ENOUGH_EPOCHS, Compression, DemoSettings
 from shoal.cli.demo.text import TextError
 from shoal.cli.keys.command import app as keys_app
+from shoal.cli.watched import Watched
 
 HELP = """
 Train with the PyTorch optimizer that you already use on whatever machines you have.
@@ -26,6 +27,8 @@ Train with the PyTorch optimizer that you already use on whatever machines you h
 
 **Two machines:** `shoal node` on one of them prints an address; give it to the training script on each
 (`shoal.DHT(initial_peers=[address])`). If they do not meet, `shoal doctor ADDRESS` says what is in the way.
+
+**A run:** `shoal top` and `shoal monitor` show how it is.
 """
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, rich_markup_mode="markdown")
@@ -83,6 +86,57 @@ def demo_command(
     raise typer.Exit(code)
 
 
+InitialPeers = Annotated[
+    list[str],
+    typer.Option(help="Multiaddr of a peer of the run, ending in /p2p/<peer id>; can be given several times."),
+]
+Identity = Annotated[Path | None, typer.Option(help="File with this watcher's key, for a closed run.", dir_okay=False)]
+Membership = Annotated[
+    str | None, typer.Option(help="Line or file from `shoal keys admit --role watch`, for a closed run.")
+]
+
+
+@app.command("top")
+def top_command(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, as its peers have it.")],
+    initial_peers: InitialPeers,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print what is known now; exit code 1 if it is not well.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --once: as one line of JSON.")] = False,
+    identity: Identity = None,
+    membership: Membership = None,
+) -> None:
+    """Show how a run is, in this terminal, until Ctrl-C."""
+    from shoal.cli.watch import run_top
+
+    if json and not once:
+        raise typer.BadParameter("give --once with it", param_hint="--json")
+    raise typer.Exit(run_top(Watched(run_id, initial_peers, identity, membership), Console(), once=once, json=json))
+
+
+@app.command("monitor")
+def monitor_command(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, as its peers have it.")],
+    initial_peers: InitialPeers,
+    port: Annotated[
+        int, typer.Option(help="Port of the page on this machine; 0 for any free one.", min=0, max=65535)
+    ] = 8080,
+    history: Annotated[
+        Path | None, typer.Option(help="SQLite file of what was; without it runs/monitor-<run>.sqlite.", dir_okay=False)
+    ] = None,
+    identity: Identity = None,
+    membership: Membership = None,
+) -> None:
+    """Serve a page that shows how a run is, and was, until Ctrl-C; and /metrics for Prometheus."""
+    try:
+        from shoal.cli.page import run_monitor
+    except ModuleNotFoundError as error:
+        typer.echo(f"shoal monitor needs {error.name}: pip install 'shoal[monitor]'", err=True)
+        raise typer.Exit(1) from error
+    raise typer.Exit(run_monitor(Watched(run_id, initial_peers, identity, membership), port, history, Console()))
+
+
 @app.command("doctor")
 def doctor_command(
     address: Annotated[str | None, typer.Argument(help="Of a peer or node, as it printed it.")] = None,
@@ -127,7 +181,12 @@ def node_command(
         Path | None, typer.Option(help="File that keeps the peer's key, made if missing: the address stays the same.")
     ] = None,
 ) -> None:
-    """Run a DHT node that others can join by; it prints its addresses and stays until Ctrl-C."""
+    """Run a DHT node that others can join by; it prints its addresses and stays until Ctrl-C.
+
+    Without --host-maddrs it listens on all interfaces (/ip4/0.0.0.0/tcp/0, any free port), since it is there for other
+    machines to find each other. A shoal.DHT in a script listens on loopback only, unless it is told otherwise: a script
+    that is tried opens no port to the network. To keep an address, fix the port and give --identity.
+    """
     from shoal.cli.node import run_node
     from shoal.p2p.errors import PeerUnreachable
 

@@ -9,7 +9,7 @@ import msgspec
 from blake3 import blake3
 
 from shoal.dht.records import DHTRecord, decode_value, owners_of
-from shoal.dht.run_keys import MEMBERS
+from shoal.dht.run_keys import HEALTH, MEMBERS
 from shoal.dht.validation import RecordValidator
 from shoal.membership.membership import MEMBERSHIP
 from shoal.membership.pin import PIN
@@ -22,9 +22,10 @@ MAX_KNOWN = 8192  # records whose signatures were looked into
 
 
 class ClosedRunValidator(RecordValidator):
-    """Under `<run id>…/members` of a closed run, a record is of a peer that the run's owner has admitted, and carries
-    its membership: (what it says, membership). Under `<run id>/owner` it is what the owner has signed: (revocations,
-    pin). Both have an owner, who has signed the record (`SignatureValidator`). Other keys are left alone.
+    """Under `<run id>…/members` and `<run id>…/health` of a closed run, a record is of a peer that the run's owner has
+    admitted, and carries its membership: (what it says, membership). Under `<run id>/owner` it is what the owner has
+    signed: (revocations, pin). All have an owner, who has signed the record (`SignatureValidator`). Other keys are left
+    alone.
 
     That a membership has not expired, and was not revoked, is for those to look at who read it.
     """
@@ -39,7 +40,7 @@ class ClosedRunValidator(RecordValidator):
             key = _keys.decode(record.key)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return True
-        end = next((end for end in (MEMBERS, OWNER) if key.endswith(end)), "")
+        end = next((end for end in (MEMBERS, HEALTH, OWNER) if key.endswith(end)), "")
         try:
             run = ClosedRun.of(key) if end else None
         except ValueError:
@@ -59,7 +60,7 @@ class ClosedRunValidator(RecordValidator):
             return False
         try:
             said = decode_value(record.value)
-            if end == MEMBERS:
+            if end != OWNER:
                 _, membership = _listed.decode(said)
                 return MEMBERSHIP.read(membership, run).peer == PeerID.parse(owners[0].decode()).key
             revocations, pin = _words.decode(said)

@@ -54,10 +54,10 @@ class DHT:
         initial_peers: addresses of nodes of the DHT, each ending in /p2p/<peer id>; none to begin a new one. Those that
             are not connected are dialled every 5 to 60 s.
         start: start right away (`run_in_background`).
-        host_maddrs: where to listen; port 0 means any free one. The default is loopback, which only this machine
-            reaches: a script opens no port to the network unless it says so. Use /ip4/0.0.0.0/tcp/<port> to be reached
-            from elsewhere; who joins through another machine and listens on loopback only is warned. (`shoal node`
-            listens on all interfaces: it is there for other machines.)
+        host_maddrs: where to listen; port 0 means any free one. By default on loopback only, where no other machine
+            reaches it: a script that is tried opens no port to the network. Use /ip4/0.0.0.0/tcp/<port> (all
+            interfaces, as `shoal node` does) to be reached from elsewhere; who joins through another machine and
+            listens on loopback only is warned.
         announce_maddrs: addresses to tell others besides those, such as that of a router which forwards a port.
         identity_path: file that keeps who this peer is (made if it does not exist); None makes a new identity.
         client_mode: never listen and keep nothing for others; needs initial peers.

@@ -5,13 +5,19 @@ from __future__ import annotations
 from shoal.dht.records import NO_SUBKEY, DHTRecord, encode_key, owners_in, owners_of
 
 MEMBERS = "/members"  # after a run's id: the key of the records of its members
-_ENDINGS = (MEMBERS.encode(),)
+HEALTH = "/health"  # the key of what they say of themselves
+_ENDINGS = (MEMBERS.encode(), HEALTH.encode())
 _TEXT = frozenset({*range(0xA0, 0xC0), 0xD9, 0xDA})  # what msgpack begins a text with
 
 
 def members_key(run_id: str) -> str:
     """The key under which the members of a run are listed."""
     return run_id + MEMBERS
+
+
+def health_key(run_id: str, shard: str = "") -> str:
+    """The key under which the peers of a run say how they are; large runs have one for each `shard`."""
+    return f"{run_id}/{shard}{HEALTH}" if shard else run_id + HEALTH
 
 
 def is_misplaced(record: DHTRecord) -> bool:

@@ -11,9 +11,10 @@ How to read it: `optimizer.py` is the public face, and `settings.py` checks its 
 epoch: it accumulates (`accumulator.py`), reports samples (`progress.py`), joins the round that ends the epoch
 (`epoch_round.py`) and steps the state (`state.py`), whose parameters live in flat memory, possibly on the host
 (`host_copy.py`), and whose parameter groups have options that peers vote on (`group_options.py`). `run.py` is this
-peer's part in the run. `grad_averager.py`, `power_sgd_averager.py`, `state_averager.py` and `progress_tracker.py` are
-for users who train without an `Optimizer`; they share the accumulator, the state and the progress with it. `_torch.py`
-has the private names of torch.
+peer's part in the run, `vitals.py` what it tells whoever watches, and `faults.py` counts what goes wrong.
+`grad_averager.py`, `power_sgd_averager.py`, `state_averager.py` and `progress_tracker.py` are for users who train
+without an `Optimizer`; they share the accumulator, the state and the progress with it. `_torch.py` has the private
+names of torch.
 """
 
 from __future__ import annotations

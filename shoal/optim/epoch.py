@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 from torch.optim import Optimizer
 
 from shoal.flat import grad_of
+from shoal.health.record import FaultKind
 from shoal.optim.accumulator import lost_gradient
 from shoal.optim.epoch_round import Averaged, EpochRound, Gradients, report_of
 from shoal.optim.forks import Forks
@@ -189,7 +191,8 @@ class Accumulation:
         samples = self.samples
         usable = self.gradients.close(1.0 if self._scaler is None else self._scaler.get_scale())
         if usable < samples:
-            log.warning("this peer's gradients are not finite (NaN or infinity): it joins without them")
+            fields = self._run.faults.add(FaultKind.NOT_FINITE, "this peer's gradients have NaN or infinity")
+            log.warning("this peer's gradients are not finite (NaN or infinity): it joins without them", extra=fields)
         return usable
 
     # -- gradients with rounds of their own
@@ -274,7 +277,13 @@ class Epoch:
         self._downloads = 0  # since the last epoch that this peer ended together with others
         self._made_with: frozenset[bytes] = frozenset()  # the peers with which, or from which, it has its state
         self._forks = Forks(run, replica, Keeper(settings.kept_state_dir, run.me), tell)
+        self._step_seconds = 0.0  # of the last step
         self._told_pin = 0  # the last pin of which was said that nobody has its state
+
+    @property
+    def machine(self) -> str:
+        """Names everything on which the bits of this peer's step depend."""
+        return self._round.machine.name
 
     @property
     def is_busy(self) -> bool:
@@ -426,8 +435,9 @@ class Epoch:
     def _step(self, averaged: Averaged) -> None:
         """Make the wrapped optimizer's step with the averaged gradients; with local updates, take over the averaged
         state."""
-        as_grad = None if self._gradients is None else self._gradients.as_grad
+        as_grad, began = None if self._gradients is None else self._gradients.as_grad, time.perf_counter()
         self._replica.step(as_grad, averaged.tip, averaged.options, with_state=averaged.with_state)
+        self._step_seconds = time.perf_counter() - began
         self._run.tell_state_changed()
 
     def take_result(self, *, wait: bool) -> None:
@@ -486,7 +496,8 @@ class Epoch:
             self._accumulation.restart()
         self._count_from(averaged.tip)
         if outcome is not None:
-            self._tell(report_of(outcome, self._replica.tip.epoch, self._replica.state_digest))
+            epoch, digest, waiting = self._replica.tip.epoch, self._replica.state_digest, self._tracker.take_waited()
+            self._tell(report_of(outcome, epoch, digest, waiting=waiting, stepping=self._step_seconds))
 
     def _count_from(self, tip: Tip) -> None:
         """Count what is accumulated from now on to the epoch that begins with that state."""
@@ -594,7 +605,10 @@ class Epoch:
         except AveragingError as error:
             if isinstance(error, Rejected) and not self._run.swarm.made:
                 raise
-            log.warning("could not download the state that others hold, and go on from this peer's own: %s", error)
+            fields = self._run.faults.add(FaultKind.DOWNLOAD, str(error))
+            log.warning(
+                "could not download the state that others hold, and go on from this peer's own: %s", error, extra=fields
+            )
         self._run.call(self._run.swarm.forget_behind)
 
     def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:

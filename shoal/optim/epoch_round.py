@@ -15,6 +15,7 @@ from shoal.averaging.exchange import Exchange, Vector, exchange_of
 from shoal.averaging.options import described, term_of
 from shoal.dht.dht import DHT
 from shoal.flat import Layout
+from shoal.health.record import FaultKind
 from shoal.optim.accumulator import EpochGradients
 from shoal.optim.grad_averager import AveragerGradients
 from shoal.optim.group_options import structure
@@ -213,7 +214,10 @@ class EpochRound:
         if found < least:
             wanted, last = self._settings.min_peers, self._run.swarm.peer.last
             of_last = "" if isinstance(wanted, int) else f" of {last} in the last epoch, which is {least}"
-            log.warning("%d peers are here, and min_peers=%s%s: the next step tries again", found, wanted, of_last)
+            fields = self._run.faults.add(FaultKind.TOO_FEW, f"{found} peers are here, and min_peers={wanted}{of_last}")
+            log.warning(
+                "%d peers are here, and min_peers=%s%s: the next step tries again", found, wanted, of_last, extra=fields
+            )
         return found < least
 
     def _least(self) -> int:
@@ -265,7 +269,8 @@ class EpochRound:
                 if time.monotonic() >= until:
                     return self._alone(samples, error)
                 # A peer that was put out of a round gets its result like one that missed the round.
-                log.warning("%s: trying again", error)
+                fields = self._run.faults.add(FaultKind.ROUND, str(error))
+                log.warning("%s: trying again", error, extra=fields)
                 continue
             self._tell_cost(outcome)
             donors = (
@@ -318,14 +323,16 @@ class EpochRound:
         """Continue without a round, with what this peer has; the swarm decides later whose state is kept."""
         if not samples or self._least() > 1:
             why = f"min_peers={self._settings.min_peers}" if samples else "this peer has no gradients of its own"
-            log.warning("no average (%s), and %s: the next step tries again", error, why)
+            fields = self._run.faults.add(FaultKind.TOO_FEW, f"{error}, and {why}")
+            log.warning("no average (%s), and %s: the next step tries again", error, why, extra=fields)
             return None
         before = self._replica.tip
         # Others may continue alone from the same state with as many samples, and so may this peer, a second time.
         tip = before.after(blake3(b"shoal alone\0" + self._run.me + os.urandom(32)).digest(), samples)
         if not self._run.follow(tip, after=before):
             return None
-        log.warning("no average (%s): going on with this peer's own gradients", error)
+        fields = self._run.faults.add(FaultKind.ALONE, str(error))
+        log.warning("no average (%s): going on with this peer's own gradients", error, extra=fields)
         if self._gradients is not None:
             self._gradients.use_local()
         return Averaged(tip, None, self._options)
@@ -348,7 +355,10 @@ class EpochRound:
         common = max(names, key=lambda name: (names.count(name), samples[name], name))
         if mine == common:
             return ()
-        log.warning("this peer's gradients are not the average that the others have: downloading the state")
+        fields = self._run.faults.add(FaultKind.UNLIKE, "this peer's gradients are not the average of the others")
+        log.warning(
+            "this peer's gradients are not the average that the others have: downloading the state", extra=fields
+        )
         return tuple(member.peer for member, name in zip(begin.members, names, strict=True) if name == common)
 
     def _of_unknown_options(self, outcome: Outcome) -> tuple[PeerID, ...]:
@@ -384,12 +394,19 @@ class EpochRound:
         if not mine or mine == common:
             return ()
         if self._replica.tip.epoch:
-            log.error("this peer's parameters differ from those of peers that compute alike: downloading the state")
+            fields = self._run.faults.add(FaultKind.UNLIKE, "this peer's parameters differ from those of like peers")
+            log.error(
+                "this peer's parameters differ from those of peers that compute alike: downloading the state",
+                extra=fields,
+            )
         return tuple(PeerID(key) for key, state in states.items() if state == common)
 
 
-def report_of(outcome: Outcome, epoch: int, digest: bytes) -> EpochReport:
-    """The report of a round, given the epoch that begins after it and the digest of the parameters."""
+def report_of(
+    outcome: Outcome, epoch: int, digest: bytes, *, waiting: float = 0.0, stepping: float = 0.0
+) -> EpochReport:
+    """The report of a round, given the epoch that begins after it, the digest of the parameters, and the seconds of
+    waiting before and of the step after it."""
     return EpochReport(
         epoch=epoch,
         samples=outcome.commit.samples,
@@ -402,4 +419,6 @@ def report_of(outcome: Outcome, epoch: int, digest: bytes) -> EpochReport:
         bytes_received=outcome.bytes_received,
         state_digest=digest.hex(),
         tip=str(outcome.commit.next_tip),
+        waiting_seconds=waiting,
+        step_seconds=stepping,
     )

@@ -13,6 +13,7 @@ import torch
 
 from shoal.compression import Compression
 from shoal.dht.dht import DHT
+from shoal.health.metrics import Metrics, MetricsServer, families
 from shoal.membership.holder import Source
 from shoal.optim._torch import scale_by_own_rules
 from shoal.optim.epoch import Accumulation, Epoch
@@ -21,10 +22,12 @@ from shoal.optim.epoch_scheduler import wraps
 from shoal.optim.grad_averager import AveragerGradients, GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.progress import LocalProgress, RunProgress, refresh_of
-from shoal.optim.reports import Event, ReachabilityReport
+from shoal.optim.reports import Event, ReachabilityReport, fields_of_event
 from shoal.optim.settings import SAMPLES, SECONDS, AnyOptimizer, AnyScheduler, Params, Settings, make_trained
 from shoal.optim.state import Replica
+from shoal.optim.vitals import Vitals
 from shoal.swarm.gates import admit_to
+from shoal.swarm.protocol.errors import AveragingError
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +122,8 @@ class Optimizer(torch.optim.Optimizer):
         kept_state_dir: a folder for the state that this peer leaves where the run has forked: the last one, in a file
             that `load_kept_state` takes. None: it is kept in memory, if it takes no more than a quarter of what is
             free.
+        metrics_port: serve this peer's metrics for Prometheus on this port of 127.0.0.1, at `/metrics`; 0 for any free
+            one (see `metrics_port`); None for none.
 
     All peers of a run need equal target_batch_size, modes (delay_optimizer_step, delay_grad_averaging,
     delay_state_averaging, average_state_every, use_local_updates, grad_averager_factory), compressions,
@@ -132,9 +137,11 @@ class Optimizer(torch.optim.Optimizer):
         on_event: called in the trainer's thread, from `step`, with an `EpochReport`, `DownloadReport` or
             `ReachabilityReport`, if it is not None.
         tracker: the run's progress, see `RunProgress`.
+        metrics_port: the port in use; None without.
 
     Raises:
         ValueError: for arguments that make no sense, alone or together.
+        OSError: if `metrics_port` is taken.
     """
 
     def __init__(
@@ -176,6 +183,7 @@ class Optimizer(torch.optim.Optimizer):
         min_peers: float = 1,
         membership: Source | None = None,
         kept_state_dir: str | os.PathLike[str] | None = None,
+        metrics_port: int | None = None,
     ) -> None:
         client_mode = dht.client_mode if client_mode is None else client_mode
         if dht.client_mode and not client_mode:
@@ -215,9 +223,19 @@ class Optimizer(torch.optim.Optimizer):
         )
         accumulation = Accumulation(self, settings, run, replica, self._gradients)
         self._epoch = Epoch(settings, run, replica, accumulation, self.tracker, self._tell)
-        run.start(self._epoch.donor)
+        self._vitals = Vitals(run, self.tracker, self._epoch, compares=not (use_local_updates or auxiliary))
+        self._metrics: MetricsServer | None = None
+        if metrics_port is not None:
+            self._metrics = MetricsServer(metrics_port, self._collect)
+        self.metrics_port = None if self._metrics is None else self._metrics.port
+        try:
+            run.start(self._epoch.donor)
+        except BaseException:  # nobody listens for a peer that is not there
+            self._close_metrics()
+            raise
         try:
             self.tracker.start()
+            self._vitals.start()
             self._epoch.begin()
         except BaseException:  # Ctrl-C, too: the others must not count an optimizer that was not made
             self.shutdown()
@@ -243,6 +261,15 @@ class Optimizer(torch.optim.Optimizer):
     def is_alive(self) -> bool:
         """Whether it is in the run: `shutdown` was called neither here nor on the DHT."""
         return not self._closed and self.dht.is_alive()
+
+    def report(self, *, loss: float | torch.Tensor) -> None:
+        """Tell whoever watches the run (`shoal top`, `shoal monitor`, `metrics_port`) the loss of a batch. The mean of
+        those that were reported is published every 10 s; nothing is decided by it.
+
+        Args:
+            loss: a number, or a tensor with one element, which waits for its device.
+        """
+        self._vitals.report(float(loss.item() if isinstance(loss, torch.Tensor) else loss))
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -438,9 +465,22 @@ class Optimizer(torch.optim.Optimizer):
             "optimizer.state_dict(), and load it into a new optimizer"
         )
 
+    def _collect(self) -> Metrics:
+        """This peer's metrics now; none any more if it has left."""
+        try:
+            health = self._run.call(self._vitals.health)
+        except AveragingError:
+            return []
+        return families(self.run_id, [(self.dht.peer_id, health)])
+
+    def _close_metrics(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+
     def _tell(self, event: Event) -> None:
+        self._vitals.heard(event)
         if not isinstance(event, ReachabilityReport):  # the run has logged a warning of that already
-            log.info("%s", event)
+            log.info("%s", event, extra=fields_of_event(event))
         if self.on_event is not None:
             self.on_event(event)
 
@@ -451,8 +491,10 @@ class Optimizer(torch.optim.Optimizer):
             return
         self._closed = True
         timeout = self._settings.shutdown_timeout
+        self._close_metrics()
         if self.dht.is_alive():
             self.tracker.stop()
+            self._vitals.stop()
         if not self._run.stop(timeout):
             log.warning("leaving the run took longer than %g s", timeout)
         self._epoch.close(timeout)

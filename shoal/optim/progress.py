@@ -265,6 +265,9 @@ class RunProgress:
         refresh: how often it asks for the progress of others when there is nothing to report.
         alpha: see `PerformanceEMA`.
         may_wait: whether this peer may be told to wait. It may not where the trainer continues during a round.
+
+    Attributes:
+        steps_made, samples_made: since the start.
     """
 
     def __init__(
@@ -281,7 +284,14 @@ class RunProgress:
         self._waited_in_vain_at: Tip | None = None  # others were counted on there, and did not come
         self._outbox = _Outbox()
         self._running = False
+        self.steps_made, self.samples_made = 0, 0.0
+        self._waited = 0.0
         self._reports = _Reports(run.swarm, refresh, self)
+
+    @property
+    def step_seconds(self) -> float:
+        """The predicted time of this peer's next step; 0 before the first."""
+        return self._step.seconds
 
     @property
     def local_progress(self) -> LocalProgress:
@@ -327,6 +337,8 @@ class RunProgress:
             Rejected: if the run has other terms.
         """
         now, added = time.monotonic(), samples - self._mine.samples
+        if added > 0:
+            self.steps_made, self.samples_made = self.steps_made + 1, self.samples_made + added
         if added > 0 and self._since is not None:
             self.performance_ema.update(added, now - self._since)
             self._step.update(added, now - self._since)
@@ -335,7 +347,13 @@ class RunProgress:
             if not self.ready_to_update_epoch:
                 self._tell(self._mine, now, another=added > 0, at_once=at_once)
         finally:
+            self._waited += time.monotonic() - now
             self.restart_clock()
+
+    def take_waited(self) -> float:
+        """The seconds that `report` has taken since this was asked last: those that this peer waited for samples."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def start_epoch(self, tip: Tip) -> None:
         """Begin a new epoch, with no samples, from the state `tip`. The coordinator hears that a step is begun."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class EpochReport:
         matchmaking_seconds: the part of it until BEGIN.
         allreduce_seconds: the rest of it.
         bytes_sent, bytes_received: in the round.
+        waiting_seconds: for the others' samples, in all of the epoch, before its round.
+        step_seconds: of the optimizer's step.
         state_digest: 64 hex digits, of the parameters after the step.
         tip: names the state in the run, see `Optimizer.tip`.
     """
@@ -34,6 +36,8 @@ class EpochReport:
     bytes_received: int
     state_digest: str
     tip: str = ""
+    waiting_seconds: float = 0.0
+    step_seconds: float = 0.0
 
     def __str__(self) -> str:
         return (
@@ -123,6 +127,12 @@ class ReachabilityReport:
 
     def __str__(self) -> str:
         return self.advice or f"all members are reached again: {_peers(self.num_peers)}"
+
+
+def fields_of_event(event: Event) -> dict[str, object]:
+    """The fields of the log record that tells of an event, as `extra=` of `logging`."""
+    kind = type(event).__name__.removesuffix("Report").lower()
+    return {"shoal": {"event": kind, **asdict(event)}}
 
 
 Event = EpochReport | DownloadReport | ReachabilityReport | ForkReport

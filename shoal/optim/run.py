@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from shoal.averaging.exchange import compute_serially
 from shoal.dht.dht import DHT
+from shoal.optim.faults import Faults
 from shoal.p2p.identity import PeerID
 from shoal.swarm.directory import DHTDirectory
 from shoal.swarm.protocol.contribution import Contribution, Outcome
@@ -39,13 +40,15 @@ class Run:
         place: what this peer chooses for itself.
 
     Attributes:
-        dht, rules: as given.
+        dht, run_id, rules: as given.
+        faults: what has gone wrong.
         me: this peer's key.
         swarm: what is known of the run; any thread may read its properties.
     """
 
     def __init__(self, dht: DHT, run_id: str, terms: Terms, rules: Rules, place: Place) -> None:
-        self.dht, self.rules, self.me = dht, rules, dht.peer_id.key
+        self.dht, self.run_id, self.rules, self.me = dht, run_id, rules, dht.peer_id.key
+        self.faults = Faults()
         directory = DHTDirectory(dht.dht_node, run_id)
         self.swarm = Swarm(dht.node, dht.get_visible_maddrs(), directory, run_id, terms, rules, place)
         self._state_service = f"state/{run_id}"

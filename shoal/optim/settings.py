@@ -80,6 +80,7 @@ PEERS = Kind(
     NUMBER,
     lambda number: number >= 1 if isinstance(number, int) else 0 < number <= 1,
 )
+PORT = Kind("a port from 1 to 65535, or 0 for any free one", int, lambda number: 0 <= number <= 65535)
 LEVEL = Kind("a level of logging, as logging.INFO", int)
 RUN_ID = Kind("a text of 1 to 100 characters", str, lambda text: 1 <= len(text) <= 100)
 NAMES = Kind("a list of names", (list, tuple), lambda names: all(isinstance(name, str) for name in names))
@@ -154,6 +155,7 @@ class Settings:
     max_grad_norm: Annotated[float | None, POSITIVE]
     min_peers: Annotated[float, PEERS]
     kept_state_dir: Annotated[str | os.PathLike[str] | None, FOLDER]
+    metrics_port: Annotated[int | None, PORT]
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:

@@ -31,6 +31,7 @@ MEET_TIMEOUT = 5.0
 FIRST_REFRESH_SECONDS = 0.5  # until the first commit
 SPREAD_DELAY = 0.02  # news of members that arrive together is told together
 EXPLAINED_SECONDS = 60.0  # that other terms of one peer are not told again, whatever it says
+REFUSED_SECONDS = 60.0  # for which a peer with other terms is remembered after it has gone
 MAX_REPORTS = 64  # of `reports` that nobody has read
 
 
@@ -96,6 +97,8 @@ class Contacts:
         self._seen = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped = False
+        self._refused: tuple[bytes, float] | None = None  # who has other terms, and until when that is told
+        self._refused_difference = ""
         self._reach = Reach(self._view.run_id, self._view.me, random.Random(self._view.me.key))
         self._reach_changed = asyncio.Event()
 
@@ -119,6 +122,26 @@ class Contacts:
     async def seen(self) -> None:
         """Return when a member has said HELLO, and so may be new."""
         await self._seen.wait()
+
+    # -- for who watches
+
+    def missing(self) -> list[PeerID]:
+        """The known members that this peer should reach and does not, as it has warned."""
+        return self._reach.told()
+
+    def refused(self) -> tuple[bytes, str] | None:
+        """The last peer of the run that had other terms, and how they differ, if it is still connected, or that was in
+        the last REFUSED_SECONDS; else None."""
+        if self._refused is None:
+            return None
+        key, until = self._refused
+        stranger = self._strangers.get(key)
+        if stranger is not None:
+            self._refused_difference = stranger.difference
+        elif self._now() >= until:
+            self._refused = None
+            return None
+        return key, self._refused_difference
 
     # -- peers with other terms
 
@@ -151,6 +174,7 @@ class Contacts:
                 self._explain_at[peer.key] = self._now() + EXPLAINED_SECONDS
                 if len(self._explain_at) > MAX_MEMBERS:
                     del self._explain_at[next(iter(self._explain_at))]
+            self._refused, self._refused_difference = (peer.key, self._now() + REFUSED_SECONDS), differs_in
 
     async def _explain(self, peer: PeerID, stranger: _Stranger) -> None:
         if self._tensors and self._peer.terms.schema != stranger.terms.schema:
@@ -160,7 +184,10 @@ class Contacts:
                     self._compare(stranger, reply.buffers[0])
             except (P2PError, TimeoutError) as error:
                 log.debug("%r did not describe its tensors: %s", peer, error)
-        log.warning("%r is in the run with other terms: %s", peer, stranger.difference)
+        if self._refused is not None and self._refused[0] == peer.key:
+            self._refused_difference = stranger.difference
+        fields = {"event": "other terms", "peer": str(peer), "difference": stranger.difference}
+        log.warning("%r is in the run with other terms: %s", peer, stranger.difference, extra={"shoal": fields})
 
     def on_describe(self, peer: PeerID, theirs: Buffer) -> Reply:
         """A peer asks for this one's tensors, and tells its own."""
@@ -281,7 +308,9 @@ class Contacts:
             self._strangers.pop(key, None)
         known = self._view.lose(key)
         if known and was_reached and not is_stranger:
-            log.info("%s is lost; members connected, with this peer: %d", PeerID(key), len(self._view.connected()))
+            connected = len(self._view.connected())
+            fields = {"shoal": {"event": "lost", "peer": str(PeerID(key)), "members": connected}}
+            log.info("%s is lost; members connected, with this peer: %d", PeerID(key), connected, extra=fields)
         if known:
             self._changed()
         return known
@@ -366,7 +395,10 @@ class Contacts:
             report = self._reach.notice(now, self._directory.others)
             if report is not None:
                 all_well = f"all known members of the run are reached or have left: {report.num_peers} peers"
-                log.log(logging.WARNING if report.advice else logging.INFO, "%s", report.advice or all_well)
+                fields = {"event": "reachability", "num_peers": report.num_peers, "advice": report.advice}
+                fields["unreached"] = [str(peer) for peer in report.unreached]
+                level = logging.WARNING if report.advice else logging.INFO
+                log.log(level, "%s", report.advice or all_well, extra={"shoal": fields})
                 self.reports.append(report)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._reach.next_time(now)):

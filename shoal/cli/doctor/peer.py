@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from shoal.cli.doctor.finding import Finding, Level
@@ -15,6 +16,7 @@ from shoal.dht.created import CreatedNode
 from shoal.dht.messages import SERVICE as DHT_SERVICE
 from shoal.dht.messages import Ping, Sender, Store, Stored
 from shoal.dht.records import get_dht_time, make_record
+from shoal.health.board import HealthBoard
 from shoal.p2p.errors import HandshakeFailed, P2PError, PeerUnreachable, Refused
 from shoal.p2p.greeting import VERSION
 from shoal.p2p.identity import Identity, PeerID
@@ -197,6 +199,18 @@ async def _look_at_run(dht: CreatedNode, asked: Asked) -> AsyncIterator[Finding]
     hellos = [answer for answer in answers.values() if isinstance(answer, msg.Hello)]
     if hellos:
         yield _terms(hellos)
+    releases = {posted.health.version for posted in await HealthBoard(dht, run_id).read(len(members))}
+    if releases:
+        yield _release(sorted(releases))
+
+
+def _release(theirs: list[str]) -> Finding:
+    """Which releases of Shoal the members have, as they publish it."""
+    mine = version("shoal")
+    found, facts = f"members have Shoal {', '.join(theirs)}; here it is {mine}", {"members": theirs, "here": mine}
+    if mine in theirs:
+        return Finding("release", Level.WELL, found, "", facts)
+    return Finding("release", Level.MIND, found, f"pip install shoal=={theirs[-1]}", facts)
 
 
 async def _meet(channel: Channel, member: Member, run_id: str) -> msg.Hello | str:

@@ -106,6 +106,10 @@ class Reach:
                 missing.seen = min(missing.seen, now)
                 missing.member = member if listed else missing.member
 
+    def told(self) -> list[PeerID]:
+        """The missing members of which was said that they can't be reached."""
+        return [missing.member.peer for missing in self._missing.values() if missing.told]
+
     def misses(self, key: bytes) -> bool:
         """Whether that member is known here and not reached."""
         return key in self._missing

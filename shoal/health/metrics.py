@@ -1,0 +1,144 @@
+"""Health records as Prometheus' metrics: the same names on a trainer and on a monitor."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Protocol
+
+from prometheus_client import start_http_server
+from prometheus_client.core import (
+    CollectorRegistry,
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    SummaryMetricFamily,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from shoal.health.record import Health, name_of
+from shoal.p2p.identity import PeerID
+
+Metrics = list[Metric]
+LABELS = ["run", "peer"]
+LOOPBACK = "127.0.0.1"
+
+
+def families(run_id: str, records: Iterable[tuple[PeerID, Health]]) -> Metrics:
+    """All metrics of these peers; see docs/guides/watching.md."""
+    info = InfoMetricFamily("shoal_peer", "What a peer is.", labels=LABELS)
+    loss = GaugeMetricFamily("shoal_loss", "Mean of the losses that were reported last.", labels=LABELS)
+    downloads = CounterMetricFamily("shoal_downloads", "States that were downloaded.", labels=LABELS)
+    faults = CounterMetricFamily("shoal_faults", "What went wrong, by kind.", labels=[*LABELS, "kind"])
+    seconds = SummaryMetricFamily("shoal_round_seconds", "Time of epochs' ends, by phase.", labels=[*LABELS, "phase"])
+    sent = CounterMetricFamily("shoal_bytes", "Bytes of tensors.", labels=[*LABELS, "direction"])
+    gauges = {
+        "shoal_epoch": "Epochs behind the parameters.",
+        "shoal_epoch_seconds": "Seconds of an epoch, the mean of the last ones.",
+        "shoal_members": "Members that the peer is connected to, itself included.",
+        "shoal_samples_per_second": "Samples that the peer makes in a second.",
+        "shoal_step_seconds": "Seconds of a training step, the median of the last ones.",
+        "shoal_epoch_samples": "Samples that the peer has in this epoch.",
+        "shoal_memory_bytes": "Resident memory of the process.",
+    }
+    counters = {
+        "shoal_samples": "Samples that the peer has made.",
+        "shoal_steps": "Training steps that the peer has made.",
+        "shoal_cpu_seconds": "CPU time of the process.",
+    }
+    of = {name: GaugeMetricFamily(name, text, labels=LABELS) for name, text in gauges.items()}
+    since = {name: CounterMetricFamily(name, text, labels=LABELS) for name, text in counters.items()}
+    for peer, health in records:
+        who, totals = [run_id, name_of(peer)], health.totals
+        info.add_metric(
+            who,
+            {"id": str(peer), "version": health.version, "torch": health.torch, "device": health.device,
+             "role": health.role.value},
+        )  # fmt: skip
+        if health.loss is not None:
+            loss.add_metric(who, health.loss)
+        downloads.add_metric(who, totals.downloads)
+        for kind, count in health.faults.items():
+            faults.add_metric([*who, kind.value], count)
+        for phase in ("waiting", "matchmaking", "exchange", "step"):
+            seconds.add_metric([*who, phase], count_value=totals.rounds, sum_value=getattr(totals, phase))
+        for direction in ("sent", "received"):
+            sent.add_metric([*who, direction], getattr(totals, direction))
+        values = (health.epoch, health.epoch_seconds, health.members, health.samples_per_second, health.step_seconds,
+                  health.samples, health.memory)  # fmt: skip
+        for gauge, value in zip(of.values(), values, strict=True):
+            gauge.add_metric(who, value)
+        for counter, value in zip(since.values(), (totals.samples, totals.steps, health.cpu_seconds), strict=True):
+            counter.add_metric(who, value)
+    return [info, loss, downloads, faults, seconds, sent, *of.values(), *since.values()]
+
+
+class Collects(Collector):
+    """What Prometheus is given when it asks.
+
+    Args:
+        collect: makes the metrics of now.
+    """
+
+    def __init__(self, collect: Callable[[], Metrics]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Metrics:
+        return self._collect()
+
+
+def registry_of(collect: Callable[[], Metrics]) -> CollectorRegistry:
+    """A registry with these metrics and no others."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collects(collect))
+    return registry
+
+
+class _Server(Protocol):
+    server_port: int
+
+    def shutdown(self) -> None: ...
+
+    def server_close(self) -> None: ...
+
+
+class MetricsServer:
+    """Serves `/metrics` over HTTP on loopback, in a thread of its own, until it is closed.
+
+    Args:
+        port: to listen on; 0 for any free one.
+        collect: makes the metrics of now, in that thread.
+
+    Attributes:
+        port: in use.
+
+    Raises:
+        OSError: if the port is taken.
+    """
+
+    def __init__(self, port: int, collect: Callable[[], Metrics]) -> None:
+        server, self._thread = start_http_server(port, addr=LOOPBACK, registry=registry_of(collect))
+        self._server: _Server = server
+        self.port = server.server_port
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def close(self) -> None:
+        """Stop listening. Calling it again does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> MetricsServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

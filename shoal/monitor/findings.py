@@ -1,0 +1,120 @@
+"""Who of a run is not well, and in which way. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from shoal.health.record import PERIOD_SECONDS, PREFIX_BYTES, Health
+from shoal.monitor.known import KnownPeer
+from shoal.monitor.snapshot import Finding, Standing, Trouble
+from shoal.p2p.identity import PeerID
+
+TOLD_SECONDS = 600.0  # for which it is told that a peer was lost
+ALONE_SECONDS = 2 * PERIOD_SECONDS  # that two peers have to meet
+NOT_COMPARED = bytes(PREFIX_BYTES)  # a digest that is not to be compared
+
+T = TypeVar("T", bytes, str)
+
+
+def is_told(known: KnownPeer, now: float) -> bool:
+    """Whether it is told that this peer was lost."""
+    return known.standing is Standing.LOST and now - known.since < TOLD_SECONDS
+
+
+def findings_of(peers: Iterable[KnownPeer], now: float) -> tuple[dict[PeerID, list[Finding]], int]:
+    """What is wrong with whom, the worst first, and how many were found to hold the same parameters."""
+    peers = list(peers)
+    here = [known for known in peers if known.is_there]
+    unlike, alike = _unlike(here)
+    version = _common((known.health.version, known.health) for known in here)
+    terms = _common((known.health.terms, known.health) for known in here)
+    differences = _refusals(here)
+    unreached = Counter(key for known in here for key in known.health.unreached)
+    oldest = sorted(known.first_at for known in here)[:2]
+    found: dict[PeerID, list[Finding]] = {known.peer: [] for known in peers}
+    for known in peers:
+        add, health, prefix = found[known.peer].append, known.health, known.peer.key[:PREFIX_BYTES]
+        if is_told(known, now):
+            add(Finding(Trouble.LOST, f"{now - known.since:.0f} s ago: {known.why}"))
+        if not known.is_there:
+            continue
+        if known.standing is Standing.SILENT:
+            add(Finding(Trouble.SILENT, f"for {now - known.heard_at:.0f} s, where {PERIOD_SECONDS:.0f} are usual"))
+        if health.terms != terms:
+            add(Finding(Trouble.TERMS, differences.get(prefix, "they are not those of most")))
+        if health.version != version:
+            add(Finding(Trouble.VERSION, f"{health.version}, and most run {version}"))
+        if known.peer in unlike:
+            add(unlike[known.peer])
+        if health.members == 1 and len(oldest) > 1 and now - max(known.first_at, oldest[1]) > ALONE_SECONDS:
+            add(Finding(Trouble.ALONE, "it is connected to none of the others"))
+        if unreached[prefix]:
+            add(Finding(Trouble.UNREACHABLE, f"by {unreached[prefix]} of the others"))
+        elif known.unreachable:
+            add(Finding(Trouble.UNREACHABLE, f"from here: {known.unreachable}"))
+        if health.newest > health.epoch + 1:
+            add(Finding(Trouble.BEHIND, f"in epoch {health.epoch}, where others are in {health.newest}"))
+    return found, alike
+
+
+def refused_ones(peers: Iterable[KnownPeer]) -> list[str]:
+    """What members say of peers with other terms that publish nothing themselves."""
+    here = [known for known in peers if known.is_there]
+    shown = {known.peer.key[:PREFIX_BYTES] for known in here}
+    return [
+        f"a peer ({key.hex()}) was refused, since it {Trouble.TERMS.value} ({difference})"
+        for key, difference in _refusals(here).items()
+        if key not in shown
+    ]
+
+
+def common_epoch(here: Iterable[KnownPeer]) -> int:
+    """The newest of the epochs whose states are known of most peers."""
+    counts = Counter(epoch for known in here for epoch in known.marks)
+    return max(counts, key=lambda epoch: (counts[epoch], epoch), default=0)
+
+
+def _refusals(here: Iterable[KnownPeer]) -> dict[bytes, str]:
+    """How the terms of refused peers differ, by the beginnings of their keys."""
+    said = (known.health.refused for known in here)
+    return {refused.key: refused.difference for refused in said if refused is not None}
+
+
+def _common(values: Iterable[tuple[T, Health]]) -> T | None:
+    """The value that most peers have; of equally many, that with more samples behind it."""
+    counts: Counter[T] = Counter()
+    behind: dict[T, float] = {}
+    for value, health in values:
+        counts[value] += 1
+        behind[value] = max(behind.get(value, 0.0), health.samples_behind)
+    return max(counts, key=lambda value: (counts[value], behind[value], value), default=None)
+
+
+def _unlike(here: Sequence[KnownPeer]) -> tuple[dict[PeerID, Finding], int]:
+    """Compares the state of each peer at the newest epoch that it has in common with another: its line with all, its
+    digest with those of its line and machine. Returns who differs from most, and how many were found equal."""
+    at: dict[int, list[KnownPeer]] = {}
+    for known in here:
+        for epoch in known.marks:
+            at.setdefault(epoch, []).append(known)
+    compared: dict[int, list[KnownPeer]] = {}
+    for known in here:
+        if shared := [epoch for epoch in known.marks if len(at[epoch]) > 1]:
+            compared.setdefault(max(shared), []).append(known)
+    found: dict[PeerID, Finding] = {}
+    for epoch, comparing in compared.items():
+        line = _common((known.marks[epoch].lineage, known.health) for known in at[epoch])
+        kinds: dict[tuple[bytes, bytes], list[KnownPeer]] = {}
+        for known in at[epoch]:
+            kinds.setdefault((known.marks[epoch].lineage, known.health.machine), []).append(known)
+        digests = {kind: _common((k.marks[epoch].digest, k.health) for k in alike) for kind, alike in kinds.items()}
+        for known in comparing:
+            mark = known.marks[epoch]
+            kind = mark.lineage, known.health.machine
+            if mark.lineage != line:
+                found[known.peer] = Finding(Trouble.FORKED, f"in epoch {epoch}")
+            elif mark.digest != digests[kind] and NOT_COMPARED not in (mark.digest, digests[kind]):
+                found[known.peer] = Finding(Trouble.UNLIKE, f"than {len(kinds[kind]) - 1} like it, in epoch {epoch}")
+    return found, sum(map(len, compared.values())) - len(found)

@@ -1,0 +1,169 @@
+"""What a run was like: snapshots in an SQLite file, fewer of them the older they are."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from shoal.monitor.snapshot import Snapshot, Standing
+
+EVERY_SECONDS = 10  # a snapshot is kept
+MAX_POINTS = 1000  # of one answer
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What is older than `age` seconds is kept as means of `step` seconds."""
+
+    age: int
+    step: int
+
+
+LEVELS = (Level(3600, 60), Level(86400, 600))
+LONGEST = 90 * 86400  # seconds for which anything is kept
+FOLD_SECONDS = 600  # between two times of making old points fewer
+
+RUN_COLUMNS = (
+    "epoch", "samples_behind", "loss", "samples_per_second", "epoch_seconds", "peers", "computing", "waiting",
+    "matchmaking", "exchange", "step"
+)  # fmt: skip
+PEER_COLUMNS = ("epoch", "loss", "samples_per_second", "up", "down")
+HIGHEST = ("epoch", "samples_behind")  # of several points in one; of the others the mean
+TABLES = {"run": ("at", RUN_COLUMNS), "points": ("at, peer", PEER_COLUMNS)}
+
+Series = dict[str, list[float | None]]
+
+
+class History:
+    """The history of one run. Any thread may call it.
+
+    Args:
+        path: of the file, made if it does not exist; ":memory:" for none.
+        run_id: of the run.
+
+    Raises:
+        ValueError: if the file has the history of another run, or is none.
+        OSError: if it can't be made.
+    """
+
+    def __init__(self, path: Path | str, run_id: str) -> None:
+        self._lock = threading.Lock()
+        self._folded_at = 0.0
+        if isinstance(path, Path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        except sqlite3.OperationalError as error:
+            raise OSError(f"the history can't be kept in {path}: {error}") from error
+        try:
+            self._begin(run_id)
+        except sqlite3.DatabaseError as error:
+            self._db.close()
+            raise ValueError(f"{path} is no history of a run ({error}): name another file") from error
+        except ValueError as error:
+            self._db.close()
+            raise ValueError(f"{path} {error}: name another file") from None
+
+    def _begin(self, run_id: str) -> None:
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        self._db.execute("CREATE TABLE IF NOT EXISTS about (format INTEGER, run TEXT)")
+        columns = ", ".join(f"{name} REAL" for name in RUN_COLUMNS)
+        self._db.execute(f"CREATE TABLE IF NOT EXISTS run (at INTEGER PRIMARY KEY, {columns})")
+        columns = ", ".join(f"{name} REAL" for name in PEER_COLUMNS)
+        self._db.execute(
+            f"CREATE TABLE IF NOT EXISTS points (at INTEGER, peer INTEGER, {columns}, PRIMARY KEY (at, peer)) "
+            "WITHOUT ROWID"
+        )
+        self._db.execute("CREATE TABLE IF NOT EXISTS peers (peer INTEGER PRIMARY KEY, name TEXT UNIQUE)")
+        self._db.execute("CREATE TABLE IF NOT EXISTS folded (step INTEGER PRIMARY KEY, until INTEGER)")
+        about = self._db.execute("SELECT format, run FROM about").fetchone()
+        if about is None:
+            self._db.execute("INSERT INTO about VALUES (?, ?)", (FORMAT, run_id))
+        elif about != (FORMAT, run_id):
+            raise ValueError(f"has the history of the run {about[1]!r}, in format {about[0]}")
+
+    def close(self) -> None:
+        """Close the file. Calling it again does nothing."""
+        with self._lock:
+            self._db.close()
+
+    def __enter__(self) -> History:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot; of two in the same second, the later."""
+        at, phases = int(snapshot.at), snapshot.phases
+        here = [peer for peer in snapshot.peers if peer.standing is Standing.HERE]
+        if not here:
+            return
+        times = [None] * 5 if phases is None else [getattr(phases, name) for name in RUN_COLUMNS[-5:]]
+        run = [at, snapshot.epoch, snapshot.samples_behind, snapshot.loss, snapshot.samples_per_second]
+        run += [snapshot.epoch_seconds or None, len(here), *times]
+        with self._lock, self._db:
+            self._db.execute("BEGIN")
+            self._insert("run", [run])
+            names = [(peer.name,) for peer in here]
+            self._db.executemany("INSERT OR IGNORE INTO peers (name) VALUES (?)", names)
+            known = dict(self._db.execute("SELECT name, peer FROM peers"))
+            self._insert(
+                "points", [[at, known[p.name], p.epoch, p.loss, p.samples_per_second, p.up, p.down] for p in here]
+            )
+        if snapshot.at >= self._folded_at + FOLD_SECONDS:
+            self._folded_at = snapshot.at
+            self.fold(snapshot.at)
+
+    def _insert(self, table: str, rows: Sequence[Sequence[float | None]]) -> None:
+        self._db.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows)
+
+    def fold(self, now: float) -> None:
+        """Make old points fewer, and drop the oldest. Done by itself every FOLD_SECONDS."""
+        with self._lock, self._db:
+            self._db.execute("BEGIN")
+            for level in LEVELS:
+                done = self._db.execute("SELECT until FROM folded WHERE step = ?", (level.step,)).fetchone()
+                since, until = 0 if done is None else done[0], int(now - level.age) // level.step * level.step
+                if until > since:
+                    for table in TABLES:
+                        self._fold_table(table, level.step, since, until)
+                    self._db.execute("INSERT OR REPLACE INTO folded VALUES (?, ?)", (level.step, until))
+            for table in TABLES:
+                self._db.execute(f"DELETE FROM {table} WHERE at < ?", (int(now - LONGEST),))
+
+    def _fold_table(self, table: str, step: int, since: int, until: int) -> None:
+        key, columns = TABLES[table]
+        keys = key.replace("at", f"at / {step} * {step}")
+        self._db.execute(
+            f"CREATE TEMP TABLE fewer AS SELECT {keys}, {_means(columns)} FROM {table} WHERE at >= ? AND at < ? "
+            f"GROUP BY {keys}",
+            (since, until),
+        )
+        self._db.execute(f"DELETE FROM {table} WHERE at >= ? AND at < ?", (since, until))
+        self._db.execute(f"INSERT OR REPLACE INTO {table} SELECT * FROM fewer")
+        self._db.execute("DROP TABLE fewer")
+
+    def series(self, now: float, seconds: float) -> Series:
+        """The run in the last `seconds` seconds: the columns of at most MAX_POINTS points, and their times `at`."""
+        step = max(1, math.ceil(seconds / (MAX_POINTS - 1)))
+        with self._lock:
+            rows = self._db.execute(
+                f"SELECT max(at), {_means(RUN_COLUMNS)} FROM run WHERE at >= ? GROUP BY at / {step} ORDER BY at",
+                (int(now - seconds),),
+            ).fetchall()
+        columns = list(zip(*rows, strict=True)) or [()] * (1 + len(RUN_COLUMNS))
+        return {name: list(column) for name, column in zip(("at", *RUN_COLUMNS), columns, strict=True)}
+
+
+def _means(columns: Sequence[str]) -> str:
+    return ", ".join(f"max({name})" if name in HIGHEST else f"avg({name})" for name in columns)

@@ -1,0 +1,194 @@
+"""What is known of a run, made of health records and of connections: a state machine without I/O.
+
+Times are in seconds of the caller's clock. What it believes of a peer is what that peer has signed, and what the caller
+has seen of its own connection to it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable
+
+from shoal.health.board import Posted
+from shoal.health.record import LIFE_SECONDS, PERIOD_SECONDS, Health, name_of
+from shoal.monitor.advice import advice_of
+from shoal.monitor.findings import common_epoch, findings_of, is_told, refused_ones
+from shoal.monitor.known import KnownPeer
+from shoal.monitor.snapshot import Happening, Snapshot, Standing
+from shoal.monitor.verdict import sentence_of
+from shoal.monitor.views import loss_of, mean_of, view_of
+from shoal.p2p.identity import PeerID
+from shoal.swarm.protocol.view import MAX_MEMBERS, Role
+
+LATE_SECONDS = 1.5 * PERIOD_SECONDS  # without a record, and a peer is silent
+MAX_MARKS = 64  # of one peer
+MAX_HAPPENINGS = 200
+
+
+class Picture:
+    """A run, as whoever watches it knows it.
+
+    Args:
+        run_id: its name.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self._peers: dict[PeerID, KnownPeer] = {}
+        self._happenings: deque[Happening] = deque(maxlen=MAX_HAPPENINGS)
+        self._read_at = float("-inf")  # when the last reading of the board began
+        self._is_first = True  # what is read first has happened before
+
+    # -- what happens
+
+    def read(self, posts: Iterable[Posted], began: float, now: float, wall: float) -> None:
+        """The board was read.
+
+        Args:
+            posts: what was there.
+            began: when the reading began.
+            now: when it ended.
+            wall: the same by the clock that records are published by.
+        """
+        for posted in posts:
+            age = min(max(0.0, wall - posted.at), LIFE_SECONDS)
+            self._read(posted, now - age, now, wall)
+        self._read_at, self._is_first = began, False
+        self.tick(now, wall)
+
+    def _read(self, posted: Posted, heard_at: float, now: float, wall: float) -> None:
+        peer, health = posted.peer, posted.health
+        known = self._peers.get(peer)
+        if known is None:
+            if len(self._peers) >= MAX_MEMBERS and not self._forget_one():
+                return
+            known = self._peers[peer] = KnownPeer(peer, health, heard_at, now, now)
+            known.marks = {mark.epoch: mark for mark in health.marks}
+            if health.left:
+                known.standing = Standing.LEFT
+            elif not self._is_first:
+                self._tell(wall, peer, "has joined")
+            return
+        if health.order <= known.health.order:
+            return
+        last, restarted = known.health, health.started != known.health.started
+        # What was not there when a reading began after the loss was published after it; this may be older.
+        may_be_older = known.standing is Standing.LOST and not restarted and self._read_at <= known.since
+        known.before, known.health, known.heard_at = None if restarted else last, health, max(known.heard_at, heard_at)
+        known.marks |= {mark.epoch: mark for mark in health.marks}
+        for epoch in sorted(known.marks)[:-MAX_MARKS]:
+            del known.marks[epoch]
+        if restarted:
+            known.marks = {mark.epoch: mark for mark in health.marks}
+        if health.left:
+            self._stand(known, Standing.LEFT, "", now)
+            self._tell(wall, peer, "has left")
+            return
+        if may_be_older:
+            return
+        if known.standing in (Standing.LOST, Standing.LEFT):
+            self._tell(wall, peer, "is back, started anew" if restarted else "is back")
+        elif restarted:
+            self._tell(wall, peer, "was started anew")
+        if known.standing is not Standing.HERE:
+            self._stand(known, Standing.HERE, "", now)
+        self._compare(known.before, health, peer, wall)
+
+    def _compare(self, before: Health | None, health: Health, peer: PeerID, wall: float) -> None:
+        """Tell what has happened between two records."""
+        if health.totals.downloads > (0 if before is None else before.totals.downloads):
+            self._tell(wall, peer, f"has downloaded the state of epoch {health.epoch}")
+        fault = health.fault
+        if fault is not None and fault != (None if before is None else before.fault):
+            self._tell(wall, peer, f"{fault.kind.value}: {fault.reason}")
+        refused = health.refused
+        if refused is not None and (before is None or before.refused is None):
+            self._tell(wall, peer, f"refuses a peer with other terms: {refused.difference}")
+
+    def connected(self, peer: PeerID) -> None:
+        """This process has a connection to that peer."""
+        known = self._peers.get(peer)
+        if known is not None:
+            known.unreachable = ""
+
+    def lost(self, peer: PeerID, reason: str, now: float, wall: float) -> None:
+        """The connection to that peer has ended, and another one could not be made."""
+        known = self._peers.get(peer)
+        if known is not None and known.is_there:
+            self._stand(known, Standing.LOST, reason, now)
+            self._tell(wall, peer, f"was lost: {reason}")
+
+    def unreachable(self, peer: PeerID, reason: str) -> None:
+        """That peer was dialled in vain."""
+        known = self._peers.get(peer)
+        if known is not None:
+            known.unreachable = reason
+
+    def tick(self, now: float, wall: float) -> None:
+        """Time has passed."""
+        for known in self._peers.values():
+            age = now - known.heard_at
+            if known.is_there and age > LIFE_SECONDS:
+                self._stand(known, Standing.LOST, f"it has said nothing for {age:.0f} s", now)
+                self._tell(wall, known.peer, f"was lost: {known.why}")
+            elif known.standing is Standing.HERE and age > LATE_SECONDS:
+                self._stand(known, Standing.SILENT, "", now)
+
+    @staticmethod
+    def _stand(known: KnownPeer, standing: Standing, why: str, now: float) -> None:
+        known.standing, known.why, known.since = standing, why, now
+
+    def _tell(self, wall: float, peer: PeerID, what: str) -> None:
+        self._happenings.append(Happening(wall, name_of(peer), what))
+
+    def _forget_one(self) -> bool:
+        """Make room for a peer, if one is gone."""
+        gone = [known for known in self._peers.values() if not known.is_there]
+        if not gone:
+            return False
+        del self._peers[min(gone, key=lambda known: known.since).peer]
+        return True
+
+    # -- what is known
+
+    def expected(self) -> list[PeerID]:
+        """The peers that are there, and listen: those to be connected to."""
+        return [k.peer for k in self._peers.values() if k.is_there and k.health.role is not Role.CLIENT]
+
+    def records(self) -> list[tuple[PeerID, Health]]:
+        """The newest record of each peer that is there."""
+        return [(known.peer, known.health) for known in self._peers.values() if known.is_there]
+
+    def snapshot(self, now: float, wall: float) -> Snapshot:
+        """The run now."""
+        here = [known for known in self._peers.values() if known.is_there]
+        findings, alike = findings_of(self._peers.values(), now)
+        epoch = max((known.health.epoch for known in here), default=0)
+        best = max((known.health for known in here), key=lambda health: health.samples_behind, default=None)
+        paces = [known.health.epoch_seconds for known in here if known.health.epoch_seconds > 0]
+        pace = statistics.median(paces) if paces else 0.0
+        speed, common = sum(known.health.samples_per_second for known in here), common_epoch(here)
+        order = sorted(self._peers.values(), key=lambda known: (not known.is_there, name_of(known.peer)))
+        views = tuple(view_of(known, findings.get(known.peer, []), speed, common, now) for known in order)
+        told = [v for v, k in zip(views, order, strict=True) if k.is_there or is_told(k, now)]
+        is_well, sentence = sentence_of(self.run_id, told, epoch, pace, alike=alike, refused=refused_ones(here))
+        phases = mean_of([view.phases for view in views if view.phases is not None and view.standing is Standing.HERE])
+        sent = [known.health.last.sent for known in here if known.health.last is not None]
+        return Snapshot(
+            run_id=self.run_id,
+            at=wall,
+            is_well=is_well,
+            sentence=sentence,
+            epoch=epoch,
+            samples_behind=0.0 if best is None else best.samples_behind,
+            epoch_seconds=pace,
+            loss=loss_of([known.health for known in here]),
+            samples=max((known.health.all_samples for known in here if known.health.epoch == epoch), default=0.0),
+            target=max((known.health.target for known in here), default=0.0),
+            samples_per_second=speed,
+            phases=phases,
+            advice="" if phases is None else advice_of(phases, statistics.fmean(sent) if sent else 0.0, len(here)),
+            peers=views,
+            happenings=tuple(self._happenings),
+        )

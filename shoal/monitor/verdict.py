@@ -1,0 +1,39 @@
+"""Whether a run is well, in one sentence. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.monitor.snapshot import PeerView, Standing
+
+MAX_NAMED = 3  # peers in the sentence
+
+
+def sentence_of(
+    run_id: str, peers: Sequence[PeerView], epoch: int, epoch_seconds: float, *, alike: int, refused: Sequence[str]
+) -> tuple[bool, str]:
+    """Whether all is well, and that in words.
+
+    Args:
+        run_id: names the run.
+        peers: those that count: all that are there, and those that were lost a short time ago.
+        epoch, epoch_seconds: of the run.
+        alike: how many peers were found to hold the same parameters.
+        refused: what is to be said of peers with other terms that publish nothing, each with its name.
+    """
+    if not peers:
+        return False, f"nobody in the run {run_id!r} says how it is: is that its run_id, and does anybody train?"
+    bad = [peer for peer in peers if peer.findings]
+    here = sum(peer.standing is not Standing.LOST for peer in peers)
+    well, count = len(peers) - len(bad), len(peers)
+    pace = f", {epoch_seconds:.2f} s an epoch" if epoch_seconds > 0 else ""
+    if not bad and not refused:
+        if count == 1:
+            return True, f"1 peer in epoch {epoch}{pace}"
+        like = ", all alike" if alike == here else ""
+        return True, f"{count} of {count} peers in epoch {epoch}{pace}{like}"
+    said = [f"…{peer.name} {peer.findings[0]}" for peer in bad[:MAX_NAMED]]
+    if len(bad) > MAX_NAMED:
+        said.append(f"and {len(bad) - MAX_NAMED} more")
+    said += refused
+    return False, f"{well} of {count} peers are well in epoch {epoch}{pace}: {'; '.join(said)}"

@@ -1,0 +1,145 @@
+"""What an optimizer says of itself to whoever watches: in its health record, and in the log."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.dht.records import get_dht_time
+from shoal.health.board import HealthBoard, Posted
+from shoal.health.record import FaultKind, Health
+from shoal.optim.vitals import NOT_COMPARED
+from tests.optim.conftest import Alone
+from tests.optim.models import backward, fixed_batch, make_model
+
+GIVEN: dict[str, Any] = {"target_batch_size": 16, "batch_size_per_step": 8}
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01)
+
+
+def train(optimizer: shoal.Optimizer, model: nn.Module, epochs: int) -> None:
+    while optimizer.local_epoch < epochs:
+        inputs, outputs = fixed_batch(0)
+        backward(model, inputs[:8], outputs[:8])
+        optimizer.step()
+
+
+def health(optimizer: shoal.Optimizer) -> Health:
+    return optimizer._run.call(optimizer._vitals.health)
+
+
+def posts(dht: shoal.DHT, run_id: str) -> list[Posted]:
+    return dht.run_coroutine(lambda _, node: HealthBoard(node, run_id).read(1))
+
+
+def test_it_tells_what_it_has_done(alone: Alone) -> None:
+    model = make_model()
+    optimizer = alone(model, optimizer=sgd, **GIVEN)
+    first = health(optimizer)
+    assert (first.epoch, first.last, first.loss, first.marks, first.totals.steps) == (0, None, None, (), 0)
+    train(optimizer, model, 5)
+    inputs, outputs = fixed_batch(0)
+    backward(model, inputs[:8], outputs[:8])
+    optimizer.step()
+    told = health(optimizer)
+    assert (told.epoch, told.newest, told.samples, told.target, told.members) == (5, 5, 8.0, 16.0, 1)
+    assert (told.totals.steps, told.totals.samples, told.totals.rounds, told.samples_behind) == (11, 88.0, 5, 80.0)
+    assert told.last is not None
+    assert (told.last.epoch, told.last.samples, told.last.members) == (5, 16.0, 1)
+    assert told.totals.step >= told.last.step > 0
+    assert told.last.waiting >= 0
+    assert told.epoch_seconds > 0
+    assert told.cpu_seconds > 0
+    assert told.memory > 1e7
+    assert [(mark.epoch, mark.digest == NOT_COMPARED) for mark in told.marks] == [(5, False), (4, False)]
+    assert told.marks[0].lineage.hex() == optimizer.tip.rpartition(":")[2][:16]
+
+
+def test_peers_of_one_state_tell_one_mark_and_terms_are_what_is_compared(alone: Alone, dht: shoal.DHT) -> None:
+    told = []
+    for port in (None, 0):
+        model = make_model()
+        optimizer = alone(model, optimizer=sgd, run_id=f"run {port}", metrics_port=port, **GIVEN)
+        train(optimizer, model, 2)
+        told.append(health(optimizer))
+    assert [mark.digest for mark in told[0].marks] == [mark.digest for mark in told[1].marks]
+    assert told[0].machine == told[1].machine
+    assert told[0].terms == told[1].terms  # each peer chooses its port for itself
+    other = alone(make_model(), optimizer=sgd, run_id="other", target_batch_size=32, batch_size_per_step=8)
+    assert health(other).terms != told[0].terms
+
+
+def test_local_updates_are_not_to_be_compared(alone: Alone) -> None:
+    model = make_model()
+    optimizer = alone(model, optimizer=sgd, use_local_updates=True, **GIVEN)
+    train(optimizer, model, 2)
+    assert {mark.digest for mark in health(optimizer).marks} == {NOT_COMPARED}
+
+
+def test_the_loss_is_the_mean_of_what_was_reported(alone: Alone, dht: shoal.DHT) -> None:
+    optimizer = alone(make_model(), optimizer=sgd, **GIVEN)
+    optimizer.report(loss=1.0)
+    optimizer.report(loss=torch.tensor(3.0, requires_grad=True))
+    assert health(optimizer).loss == 2.0
+    board = HealthBoard(dht.dht_node, optimizer.run_id)
+    dht.run_coroutine(lambda *_: optimizer._vitals._publish(board))
+    assert health(optimizer).loss == 2.0  # until there is another one
+    optimizer.report(loss=0.5)
+    assert health(optimizer).loss == 0.5
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_none_is_a_fault_and_shows_nowhere(alone: Alone, loss: float) -> None:
+    optimizer = alone(make_model(), optimizer=sgd, **GIVEN)
+    optimizer.report(loss=loss)
+    told = health(optimizer)
+    assert told.loss is None
+    assert told.faults == {FaultKind.NOT_FINITE: 1}
+    assert told.fault is not None
+    assert told.fault.reason == f"the loss is {loss}"
+    assert told.fault.at <= get_dht_time()
+
+
+def test_it_is_published_from_the_start_and_said_when_it_leaves(alone: Alone) -> None:
+    model = make_model()
+    optimizer = alone(model, optimizer=sgd, **GIVEN)
+    with shoal.DHT(optimizer.dht.get_visible_maddrs(), client_mode=True, start=True) as other:
+        optimizer._run.call(lambda: None)
+        while not (found := posts(other, optimizer.run_id)):
+            pass
+        assert found[0].peer == optimizer.dht.peer_id
+        assert not found[0].health.left
+        optimizer.shutdown()
+        (last,) = posts(other, optimizer.run_id)
+        assert last.health.left
+        assert last.health.order > found[0].health.order
+
+
+def test_epochs_and_faults_are_log_records_with_fields(alone: Alone, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "shoal")
+    model = make_model()
+    optimizer = alone(model, optimizer=sgd, **GIVEN)
+    events: list[Any] = []
+    optimizer.on_event = events.append
+    train(optimizer, model, 1)
+    inputs, outputs = fixed_batch(0)
+    backward(model, inputs[:8], outputs[:8])
+    next(model.parameters()).grad.fill_(math.nan)  # type: ignore[union-attr]
+    while optimizer.local_epoch < 2:
+        optimizer.step()
+    fields = [record.shoal for record in caplog.records if hasattr(record, "shoal")]
+    epoch = next(each for each in fields if each["event"] == "epoch")
+    assert (epoch["epoch"], epoch["samples"], epoch["num_peers"]) == (1, 16.0, 1)
+    assert epoch["round_seconds"] == events[0].round_seconds
+    assert epoch["step_seconds"] == events[0].step_seconds > 0
+    fault = next(each for each in fields if each["event"] == "fault")
+    assert fault == {"event": "fault", "kind": "not finite", "reason": "this peer's gradients have NaN or infinity"}
+    assert health(optimizer).faults[FaultKind.NOT_FINITE] >= 1
