@@ -112,6 +112,23 @@ def test_an_overflow_costs_that_batch_only(fit: Make) -> None:
     assert module.steps == 11  # 2 for each epoch, and the one that was lost
 
 
+def test_it_validates_stops_early_and_loads_a_checkpoint_afterwards(fit: Make, tmp_path: Path) -> None:
+    class Validated(Module):
+        def validation_step(self, *_: Any) -> None:
+            self.log("quality", 1.0)
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(TensorDataset(inputs(8)), batch_size=4)
+
+    stop = L.pytorch.callbacks.EarlyStopping("quality", patience=1)
+    module = Validated()
+    trainer, _ = fit(module, max_steps=100, callbacks=[stop], val_check_interval=9, enable_checkpointing=True)
+    assert trainer.global_step == 2  # after 9 batches of the second pass: 86 samples
+    assert not trainer.optimizers[0].is_alive()
+    saved = trainer.checkpoint_callback.best_model_path
+    assert trainer.validate(module, ckpt_path=saved, verbose=False) == [{"quality": 1.0}]
+
+
 def test_it_leaves_the_run_when_training_raises(fit: Make, dht: shoal.DHT) -> None:
     left = []
 
