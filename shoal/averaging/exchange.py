@@ -151,7 +151,9 @@ class Exchange:
             RuleBroken: if it does not have that digest.
         """
         in_place, out = self._expected.stop(chunk), bytes_of(self._slice(self._outputs, chunk))
-        if data.nbytes != out.nbytes or blake3(out if in_place else data).digest() != digest:
+        # What was opened in place may be another holder's, if this one was late and that one was asked, too.
+        in_place = in_place and blake3(out).digest() == digest
+        if data.nbytes != out.nbytes or not (in_place or blake3(data).digest() == digest):
             raise RuleBroken(f"chunk {chunk} is not the one that was committed")
         if not in_place:
             out[:] = data

@@ -594,7 +594,7 @@ class Epoch:
         Raises:
             Rejected: if the state can't fit a newcomer.
         """
-        timeout = self._settings.load_state_timeout
+        timeout, began = self._settings.load_state_timeout, time.monotonic()
         mine = self._replica.tip
         self._follow_pin()
         if not donors and self._replica.tip != mine and not self.is_behind:
@@ -609,7 +609,8 @@ class Epoch:
             log.warning(
                 "could not download the state that others hold, and go on from this peer's own: %s", error, extra=fields
             )
-        self._run.call(self._run.swarm.forget_behind)
+        cost = time.monotonic() - began
+        self._run.call(lambda: self._run.swarm.forget_behind(cost))
 
     def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:
         """Set the replica to the state that most of the donors hold, of those that are not behind this peer's, and

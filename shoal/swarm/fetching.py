@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import DIAL_TIMEOUT
+from shoal.p2p.transport import Movement
 from shoal.swarm.channel import Channel
 from shoal.swarm.protocol.book import check_begin, require, root_of
 from shoal.swarm.protocol.contribution import BytesExchange
+from shoal.swarm.protocol.download import DownloadPlan
 from shoal.swarm.protocol.errors import ResultLost
 from shoal.swarm.protocol.messages import Begin, Commit, Committed, Digests, Fetch, Source
 
@@ -55,22 +58,53 @@ class Fetching:
         return failed
 
     async def fetch_committed(self, commit: Commit, open_exchange: Callable[[Begin], BytesExchange]) -> BytesExchange:
-        """Fetch the whole result of a round from one of its members. All are asked at once: one that says nothing
-        holds up nobody. Raises `ResultLost` if none of them sends it."""
+        """Fetch the whole result of a round from its members. All are asked at once, and those that have it send it at
+        once: one that says nothing, or sends slowly, holds up nobody. Raises `ResultLost` if they do not send it."""
         failed: dict[bytes, str] = {}
         connected, missing = self._holders(commit)
         for holders in (connected, missing):
-            asked = [asyncio.ensure_future(self._ask(key, commit, failed)) for key in holders]
-            try:
-                for answered in asyncio.as_completed(asked):
-                    key, answer = await answered
-                    if answer is not None and (exchange := await self._fetch_from(key, answer, open_exchange, failed)):
-                        return exchange
-            finally:
-                for question in asked:
-                    question.cancel()
+            exchange = await self._fetch_from(holders, commit, open_exchange, failed)
+            if exchange is not None:
+                return exchange
         reasons = "; ".join(f"{PeerID(key)!r}: {reason}" for key, reason in failed.items())
         raise ResultLost(f"the round of epoch {commit.tip.epoch} was missed, and nobody brings its result: {reasons}")
+
+    async def _fetch_from(
+        self,
+        holders: Iterable[bytes],
+        commit: Commit,
+        open_exchange: Callable[[Begin], BytesExchange],
+        failed: dict[bytes, str],
+    ) -> BytesExchange | None:
+        """Fetch the result from those of these members that hold it; None if they do not send all of it."""
+        whole: _Whole | None = None
+        questions = {asyncio.ensure_future(self._ask(key, commit, failed)) for key in holders}
+        waited_for: set[asyncio.Future[Any]]
+        try:
+            while questions or (whole is not None and not whole.plan.failed):
+                check_at = None if whole is None else whole.fetch_more()
+                waited_for = {*questions, *(whole.fetches if whole is not None else ())}
+                seconds = None if check_at is None else check_at - _now()
+                await asyncio.wait(waited_for, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                for question in [question for question in questions if question.done()]:
+                    questions.discard(question)
+                    key, answer = question.result()
+                    if answer is None:
+                        continue
+                    try:
+                        whole = whole or _Whole(self, answer, open_exchange(answer.begin))
+                        whole.plan.add_donor(PeerID(key))
+                    except P2PError as error:
+                        failed[key] = str(error)
+                if whole is not None and whole.is_complete():
+                    return whole.exchange
+            return None
+        finally:  # cancelled, too
+            for question in questions:
+                question.cancel()
+            if whole is not None:
+                whole.close()
+                failed.update((peer.key, reason) for peer, reason in whole.plan.dropped.items())
 
     async def _ask(self, key: bytes, commit: Commit, failed: dict[bytes, str]) -> tuple[bytes, Committed | None]:
         """Ask a member for the plan of the round, and for the digests of its chunks; dial it if need be."""
@@ -89,29 +123,74 @@ class Fetching:
             failed[key] = str(error) or "no answer in time"
             return key, None
 
-    async def _fetch_from(
-        self,
-        key: bytes,
-        answer: Committed,
-        open_exchange: Callable[[Begin], BytesExchange],
-        failed: dict[bytes, str],
-    ) -> BytesExchange | None:
-        """Fetch the chunks from a member that knows their digests; None if it does not send them."""
-        try:
-            exchange = open_exchange(answer.begin)
-        except P2PError as error:
-            failed[key] = str(error)
-            return None
-        wanted = [Source(chunk, key, digest) for chunk, digest in enumerate(answer.digests)]
-        try:
-            missing = await self.fetch(exchange, wanted)
-        finally:  # cancelled, too
-            exchange.close()  # the next holder, or the next round, writes there
-        failed.update(missing)
-        return None if missing else exchange
-
     def _holders(self, commit: Commit) -> tuple[list[bytes], list[bytes]]:
         """The other members of the round: those that are connected, and those that may be dialled."""
         others = [key for key in commit.members if key != self._channel.node.peer_id.key]
         connected = [key for key in others if self._channel.is_connected(key)]
         return connected, [key for key in others if key not in connected]
+
+
+class _Whole:
+    """The result of a round, as its chunks arrive from the members that hold it.
+
+    Args:
+        fetching: whose this is.
+        answer: of a member that holds it.
+        exchange: of that round.
+
+    Attributes:
+        exchange: as given.
+        plan: which chunk to ask whom for.
+        fetches: what was asked for.
+    """
+
+    def __init__(self, fetching: Fetching, answer: Committed, exchange: BytesExchange) -> None:
+        self._channel, self._timeout, self._progressed = fetching._channel, fetching._timeout, fetching._progressed
+        self._digests, self.exchange = answer.digests, exchange
+        sizes = [exchange.chunk_bytes(chunk).nbytes for chunk in range(len(answer.digests))]
+        self.plan = DownloadPlan(answer.digests, sizes, (), give_up=fetching._timeout)
+        self.fetches: set[asyncio.Future[None]] = set()
+        self._movements: dict[PeerID, Movement] = {}
+
+    def fetch_more(self) -> float | None:
+        """Ask for what may be asked for now. Returns when to call this again if nothing happens."""
+        transport = self._channel.node.transport
+        for holder in self.plan.owing:  # one whose chunk is on its way over a slow line is not silent
+            moved = transport.moved(holder)
+            if self._movements.setdefault(holder, Movement(moved)).goes_on(moved):
+                self.plan.is_sending(holder, _now())
+        for holder, chunk in self.plan.next_requests(_now()):
+            self.fetches.add(asyncio.ensure_future(self._fetch(holder, chunk)))
+        return self.plan.next_check()
+
+    def is_complete(self) -> bool:
+        """Whether all chunks are here."""
+        for fetch in [fetch for fetch in self.fetches if fetch.done()]:
+            self.fetches.discard(fetch)
+            fetch.result()
+        return not self.plan.missing
+
+    async def _fetch(self, holder: PeerID, chunk: int) -> None:
+        book, digest = self.exchange.book, self._digests[chunk]
+        try:
+            if chunk in self.plan.missing:  # else a late holder has just sent it
+                self.exchange.await_fetched(chunk, holder.key, self._channel.node.transport.leases)
+            reply = await self._channel.ask(holder.key, Fetch(book.begin.round, chunk), self._timeout)
+            require(len(reply.buffers) == 1, f"chunk {chunk} came without its bytes")
+            if chunk in self.plan.missing:
+                self.exchange.fetched(chunk, digest, memoryview(reply.buffers[0]))
+        except (P2PError, TimeoutError) as error:
+            self.plan.donor_failed(holder, f"chunk {chunk} could not be fetched: {str(error) or 'no answer in time'}")
+        else:
+            self.plan.received(holder, chunk, digest, _now())
+            self._progressed()
+
+    def close(self) -> None:
+        """Nothing is fetched any more, or written: the next round writes there."""
+        for fetch in self.fetches:
+            fetch.cancel()
+        self.exchange.close()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -27,6 +30,8 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Answer, Node, Service
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 REFUSAL = "members only"
 MAX_REFUSALS = 3  # that a stranger gets in all: with their envelopes less than 1 kB
@@ -388,14 +393,16 @@ class Gate:
 
     async def _keep_renewed(self) -> None:
         """Have this peer's own membership renewed in time."""
-        retry, ask_at = 1.0, self.holder.renew_at
+        holder, retry, ask_at = self.holder, 1.0, self.holder.renew_at
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = self._clock()
+            if holder is not self.holder:  # see `admit_to`
+                holder, retry, ask_at = self.holder, 1.0, self.holder.renew_at
             mine, ends = self.holder.membership, when(self.holder.membership.expires)
-            if now >= ask_at and self.holder.renewable:
+            if now >= ask_at and holder.renewable:
                 try:
-                    renewed = self.holder.take(*await asyncio.to_thread(self.holder.fetch, now), now)
+                    renewed = holder.take(*await _in_a_thread(partial(holder.fetch, now)), now)
                 except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
                     log.warning(
                         "the membership of %s, which expires %s, could not be renewed, and is asked for again in "
@@ -424,3 +431,26 @@ class Gate:
 
     def _loop_time(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+async def _in_a_thread(function: Callable[[], T]) -> T:
+    """What the function returns, which may take its time. (`asyncio.to_thread` has the process wait for it at its
+    end: a user's function may never return.)"""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def tell(set_it: Callable[[Any], None], what: object) -> None:
+        if not future.done():
+            set_it(what)
+
+    def work() -> None:
+        told: tuple[Callable[[Any], None], object]
+        try:
+            told = future.set_result, function()
+        except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
+            told = future.set_exception, error
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(tell, *told)
+
+    threading.Thread(target=work, name="shoal-membership", daemon=True).start()
+    return await future

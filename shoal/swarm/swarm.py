@@ -250,9 +250,10 @@ class Swarm:
             self.move(best)
         return self.tip
 
-    def forget_behind(self) -> None:
-        """No member could send a state that outranks this peer's: do not ask for it for a while."""
-        for time in self.peer.view.ignore(self.tip, self._now()):
+    def forget_behind(self, cost: float = 0.0) -> None:
+        """No member could send a state that outranks this peer's, which has cost so many seconds: do not ask for it for
+        a while."""
+        for time in self.peer.view.ignore(self.tip, self._now(), cost):
             asyncio.get_running_loop().call_at(time + LATER_SECONDS, self._tell_news)
 
     def _now(self) -> float:

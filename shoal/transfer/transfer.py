@@ -1,6 +1,6 @@
 """The download of a state: a newcomer takes it from several donors at once, and verifies every chunk.
 
-`download.py` decides which chunk to ask whom for. `donor.py` is the other side.
+`swarm/protocol/download.py` decides which chunk to ask whom for. `donor.py` is the other side.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Expected, Leases
 from shoal.p2p.node import Node, Reply, Service
 from shoal.p2p.transport import Movement
+from shoal.swarm.protocol.download import DownloadPlan
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.line import agreed, line_to
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import Chunk, GetChunk, GetManifest, Offer, Withheld, chunk_name, now, transfer_service
-from shoal.transfer.download import DownloadPlan
 from shoal.transfer.manifest import BufferShape, Manifest, choose
 
 OFFER_SECONDS: Final = 15.0  # after this long, donors that have offered nothing are not waited for
@@ -139,7 +139,6 @@ class _Fetch:
 
     def __init__(self, manifest: Manifest, donors: Iterable[PeerID], leases: Leases) -> None:
         self.manifest, self.id, self.chunks = manifest, manifest.id, manifest.chunks
-        self.plan = DownloadPlan(manifest.chunk_digests, donors)
         shapes = (BufferShape("uint8", manifest.scalars_nbytes), *manifest.buffers)
         try:
             self.parts = [empty(shape.numel, getattr(torch, shape.dtype)) for shape in shapes]
@@ -149,6 +148,8 @@ class _Fetch:
         spans = [CodecSpan(0, 0, manifest.scalars_nbytes, NoCompression())]
         spans += [CodecSpan(1 + buffer, start, stop, codecs[name]) for buffer, start, stop, name in manifest.spans]
         self.codecs = CodecPlan(tuple(spans), len(self.parts))
+        sizes = [self._encoded_nbytes(number) for number in range(len(self.chunks))]
+        self.plan = DownloadPlan(manifest.chunk_digests, sizes, donors)
         self.nbytes = 0
         self.expected = Expected(leases)
 
@@ -157,6 +158,11 @@ class _Fetch:
         chunk = self.chunks[number]
         codec = self.codecs.codec_of(chunk.buffer, chunk.start, chunk.stop)
         return self.parts[chunk.buffer][chunk.start : chunk.stop], codec
+
+    def _encoded_nbytes(self, number: int) -> int:
+        """The bytes of a chunk as it is sent."""
+        out, codec = self._place(number)
+        return codec.encoded_nbytes(out.numel(), out.dtype)
 
     def expect(self, donor: PeerID, number: int) -> None:
         """That donor is about to be asked for that chunk. If it arrives as it is, it is opened where it belongs, and
@@ -176,7 +182,7 @@ class _Fetch:
             self.plan.donor_failed(donor, f"sent no chunk when asked for number {number}")
             return
         payload, (out, codec) = memoryview(reply.buffers[0]), self._place(number)
-        if payload.nbytes != codec.encoded_nbytes(out.numel(), out.dtype):
+        if payload.nbytes != self._encoded_nbytes(number):
             self.plan.donor_failed(donor, f"sent chunk {number} with a wrong size")
         # A donor may send two chunks of one name. What was opened in place need not be what came with the reply.
         elif self.plan.received(donor, number, blake3(bytes_of(out) if in_place else payload).digest(), now()):

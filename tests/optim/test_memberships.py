@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,6 +116,49 @@ def test_who_expires_is_put_out_and_told_how_to_renew(
     finally:
         first.shutdown()
         second.shutdown()
+
+
+def test_a_function_that_never_returns_does_not_hold_up_the_end_of_the_process(club: Club) -> None:
+    file, peer = club.identity("a")
+    script = f"""
+import threading, torch, shoal
+from shoal.membership.holder import Holder
+from shoal.swarm import gate
+gate.LOOK_SECONDS, Holder.renew_at, asked = 0.1, 0.0, []
+def ask():
+    asked.append(None)
+    if len(asked) > 1:
+        print("asked again", flush=True)
+        threading.Event().wait()
+    return {club.admit(peer)!r}
+dht = shoal.DHT(start=True, identity_path={file!r})
+averager = shoal.DecentralizedAverager([torch.ones(3)], dht, start=True, prefix={club.run_id!r}, membership=ask)
+while len(asked) < 2:
+    threading.Event().wait(0.1)
+averager.shutdown()
+dht.shutdown()
+"""
+    # The time that it takes to import torch on a busy machine; without the end it would take for ever.
+    ended = subprocess.run([sys.executable, "-c", script], timeout=60.0, capture_output=True, text=True, check=True)
+    assert "asked again" in ended.stdout
+
+
+def test_a_membership_that_was_replaced_is_asked_for_no_more(
+    club: Club, pair: tuple[shoal.DHT, shoal.DHT], caplog: pytest.LogCaptureFixture
+) -> None:
+    dht = pair[0]
+    first = averager(dht, club, club.admit(dht.peer_id, days=4 * SECOND))
+    renew_at = club.gate(dht).holder.renew_at
+    second = shoal.DecentralizedAverager(
+        [torch.ones(3)], dht, start=True, prefix=f"{club.run_id}/other", membership=club.admit(dht.peer_id)
+    )
+    try:
+        assert club.gate(dht).holder.renew_at > renew_at + 3600.0
+        wait_until(lambda: time.time() > renew_at + 0.5, 10.0)
+    finally:
+        first.shutdown()
+        second.shutdown()
+    assert "give the new one" not in caplog.text
 
 
 def test_who_expires_is_put_out_though_a_function_of_this_peers_user_never_returns(

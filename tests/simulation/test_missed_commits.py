@@ -210,7 +210,7 @@ def test_a_missed_result_that_comes_slowly_is_waited_for() -> None:
         began = asyncio.get_running_loop().time()
         outcome = await late.round(timeout=6.0, bound=True)
         assert outcome.missed
-        assert asyncio.get_running_loop().time() - began > 12.0
+        assert asyncio.get_running_loop().time() - began > 9.0
         assert torch.equal(late.output, others[0].output)
 
     run(scenario(), until=200.0)

@@ -7,13 +7,18 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from blake3 import blake3
 
+from shoal.flat import bytes_of
 from shoal.p2p.errors import Refused
+from shoal.p2p.node import Reply
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from shoal.swarm.protocol.book import root_of
 from shoal.swarm.protocol.errors import Rejected
-from shoal.swarm.protocol.messages import Commit, Committed, Digests, Fetch, Hello, Join, Part, Terms
-from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.protocol.messages import Begin, Commit, Committed, Digests, Fetch, Hello, Join, Part, Result, Terms
+from shoal.swarm.protocol.tip import Ballot, Tip
 from tests.simulation.swarms import TERMS, Board, spawn_peer, spawn_swarm
 from tests.simulation.test_missed_commits import assert_alike, trainers_of
 from tests.simulation.trainers import ELEMENTS, RULES, Trainer
@@ -169,3 +174,96 @@ def test_a_liar_that_commits_nothing_at_each_tip_costs_one_deadline(caplog: pyte
 
     run(scenario(), until=2000.0)
     assert "nobody brings its result" in caplog.text
+
+
+async def lone_commit(trainers: list[Trainer], answer_after: float) -> tuple[Commit, list[bytes]]:
+    """The first of them commits a round of its own, with a chunk for each element, and answers one FETCH at a time."""
+    liar, *others = trainers
+    swarm, handler = liar.peer.swarm, liar.peer.swarm._handle
+    values = torch.zeros(ELEMENTS)
+    chunks = [bytes(bytes_of(values[number : number + 1])) for number in range(ELEMENTS)]
+    digests = tuple(blake3(chunk).digest() for chunk in chunks)
+    begin = swarm._signer.sign(
+        Begin(
+            tip=swarm.tip,
+            ballot=Ballot(1, swarm.me.key),
+            members=(swarm.me,),
+            weights=(50.0,),
+            machines=("",),
+            states=(b"",),
+            chunk_elements=1,
+            starts=(0, ELEMENTS),
+            with_state=False,
+            timeout=60.0,
+        )
+    )
+    turns: dict[Any, asyncio.Lock] = {}
+    asked: list[bytes] = []
+
+    async def drip(peer: Any, message: Fetch) -> Reply:
+        asked.append(message.round)
+        async with turns.setdefault(peer, asyncio.Lock()):
+            await asyncio.sleep(answer_after)
+        return Reply(Result(message.round, message.chunk, message.round), [chunks[message.chunk]])
+
+    def handle(peer: Any, message: Any, buffers: Any) -> Any:
+        if isinstance(message, Digests | Fetch) and message.round == begin.round:
+            return Committed(begin, digests) if isinstance(message, Digests) else drip(peer, message)
+        return handler(peer, message, buffers)
+
+    liar.peer.node.stop_serving(swarm.service)
+    liar.peer.node.serve(swarm.service, handle)
+    members, view = (swarm.me.key,), swarm.peer.view.snapshot()
+    commit = swarm._signer.sign(Commit(swarm.tip, begin.round, root_of(digests), 50.0, members, view, swarm.me.key))
+    liar.peer.node.notify([other.peer.node.peer_id for other in others], swarm.service, commit)
+    return commit, asked
+
+
+def test_a_result_that_its_only_holder_sends_drop_by_drop_is_void_after_a_while() -> None:
+    """Each chunk comes within the time that an answer may take."""
+
+    async def scenario() -> None:
+        world = World(6)
+        trainers = await trainers_of(world, 4)
+        await asyncio.gather(*(trainer.train(1) for trainer in trainers))
+        _, asked = await lone_commit(trainers, answer_after=1.6)
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*(other.train_on(trainers[1:], 5) for other in trainers[1:]))
+        assert asked, "the scenario tests nothing"
+        assert asyncio.get_running_loop().time() - began < 60.0
+        assert_alike(trainers[1:])
+
+    run(scenario(), until=20_000.0)
+
+
+def test_one_that_sends_a_missed_result_drop_by_drop_does_not_hold_up_the_others_that_hold_it() -> None:
+    async def scenario() -> None:
+        world = World(2)
+        late, *others = trainers = await trainers_of(world, 4)
+        await asyncio.gather(*(trainer.train(2) for trainer in trainers))
+        await asyncio.gather(*(other.train(3) for other in others))
+        commit = late.peer.swarm.peer.participant.missed
+        assert commit is not None
+
+        async def after(seconds: float, handle: Any, message: Any) -> Any:
+            await asyncio.sleep(seconds)
+            return handle(message)
+
+        def answers(trainer: Trainer, kind: type[Digests | Fetch], seconds: float) -> None:
+            participant = trainer.peer.swarm.peer.participant
+            handle = participant.on_fetch
+
+            def answer(message: Any) -> Any:
+                return after(seconds, handle, message) if isinstance(message, kind) else handle(message)
+
+            participant.on_fetch = answer  # type: ignore[method-assign]
+
+        answers(others[0], Fetch, 14.0)
+        answers(others[1], Digests, 0.5)  # the one that drips is the first to say that it has the result
+        answers(others[2], Digests, 0.5)
+        began = asyncio.get_running_loop().time()
+        await late.train(3)
+        assert asyncio.get_running_loop().time() - began < 10.0
+        assert_alike(trainers)
+
+    run(scenario(), until=500.0)

@@ -177,10 +177,11 @@ class Trainer:
                 while not await self._end(samples):
                     pass
             except Behind:
+                began = asyncio.get_running_loop().time()
                 try:
                     await self.catch_up([other for other in others if other is not self and other.peer.alive])
                 except AveragingError:
-                    swarm.forget_behind()
+                    swarm.forget_behind(asyncio.get_running_loop().time() - began)
 
     async def _end(self, samples: float) -> bool:
         """End the epoch, with others or alone; whether that was done. Raises Behind and Rejected."""

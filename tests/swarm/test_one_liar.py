@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from shoal.swarm.protocol.actions import Ask, Meet, Send
@@ -29,6 +30,7 @@ from shoal.swarm.protocol.messages import (
     Survey,
     TakeOver,
 )
+from shoal.swarm.protocol.participant import MAX_BEGUN, MAX_SIGNERS
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
@@ -273,6 +275,13 @@ def test_two_are_parted_only_if_a_third_holds_what_they_lack(role: Role) -> None
     assert set(coordinator.out) == ({key(3)} if role is Role.AUXILIARY else set())
 
 
+class Believing(Signer):
+    """Believes all signatures."""
+
+    def is_signed(self, message: Signed, key: bytes) -> bool:
+        return True
+
+
 class Counting(Signer):
     """Counts the signatures that are looked at."""
 
@@ -407,6 +416,41 @@ def test_no_coordinator_begins_two_rounds_under_one_ballot() -> None:
         ballots.append(peer.lead.ballot)
         peer.out.extend(peer.lead.abort("it has not got on"))
     assert ballots[0] < ballots[1]
+
+
+def elsewhere_with(peer: Peer, coordinator: int, attempt: int = 1, chunks: int = 8) -> None:
+    """3 says, if that is to be believed, that it is in such a round."""
+    begin = begin_of(members(3), coordinator=coordinator, attempt=attempt, chunks=chunks)
+    with suppress(RuleBroken):
+        peer.receive(key(3), Elsewhere(member(coordinator), begin), [], 0.0)
+
+
+def test_nobody_has_it_forgotten_that_it_has_begun_a_round_by_signing_many() -> None:
+    peer = peer_2()
+    elsewhere_with(peer, 4)
+    for attempt in range(2, 2 * MAX_BEGUN):
+        elsewhere_with(peer, 4, attempt)
+    begin = begin_of(members(3), coordinator=4, chunks=9)
+    assert not peer.participant.is_begun(begin, key(3)), "the second under its ballot"
+    assert len(peer.participant._begun[key(4)]) == MAX_BEGUN
+    assert not peer.participant._proven, "that is no proof any more"
+    elsewhere_with(peer, 4, 2 * MAX_BEGUN - 1, chunks=9)
+    assert set(peer.participant._proven) == {key(4)}
+
+
+def test_nobody_has_it_forgotten_that_a_member_has_begun_a_round() -> None:
+    """By the BEGINs of peers that it has made up, which are as many as it likes."""
+    peer = peer_2()
+    elsewhere_with(peer, 4)
+    peer.participant.signer = Believing(IDENTITIES[2], "run")
+    for number in range(2 * MAX_SIGNERS):
+        stranger = Ballot(1, number.to_bytes(32))
+        begin = msgspec.structs.replace(begin_of(members(3), coordinator=4), ballot=stranger)
+        with suppress(RuleBroken):
+            peer.receive(key(3), Elsewhere(member(4), begin), [], 0.0)
+    assert len(peer.participant._begun) == MAX_SIGNERS + 1
+    elsewhere_with(peer, 4, chunks=9)
+    assert set(peer.participant._proven) == {key(4)}
 
 
 def test_what_invented_peers_have_signed_is_not_held_against_them_for_ever() -> None:
@@ -559,3 +603,49 @@ def test_no_round_counts_other_samples_of_a_member_than_it_brings() -> None:
         peer.receive(key(4), begin_of(members(2, 3, 4), coordinator=4, weights=(4.0, 1.0, 1.0)), [], 0.0)
     peer.receive(key(4), begin_of(members(2, 3, 4), coordinator=4, attempt=2), [], 0.0)
     assert peer.participant.begin is not None
+
+
+@pytest.mark.parametrize("what", ["machines", "states"])
+def test_no_round_says_other_things_of_a_member_than_it_has_joined_with(what: str) -> None:
+    """By what a coordinator says of the others' states, it could have each of them drop its step and download."""
+    peer = peer_2()
+    given = Contribution(
+        1.0,
+        lambda begin, send, fault: Digests(Book(key(2), begin, chunks_of(begin)), send),
+        tip=TIP,
+        machine="mine",
+        state=digest("1"),
+    )
+    peer.participant.offer(given)
+    peer.participant.next_step(0.0)
+    honest = begin_of(members(2, 3, 4), coordinator=4)
+    honest = msgspec.structs.replace(honest, machines=("mine", "", ""), states=(digest("1"), b"", b""))
+    other = {"machines": ("other", "", ""), "states": (digest("2"), b"", b"")}[what]
+    with pytest.raises(RuleBroken, match="another machine or state"):
+        peer.receive(key(4), signer(4).sign(msgspec.structs.replace(honest, **{what: other})), [], 0.0)
+    higher = msgspec.structs.replace(honest, ballot=Ballot(2, key(4)))
+    peer.receive(key(4), signer(4).sign(higher), [], 0.0)
+    assert peer.participant.begin is not None
+
+
+def test_doubts_of_a_deposed_coordinator_that_repeat_are_answered_once() -> None:
+    """The answer is all the evidence: up to 350 kB."""
+    peer = peer_2()
+    peer.view.learn(members(5))
+    for number in (3, 5):
+        peer.receive(key(number), doubt_of(4, by=number), [], 0.0)
+    assert key(4) in peer.participant.deposed
+
+    def answers() -> int:
+        return sum(
+            isinstance(action, Send) and action.to == (key(5),) and isinstance(action.message, TakeOver)
+            for action in peer.out
+        )
+
+    peer.out.clear()
+    for _ in range(10):
+        peer.receive(key(5), doubt_of(4, by=5), [], 0.0)
+    assert answers() == 1
+    peer.lost(key(5), True, 0.0)
+    peer.receive(key(5), doubt_of(4, by=5), [], 0.0)
+    assert answers() == 2, "it may have gone with the connection"

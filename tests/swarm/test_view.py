@@ -174,6 +174,20 @@ def test_who_gives_no_sign_is_forgotten() -> None:
     assert view.hear(key(2), members(4), 100.0) == list(members(4)), "others may mention it again"
 
 
+def test_a_state_that_is_waited_for_long_in_vain_is_asked_for_less_often() -> None:
+    """One that comes drop by drop costs minutes each time: at most a third of the time goes there in the end."""
+    view, ahead = known(1, 2), Tip(9, bytes(32), 1e300)
+    view.told(key(1), ahead, behind=False)
+    now, waited = 0.0, 0.0
+    while now < 20_000.0:
+        if view.best(now) is not None:
+            now += 270.0
+            waited += 270.0
+            view.ignore(TIP, now, 270.0)
+        now += 1.0
+    assert waited < 0.4 * now
+
+
 def test_who_leaves_and_comes_back_with_a_state_that_nobody_could_send_is_ignored_as_before() -> None:
     """Each time would cost all trainers a step, and nothing would be left of their time."""
     view, ahead = known(1, 2), Tip(9, bytes(32), 1e300)

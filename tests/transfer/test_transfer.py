@@ -191,6 +191,42 @@ def test_a_slow_donor_does_not_hold_up_the_last_chunks():
     run(scenario())
 
 
+def test_a_state_that_its_only_donor_sends_drop_by_drop_is_given_up():
+    """It is never silent for long, and could go on so for hours."""
+
+    async def scenario() -> None:
+        buffers = [torch.zeros(1) for _ in range(250)]
+        state = encoded(Snapshot(Tip(7, bytes(32), 7.0), b"layout", buffers, b"", codecs_of(buffers)))
+        newcomer, (donor,) = await swarm(World(3), 1)
+        turn = asyncio.Lock()
+
+        async def drips(number: int) -> Reply:
+            async with turn:
+                await asyncio.sleep(4.5)
+            return Reply(Chunk(), [state.payloads[number]])
+
+        donate_by(donor, state.manifest, drips)
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(DownloadFailed, match="less than 32 KiB/s"):
+            await download(newcomer, [donor])
+        assert asyncio.get_running_loop().time() - began < 30
+
+    run(scenario(), until=5000.0)
+
+
+def test_a_state_comes_from_one_donor_on_a_slow_line():
+    async def scenario() -> None:
+        world = World(3)
+        world.lines.out = 140_000.0  # bytes a second: 15 s for the largest chunk, of which nothing is seen before
+        newcomer, (donor,) = await swarm(world, 1)
+        donate(donor)
+        result = await download(newcomer, [donor])
+        assert_same(result, snapshot())
+        assert result.seconds > 60
+
+    run(scenario(), until=5000.0)
+
+
 def test_if_all_donors_of_the_majority_fail_the_next_state_is_tried():
     async def scenario() -> None:
         newcomer, donors = await swarm(World(4), 3)

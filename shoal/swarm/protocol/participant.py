@@ -26,7 +26,8 @@ from shoal.swarm.protocol.witnesses import Witnesses
 
 log = logging.getLogger(__name__)
 
-MAX_BEGUN = 256  # BEGINs of one tip that are remembered, to see whether their coordinators have signed others
+MAX_BEGUN = 64  # BEGINs of one signer and tip that are remembered, to see whether it has signed others
+MAX_SIGNERS = 256  # whose BEGINs are remembered and who are no members
 
 
 class State(Enum):
@@ -115,7 +116,8 @@ class Participant:
         self.doubted: dict[bytes, None] = {}
         self.deposed: dict[bytes, None] = {}
         self._followed: msg.Survey | None = None  # the survey that made `ballot`
-        self._begun: dict[tuple[Ballot, bytes], bytes] = {}  # at this tip: the round of each ballot and instance
+        # At this tip, of each signer: the round of each ballot and instance.
+        self._begun: dict[bytes, dict[tuple[Ballot, bytes], bytes]] = {}
         self._proven: dict[bytes, None] = {}  # peers that have signed two BEGINs under one ballot
         self.gathered: dict[bytes, bytes] = {}
         self.join_to_begin: float | None = None
@@ -301,14 +303,23 @@ class Participant:
         higher = f"attempt {begin.ballot.number}, and this peer has followed {self.ballot.number}"
         require(self.ballot < begin.ballot, higher)
         check_begin(begin)
-        # It may follow from a JOIN that this peer has withdrawn since, to join with another input; or its sender lies.
-        counted, bound = begin.weights[keys.index(self.me)], given is not None and given.tip is not None
-        is_mine = not bound or (given is not None and counted == given.weight)
-        require(is_mine, f"BEGIN counts {counted:g} samples of this peer, which brings others")
+        self._is_as_joined(begin, keys.index(self.me))
         self._believe(begin.ballot)
         require(
             self.is_begun(begin, sender), "BEGIN without its coordinator's signature, or the second under its ballot"
         )
+
+    def _is_as_joined(self, begin: msg.Begin, number: int) -> None:
+        """Raises RuleBroken if that BEGIN says other things of this peer, its member of that number, than its JOIN. It
+        may follow from a JOIN that this peer has withdrawn since, to join with another input; or its sender lies: by
+        what it says of others' states it could have each member drop its step and download."""
+        given = self.input
+        if given is None or given.tip is None:
+            return
+        counted = begin.weights[number]
+        require(counted == given.weight, f"BEGIN counts {counted:g} samples of this peer, which brings others")
+        is_it = (begin.machines[number], begin.states[number]) == (given.machine, given.state)
+        require(is_it, "BEGIN has another machine or state of this peer than it has joined with")
 
     def is_begun(self, begin: msg.Begin, sender: bytes) -> bool:
         """Whether its coordinator has begun that round, and no other one under its ballot, as far as this peer knows.
@@ -317,14 +328,31 @@ class Participant:
         by = begin.ballot.coordinator
         if by not in (self.me, sender) and not self.signer.is_signed(begin, by):
             return False
-        if len(self._begun) >= MAX_BEGUN:
-            del self._begun[next(iter(self._begun))]
-        if self._begun.setdefault((begin.ballot, begin.seal.instance), begin.round) != begin.round:
-            if by in self.view.members and by not in self._proven:
+        known = self._known_round(begin)
+        if known != begin.round:
+            if known is not None and by in self.view.members and by not in self._proven:
                 log.warning("%r has begun two rounds under one ballot: it lies, and coordinates nothing", PeerID(by))
                 self._proven[by] = None
             return False
         return True
+
+    def _known_round(self, begin: msg.Begin) -> bytes | None:
+        """The round that its coordinator has begun under that ballot, as far as this peer knows; None if that may have
+        been forgotten. Of each signer the highest ballots are remembered: it can have nothing forgotten by signing
+        more, and nothing of another."""
+        by = begin.ballot.coordinator
+        if by not in self._begun and by not in self.view.members:
+            strangers = [key for key in self._begun if key not in self.view.members]
+            if len(strangers) >= MAX_SIGNERS:
+                del self._begun[strangers[0]]
+        begun = self._begun.setdefault(by, {})
+        name = (begin.ballot, begin.seal.instance)
+        if name not in begun and len(begun) >= MAX_BEGUN:
+            lowest = min(begun)
+            if begin.ballot <= lowest[0]:
+                return None
+            del begun[lowest]
+        return begun.setdefault(name, begin.round)
 
     def _believe(self, ballot: Ballot) -> None:
         """Raises RuleBroken for an attempt that nobody can have come to at this tip."""

@@ -79,6 +79,7 @@ class Peer:
         self._lead_nothing()
         self._joining: dict[bytes, msg.Join] = {}  # JOINs that wait for their tip
         self._passed_on: dict[tuple[bytes, bytes], None] = {}  # at this tip: for whose loss which COMMIT was told
+        self._shown: dict[bytes, int] = {}  # at this tip: to whom how many doubts of the deposed were passed on
         self._settled_at = self._all_until = 0.0
         self._met = 1
 
@@ -290,7 +291,7 @@ class Peer:
         # they have to hear of it first.
         self._all_until = now + SETTLE_SECONDS if downloaded else 0.0
         self.doubts.new_tip()
-        self._postponed, self._passed_on = {}, {}
+        self._postponed, self._passed_on, self._shown = {}, {}, {}
         if self.lead.tip != self.tip:
             self._lead_nothing()
         self.news += 1
@@ -566,6 +567,7 @@ class Peer:
         """A peer is gone; `known` as a member until now."""
         participant = self.participant
         self._joining.pop(key, None)
+        self._shown.pop(key, None)
         for commit in participant.commits if known else ():
             # It may have been the coordinator, and may have died before all had its COMMIT. Who comes back and leaves
             # again and again has nobody say so to all each time.
@@ -688,7 +690,12 @@ class Peer:
         if not self.view.reaches(doubt.of):  # it does not wait for it; but the sender does, and most must doubt it
             self.doubts.doubt(doubt.of)
         if doubt.of in self.participant.deposed:
-            self._send([sender], msg.TakeOver(self.tip, self.doubts.evidence))
+            # Doubts come every second, and the evidence is long: once, but again if there is more, since the sender
+            # counts over those that it reaches itself.
+            evidence = self.doubts.evidence
+            if self._shown.get(sender, 0) < len(evidence):
+                self._shown[sender] = len(evidence)
+                self._send([sender], msg.TakeOver(self.tip, evidence))
         if is_new:  # all are counted, so once for each that comes, and every second
             self._count_doubts(now)
 

@@ -67,7 +67,10 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 MAX_HEARSAY = 256  # members that one peer mentions and that have not spoken themselves
 HEARSAY_SECONDS = 60.0
-FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # seconds for which a state that no member could send is not asked for again
+FIRST_PAUSE, LONGEST_PAUSE = (
+    5.0,
+    60.0,
+)  # seconds (or twice what it has cost) for which a state that no member could send is not asked for again
 
 
 @dataclass(slots=True)
@@ -263,13 +266,14 @@ class View:
         claim = self._claims.get(key)
         return claim is not None and now < claim.ignored_until
 
-    def ignore(self, better_than: Tip, now: float) -> list[float]:
-        """No member could send a state that outranks `better_than`: do not ask for these states for a while. Returns
-        the times at which they may be asked for again."""
+    def ignore(self, better_than: Tip, now: float, cost: float = 0.0) -> list[float]:
+        """No member could send a state that outranks `better_than`, and this peer has waited for `cost` seconds in
+        vain: do not ask for these states for a while, which doubles until it is longer than that. Returns the times at
+        which they may be asked for again."""
         times = []
         for key, claim in self._claims.items():
             if key in self.members and claim.tip.outranks(better_than) and claim.ignored_until <= now:
                 claim.ignored_until = now + claim.pause
-                claim.pause = min(2 * claim.pause, LONGEST_PAUSE)
+                claim.pause = min(2 * claim.pause, max(LONGEST_PAUSE, 2 * cost))
                 times.append(claim.ignored_until)
         return times

@@ -1,4 +1,5 @@
-"""The plan of a download from several donors: which chunk to ask whom for. No I/O, no clock, no torch."""
+"""The plan of a download from several donors: which chunk to ask whom for, and how long to wait. No I/O, no clock, no
+torch."""
 
 from __future__ import annotations
 
@@ -7,18 +8,31 @@ from collections.abc import Iterable, Sequence
 
 from shoal.p2p.identity import PeerID
 
+LEAST_PACE = 32 << 10  # bytes a second of a download, all donors together
+SLOW_LINE = 2 * LEAST_PACE  # bytes a second of the slowest line on which it has the time to let something whole arrive
+
 
 class DownloadPlan:
-    """Hands out the chunks of one state to the donors that hold it, until every chunk has arrived with its digest.
+    """Hands out the chunks of one thing to the donors that hold it, until every chunk has arrived with its digest.
 
     A donor owes at most `window` chunks at a time. If it has sent nothing for `patience` seconds, it is *late*: it is
     asked for nothing more until it answers, and other donors may be asked for its chunks. If it has sent nothing for
     `give_up` seconds, it is dropped. A chunk is never asked of two donors that are not late. A donor that is dropped,
     for whatever reason, is not asked again, and its chunks are asked of others.
 
+    [Note: the least pace]
+    A donor that sends, and lets nothing whole arrive or a little now and then, is never silent. So the download has
+    `give_up` seconds at first, and more for what arrives whole and right: 1 s for every LEAST_PACE bytes, but at no
+    time more than `give_up` seconds ahead. To that is added how long what was asked for takes on a SLOW_LINE, since
+    chunks that are sent side by side arrive together. When that time is over, the donor that has brought nothing for
+    longest is dropped. So one donor that drips can hold up N bytes for about `give_up` + N / LEAST_PACE seconds,
+    however many chunks it makes of them, and an honest line of SLOW_LINE bytes a second is waited for, whatever N is.
+
     Args:
         digests: of each chunk, by its number.
+        sizes: how many bytes of it are sent, by its number.
         donors: in the order in which they are asked first.
+        give_up: see above, in seconds.
 
     Attributes:
         missing: the chunks that are not here yet.
@@ -28,16 +42,20 @@ class DownloadPlan:
 
     window = 4
     max_outstanding = 32  # chunks asked of all donors that are not late: this bounds the receiver's memory
-    patience, give_up = 5.0, 20.0
+    patience = 5.0
 
-    def __init__(self, digests: Sequence[bytes], donors: Iterable[PeerID]) -> None:
-        self._digests = digests
+    def __init__(
+        self, digests: Sequence[bytes], sizes: Sequence[int], donors: Iterable[PeerID], give_up: float = 20.0
+    ) -> None:
+        self._digests, self._sizes, self.give_up = digests, sizes, give_up
         self.missing = set(range(len(digests)))
         # Missing chunks that are asked of nobody, or only of late donors.
         self._waiting = deque(range(len(digests)))
         self._asked: dict[PeerID, set[int]] = {donor: set() for donor in donors}
         self._heard: dict[PeerID, float] = {}  # when a donor that owes something last sent, or began to owe
         self._late: set[PeerID] = set()
+        self._brought: dict[PeerID, float] = {}  # when each donor last brought something whole, or was asked first
+        self._allowed: float | None = None  # until when the download may last, without what was asked for
         self.dropped: dict[PeerID, str] = {}
         self.chunks_from: Counter[PeerID] = Counter()
 
@@ -62,6 +80,8 @@ class DownloadPlan:
 
     def next_requests(self, now: float) -> list[tuple[PeerID, int]]:
         """The requests to make now, as (donor, chunk). To be called after every other event, and at `next_check()`."""
+        if self._allowed is None:
+            self._allowed = now + self.give_up
         self._judge_silence(now)
         requests: list[tuple[PeerID, int]] = []
         ready = deque(donor for donor, owed in self._asked.items() if donor not in self._late)
@@ -72,7 +92,7 @@ class DownloadPlan:
             if len(owed) >= self.window:
                 continue
             if not owed:
-                self._heard[donor] = now
+                self._heard[donor] = self._brought[donor] = now
             owed.add(self._waiting[0])
             requests.append((donor, self._waiting.popleft()))
             ready.append(donor)  # each donor takes one chunk in turn, so that few chunks still use many donors
@@ -81,7 +101,13 @@ class DownloadPlan:
     def next_check(self) -> float | None:
         """When `next_requests` must be called even if nothing happens; None if that time is not known."""
         patience = {donor: self.give_up if donor in self._late else self.patience for donor in self.owing}
-        return min((self._heard[donor] + seconds for donor, seconds in patience.items()), default=None)
+        checks = [self._heard[donor] + seconds for donor, seconds in patience.items()]
+        return min((*checks, self._until())) if checks else None
+
+    def _until(self) -> float:
+        """Until when something has to come, see the note."""
+        asked = sum(self._sizes[chunk] for owed in self._asked.values() for chunk in owed)
+        return (self._allowed or 0.0) + asked / SLOW_LINE
 
     def received(self, donor: PeerID, chunk: int, digest: bytes, now: float) -> bool:
         """A donor has sent a chunk with this digest. A wrong digest drops the donor. A chunk that this donor was not
@@ -97,7 +123,9 @@ class DownloadPlan:
             self.donor_failed(donor, f"sent chunk {chunk} with a wrong digest")
             return False
         owed.discard(chunk)
-        self._heard[donor] = now
+        self._heard[donor] = self._brought[donor] = now
+        if self._allowed is not None:
+            self._allowed = min(self._allowed + self._sizes[chunk] / LEAST_PACE, now + self.give_up)
         if donor in self._late:
             self._late.discard(donor)
             self._waiting = deque(other for other in self._waiting if other not in owed)
@@ -123,6 +151,12 @@ class DownloadPlan:
             elif donor not in self._late and now >= self._heard[donor] + self.patience:
                 self._late.add(donor)
                 self._give_back(self._asked[donor])
+        if self.owing and now >= self._until():
+            slowest = min(self.owing, key=lambda donor: self._brought[donor])
+            self.donor_failed(
+                slowest, f"all send less than {LEAST_PACE >> 10} KiB/s, and it has brought nothing longest"
+            )
+            self._allowed = now + self.give_up
 
     def _give_back(self, chunks: set[int]) -> None:
         """Let other donors be asked for these chunks."""
