@@ -90,6 +90,10 @@ def test_a_sweep_goes_on_where_it_was_stopped(
     assert "python -m tests.simulation.sweep --seed 2" in told
 
 
+def test_a_sweep_may_have_wide_seeds_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert swept(monkeypatch, tmp_path / "sweep.jsonl", "--seeds", "2", "--wide", "2") == [0, 1, 100000, 100001]
+
+
 def test_a_file_of_another_sweep_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "sweep.jsonl"
     swept(monkeypatch, file, "--seeds", "1")
