@@ -36,7 +36,7 @@ def test_a_client_whose_join_is_always_late_is_in_a_round_in_the_end() -> None:
     assert try_seed(50189).verdict == "ok"
 
 
-@pytest.mark.parametrize("seed", [89, 33001, 33013])
+@pytest.mark.parametrize("seed", [89, 33001, 33013, 100120])
 def test_who_is_cut_off_with_a_liar_is_not_refused_by_the_run(seed: int) -> None:
     assert try_seed(seed, liar=True).verdict == "ok"
 

@@ -275,7 +275,8 @@ class Participant:
             self._declined[key] = self.tip
             self.rejoin(key)
         # Of those that it has lost, one may take it: who is cut off with a liar is not refused by the run.
-        alone = self.coordinator().key in (self.me, key) and not self.view.lost
+        others = (member.key for member in self.candidates() if self._declined.get(member.key) != self.tip)
+        alone = all(other in (self.me, key) for other in others) and not self.view.lost
         if self.input.tip is None or key == self.me or (alone and not self.made):
             self.error = Rejected(f"the run refuses this peer: {reason}")
         return trains and news
