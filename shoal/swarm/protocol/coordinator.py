@@ -122,6 +122,7 @@ class Coordinator:
     disputed: dict[bytes, bytes] = field(default_factory=dict, init=False)  # digests of DONE, when they differed
     settled: bytes = b""  # the digest of the result, once every member has every chunk in some version
     deadline: float = math.inf  # of the phase
+    called_at: float = math.inf  # when the members were called
     wait_until: dict[bytes, float] = field(default_factory=dict, init=False)  # how long who joined wants to wait
     took_over: bool = False
     was_done: bool = False  # this peer, when it took over: then something may be decided
@@ -175,7 +176,7 @@ class Coordinator:
         most = math.inf if target is None else self.history.most(key, target, now)
         samples = self._samples(now)
         is_due = self.phase is Phase.COUNTING and target is not None and samples >= target
-        actions = self._gather(now + self.haste * self.rules.matchmaking_time) if is_due else []
+        actions = self._gather(now + self.haste * self.rules.matchmaking_time, now) if is_due else []
         if self.phase is Phase.COUNTING:
             actions = self.tick(now)  # of a JOIN that is alone it may be time
         rate = sum(count.rate for count in self.counts.values())
@@ -215,7 +216,13 @@ class Coordinator:
         return math.inf if is_alone and 2 * self._samples(until, but=joined) < (target or 0.0) else until
 
     def _first_waits_until(self) -> float:
-        return next(iter(self.wait_until.values()), math.inf)
+        """How long who joined first wants to wait. Where samples are not counted that is how long all wait; but if half
+        of them want to wait less, no longer than this peer would."""
+        until = next(iter(self.wait_until.values()), math.inf)
+        if self.rules.target_samples is not None or not self.wait_until:
+            return until
+        usual = sorted(self.wait_until.values())[(len(self.wait_until) - 1) // 2]
+        return min(until, max(usual, self.called_at + self.haste * self.rules.matchmaking_time))
 
     def join(self, key: bytes, join: msg.Join, gathered: bytes, now: float) -> list[Send | Ask]:
         """A member's input is ready. It may join again (after a lost answer); the last JOIN counts. Raises RuleBroken
@@ -256,8 +263,8 @@ class Coordinator:
         elif self.rules.target_samples is None and not self.reminded:
             self.deadline = self._first_waits_until()
 
-    def _gather(self, deadline: float) -> list[Send | Ask]:
-        self.phase, self.deadline = Phase.GATHERING, deadline
+    def _gather(self, deadline: float, now: float) -> list[Send | Ask]:
+        self.phase, self.deadline, self.called_at = Phase.GATHERING, deadline, now
         return [Send(tuple(self.expected), msg.Call(self.tip))]
 
     def tick(self, now: float) -> list[Send | Ask]:
@@ -265,7 +272,7 @@ class Coordinator:
         if self._judgements and self._judgements[0].at <= now:
             return self._judge(self._judgements.popleft(), now)
         if self.phase is Phase.COUNTING and self.joins and self._is_called_by_joins(now):
-            return self._gather(max(now, self._first_waits_until())) + self.tick(now)
+            return self._gather(max(now, self._first_waits_until()), now) + self.tick(now)
         if self.phase is Phase.GATHERING and now >= self._begins_at():
             missing = tuple(key for key in self.expected if key not in self.joins and self._waits_for(key))
             if missing and not self._is_full() and not self.reminded:
