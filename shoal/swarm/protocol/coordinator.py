@@ -127,7 +127,7 @@ class Coordinator:
     took_over: bool = False
     was_done: bool = False  # this peer, when it took over: then something may be decided
     doubts: tuple[msg.Doubt, ...] = ()  # of the coordinators before this one
-    postponed: dict[bytes, None] = field(default_factory=dict)  # members for which a round waited
+    postponed: dict[bytes, bool] = field(default_factory=dict)  # for whom a round waited; if at its own word alone
     reminded: bool = False  # whether members that have not joined were called once more
     pace: Pace = field(init=False)
     parted: dict[frozenset[bytes], bytes] = field(default_factory=dict, init=False)  # pairs; who of them was blamed
@@ -274,7 +274,7 @@ class Coordinator:
         if self.phase is Phase.COUNTING and self.joins and self._is_called_by_joins(now):
             return self._gather(max(now, self._first_waits_until()), now) + self.tick(now)
         if self.phase is Phase.GATHERING and now >= self._begins_at():
-            missing = tuple(key for key in self.expected if key not in self.joins and self._waits_for(key))
+            missing = self._missing()
             if missing and not self._is_full() and not self.reminded:
                 # They may be in a round of another coordinator, or past one: without them there could be two results.
                 self.reminded, self.deadline = True, now + REMINDER_SECONDS
@@ -326,11 +326,20 @@ class Coordinator:
             return math.inf
         if self._is_full():
             return -math.inf
-        if any(self._waits_for(key) and key not in self.joins for key in self.expected):
-            return self.deadline
+        if missing := self._missing():
+            is_final = self.reminded or self.rules.target_samples is None
+            return self.deadline if is_final else max(map(self._is_awaited_until, missing))
         # Until then some members may not have been found yet.
         all_are_here = all(key in self.joins for key in self.expected)
         return min(self.deadline, self.settled_at if all_are_here else max(self.settled_at, self.all_until))
+
+    def _missing(self) -> list[bytes]:
+        """The members that BEGIN waits for and that have not joined."""
+        return [key for key in self.expected if key not in self.joins and self._waits_for(key)]
+
+    def _is_awaited_until(self, key: bytes) -> float:
+        at = min(self.called_at, self.deadline)
+        return at + self.history.punctuality.of(key, self.deadline - at, at)
 
     def _waits_for(self, key: bytes) -> bool:
         has_reported = key in self.counts and self.history.is_awaited(key)
@@ -359,6 +368,10 @@ class Coordinator:
     def _begin(self, now: float) -> list[Send | Ask]:
         chosen = self._chosen()
         self.late = dict.fromkeys(key for key in self.joins if key not in chosen)
+        if self.rules.target_samples is not None and self.reminded:
+            for key in self._missing():
+                if key not in self.postponed:  # it has said why
+                    self.history.punctuality.held_up(key, now)
         self.history.missed(key for key in self.expected if key in self.counts and key not in self.joins)
         members = tuple(self.joins[key].sender for key in sorted(chosen))
         joins = [self.joins[member.key] for member in members]
@@ -469,14 +482,15 @@ class Coordinator:
             return self.put_out(key, f"it does not follow repairs: {reason}", now)
         return self.start_survey(now)  # it may follow a higher ballot, or have a commit: a survey tells
 
-    def elsewhere(self, key: bytes, now: float) -> list[Send | Ask]:
-        """A member that was called is in a round of another coordinator, or past this tip. To go on without it might
-        give this tip two results, so this round waits or, if it has begun, ends: once for each member."""
+    def elsewhere(self, key: bytes, now: float, *, coordinator: bytes | None = None) -> list[Send | Ask]:
+        """A member that was called is in a round of another coordinator (of which it shows the BEGIN), or past this
+        tip. To go on without it might give this tip two results, so this round waits or, if it has begun, ends: once
+        for each member."""
         if key in self.postponed:
             return self.put_out(key, "it is elsewhere, again", now) if self._is_running else []
         if key not in (self.live() if self._is_running else self.expected):
             return []
-        self.postponed[key] = None
+        self.postponed[key] = coordinator in (None, key)
         if self.phase is Phase.GATHERING:
             # Then it is called again. BEGIN never comes earlier: others may need all of the time that there was.
             self.deadline, self.reminded = max(self.deadline, now + REMINDER_SECONDS), False
@@ -530,7 +544,7 @@ class Coordinator:
         if reachable and key in self.postponed:
             return self.put_out(key, "it follows another coordinator, again", now)
         if reachable:
-            self.postponed[key] = None
+            self.postponed[key] = ballot.coordinator == key
             self.give_way()
             return []
         self.ballot = Ballot(ballot.number, self.me)

@@ -74,7 +74,8 @@ class Peer:
         self._history = History()
         self.doubts = Doubts(self.participant, rules, self._history)
         self._asked = 0  # how many members of a round were pinged, in turn
-        self._postponed: dict[bytes, None] = {}  # see `Coordinator`
+        self._postponed: dict[bytes, bool] = {}  # see `Coordinator`
+        self._gave_way: dict[bytes, float] = {}  # since when to whom that follows one whom most doubt, at this tip
         self._void: dict[bytes, tuple[float, float]] = {}  # signers of void COMMITs: until when, and for how long
         self._lead_nothing()
         self._joining: dict[bytes, msg.Join] = {}  # JOINs that wait for their tip
@@ -222,7 +223,15 @@ class Peer:
             # the round: in another of this tip, it could commit a second result.
             lead.give_way()
         else:
-            self.out.extend(lead.elsewhere(key, now))
+            self.out.extend(lead.elsewhere(key, now, coordinator=begin.ballot.coordinator))
+
+    def _give_way(self) -> None:
+        """Coordinate a round no more that this peer has taken over. If it has left that before, it does not ask again,
+        so all hear that the next one is to take it over."""
+        self.lead.give_way()
+        if self.participant.begin is None and self.lead.begin is not None:
+            gave_up = msg.Broken(self.lead.begin.round, self._me, False, "it has given the round up")
+            self._send([member for member in self.lead.live() if member != self._me], gave_up)
 
     def _is_signed(self, message: Any, key: bytes) -> bool:
         return key == self._me or self.signer.is_signed(message, key)
@@ -238,7 +247,7 @@ class Peer:
         participant = self.participant
         if elsewhere.begin is not None:
             require(self._names(elsewhere.begin, sender), "ELSEWHERE with a BEGIN that does not name its sender")
-            self.out.extend(self.lead.elsewhere(sender, now))
+            self.out.extend(self.lead.elsewhere(sender, now, coordinator=elsewhere.begin.ballot.coordinator))
         elif self._coordinator_of_round() is None and sender == self._successor():
             participant.fail(AveragingError(f"its coordinator is lost, and {PeerID(sender)!r} has left the round"))
         elif not self.doubts.was_asked(sender):
@@ -290,7 +299,8 @@ class Peer:
         # they have to hear of it first.
         self._all_until = now + SETTLE_SECONDS if downloaded else 0.0
         self.doubts.new_tip()
-        self._postponed, self._passed_on = {}, {}
+        self._history.punctuality.new_tip()
+        self._postponed, self._gave_way, self._passed_on = {}, {}, {}
         if self.lead.tip != self.tip:
             self._lead_nothing()
         self.news += 1
@@ -346,8 +356,10 @@ class Peer:
             self._history.committed({member.key: weight for member, weight in weights}, now)
             stayed = {member.key for member in commit.view}
             out = [key for key in commit.members if key not in stayed and self.view.reaches(key)]
-            led = commit.coordinator == self._me
-            self.participant.silence.patience.committed(out, commit.coordinator, now, led=led)
+            led, patience = commit.coordinator == self._me, self.participant.silence.patience
+            for key in [key for key, alone in self._postponed.items() if alone and led]:
+                patience.held_up(key, now)  # nothing has come of what it said, so a round has waited in vain
+            patience.committed(out, commit.coordinator, now, led=led)
         self.doubts.committed(commit.coordinator, led=not self.lead.over)
         until, seconds = self._void.get(commit.coordinator, (0.0, 0.0))
         if until + seconds <= now:  # a liar may well do its work in between
