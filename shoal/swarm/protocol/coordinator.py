@@ -278,7 +278,7 @@ class Coordinator:
             if missing and not self._is_full() and not self.reminded:
                 # They may be in a round of another coordinator, or past one: without them there could be two results.
                 self.reminded, self.deadline = True, now + REMINDER_SECONDS
-                return [Send(missing, msg.Call(self.tip))]
+                return [Send(tuple(missing), msg.Call(self.tip))]
             return self._begin(now)
         if self._is_running and now >= self.deadline:
             return self.abort(f"the round has not got on for {self._round.timeout:g} s")
@@ -432,6 +432,9 @@ class Coordinator:
         speaks of itself, or if this peer itself has seen it; else the word of one stands against that of another, and
         the two are parted. Raises RuleBroken for a complaint of a peer that is not in the round."""
         require(key in self.live(), "only a member of the round can complain of another")
+        if broken.peer == key == self.me and self.took_over:
+            self.give_way()  # all have heard that this peer has left: the next one takes the round over
+            return []
         if broken.peer == key or key == self.me or not reachable:
             return self.put_out(broken.peer, broken.reason, now)
         pair = frozenset((key, broken.peer))
@@ -580,11 +583,12 @@ class Coordinator:
     def _hear_of_earlier(self) -> bool:
         """What an earlier coordinator has decided, as the members say: whom it has put out (their reducers do not serve
         those any more), and which pairs it has parted. Returns whether it is news. What a single one says of another
-        parts the two."""
+        parts the two, unless it has the survey of that coordinator, which may have decided without those."""
         live = self.live()
         claims = [(by, of) for by, have in self.have.items() for of in have.out if of in live]
         times = Counter(of for _, of in claims)
-        out = dict.fromkeys(of for by, of in claims if by in (self.me, of) or times[of] > 1)
+        shown = {(by, of) for by, have in self.have.items() for of in self._put_out_before(by, have)}
+        out = dict.fromkeys(of for by, of in claims if by in (self.me, of) or times[of] > 1 or (by, of) in shown)
         self.out.update((of, "put out by an earlier coordinator") for of in out)
         new = {frozenset((by, of)): by for by, of in claims if of not in out}
         repairs = [have.repair for have in self.have.values() if have.repair is not None]
@@ -594,6 +598,14 @@ class Coordinator:
         before = len(self.parted)
         self.parted = {**new, **self.parted}
         return bool(out) or len(self.parted) > before
+
+    def _put_out_before(self, key: bytes, have: msg.Have) -> tuple[bytes, ...]:
+        """Whom the survey has put out that a member has followed before, of another coordinator of this round."""
+        survey, begin = have.follows, self._round
+        if survey is None or survey.round != begin.round or survey.ballot.coordinator == key:
+            return ()
+        may_lead = (begin.ballot.coordinator, *(member.key for member in begin.members))
+        return survey.out if survey.ballot.coordinator in may_lead else ()
 
     def finished(self, key: bytes, done: msg.Done, view: Collection[Member], now: float) -> list[Send | Ask]:
         """A member has all chunks. `view` are the members that the next round expects."""

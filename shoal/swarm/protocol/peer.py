@@ -17,7 +17,7 @@ from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Meet, Send
 from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.contribution import Buffers, BytesExchange, decode_gathered
-from shoal.swarm.protocol.coordinator import Coordinator, Phase
+from shoal.swarm.protocol.coordinator import NOTICE_SECONDS, Coordinator, Phase
 from shoal.swarm.protocol.doubts import COMPLAINT_SECONDS, Doubts
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.history import History
@@ -181,6 +181,8 @@ class Peer:
                 self.out.extend(lead.put_out(key, "its commit is void", now))
             case msg.Have(repair=msg.Repair() as repair) if not self._is_signed(repair, repair.ballot.coordinator):
                 self.out.extend(lead.put_out(key, "it follows a repair that nobody signed", now))
+            case msg.Have(follows=msg.Survey() as survey) if not self._is_signed(survey, survey.ballot.coordinator):
+                self.out.extend(lead.put_out(key, "it has followed a survey that nobody signed", now))
             case msg.Have():
                 self.out.extend(lead.surveyed(key, request.ballot, answer, now))
             case msg.Elsewhere():
@@ -217,11 +219,16 @@ class Peer:
                     lead.doubts = self.doubts.evidence
                     self.out.extend(lead.start_survey(now))
                 return
+            if now < self._gave_way.setdefault(key, now) + NOTICE_SECONDS:
+                # It may not have noticed yet that the coordinator is lost, or follow another that has taken the round
+                # over. For so long this peer gives way, and asks again every second.
+                self._give_way()
+                return
             self.out.extend(lead.put_out(key, "it follows a coordinator that most members doubt", now))
         elif lead.took_over and lead.is_of(begin.round):
             # That member will notice that the coordinator is lost, or this peer will hear of its COMMIT. It stays in
             # the round: in another of this tip, it could commit a second result.
-            lead.give_way()
+            self._give_way()
         else:
             self.out.extend(lead.elsewhere(key, now, coordinator=begin.ballot.coordinator))
 
@@ -399,9 +406,10 @@ class Peer:
         elif participant.missed is not None:
             self._send([sender], participant.missed)
         elif participant.begin is not None:
-            coordinator = self.view.members.get(participant.ballot.coordinator)
-            if coordinator is not None and coordinator.key != sender:
-                self._send([sender], msg.Elsewhere(coordinator, participant.begin))
+            # If nobody coordinates that round any more, this peer may take it over, or waits for who does.
+            in_it = self.view.members.get(self._coordinator_of_round() or self._me, self.view.me)
+            if in_it.key != sender:
+                self._send([sender], msg.Elsewhere(in_it, participant.begin))
         elif participant.coordinator().key == sender:
             self.is_called()
         elif sender in self.view.members:
@@ -533,11 +541,11 @@ class Peer:
                 lead.wait(now)
 
     def _will_not_take_over(self, sender: bytes, broken: msg.Broken, now: float) -> None:
-        """The member that is to take over the round of this peer has given it up. If this peer was done, something may
-        be decided, and another takes it over."""
+        """The member that coordinates the round of this peer, or is to take it over, has given it up. If this peer was
+        done, something may be decided, and another takes it over."""
         participant, begin = self.participant, self.participant.begin
-        is_of_it = begin is not None and begin.round == broken.round and sender == self._successor()
-        if not is_of_it or self._coordinator_of_round() is not None:
+        is_of_it = begin is not None and begin.round == broken.round
+        if not is_of_it or sender != (self._coordinator_of_round() or self._successor()):
             return
         if participant.done is None:
             participant.fail(AveragingError(f"its coordinator is lost, and {PeerID(sender)!r} has given the round up"))
@@ -592,9 +600,12 @@ class Peer:
 
     def _coordinator_of_round(self) -> bytes | None:
         """The coordinator of the round that this peer is in; None if it is lost, or gave way to another."""
-        coordinator = self.participant.ballot.coordinator
-        gave_way = coordinator == self._me and self.lead.phase is Phase.ABORTED
-        is_there = self.view.reaches(coordinator) and coordinator not in self.participant.deposed
+        participant, coordinator = self.participant, self.participant.ballot.coordinator
+        # It may have begun to coordinate another round of this tip since.
+        begin, lead = participant.begin, self.lead
+        leads = begin is not None and lead.is_of(begin.round) and lead.phase is not Phase.ABORTED
+        gave_way = coordinator == self._me and begin is not None and not leads
+        is_there = self.view.reaches(coordinator) and coordinator not in {**participant.deposed, **participant.unable}
         return coordinator if is_there and not gave_way else None
 
     def succeed(self, now: float) -> None:
