@@ -1,5 +1,5 @@
 """A member that takes part honestly, and at times says what is not so: the attacks of the design page that take no
-state.
+state, and, where it is `wide`, what reviews have thought of since.
 
 All messages of the liar are built in this file: `Lies` says what, `Liar` when.
 """
@@ -26,6 +26,8 @@ from tests.simulation.trainers import Trainer
 GHOSTS = 60  # of 1,023 that a HELLO may name: what each costs is the same
 WEIGHTS = (1e30, -1.0, float("nan"))
 LONGEST_TURN = 30.0  # seconds of one lie that lasts
+MOST_REPLAYED = 50  # messages of others that it keeps, to say them again
+REPLAYED = (msg.Commit, msg.Begin, msg.Survey, msg.Abort, msg.Call)
 
 
 class Lies:
@@ -88,6 +90,16 @@ class Lies:
             timeout=60.0,
         )
 
+    def better_state(self) -> msg.Hello:
+        """A state that outranks all others, and that nobody has."""
+        hello = self.swarm.peer.hello()
+        tip = Tip(self.tip.epoch + 3, self.rng.randbytes(32), 3 * self.tip.samples + 1000)
+        return msgspec.structs.replace(hello, tip=tip)
+
+    def is_elsewhere(self) -> msg.Elsewhere:
+        """It is in a round of its own."""
+        return msg.Elsewhere(self.swarm.me, self._signed(self._begin([self.swarm.me])))
+
     def elsewhere(self) -> msg.Elsewhere:
         """Attack 10: another coordinates; it may be anybody, and there may be a BEGIN for it."""
         others = [self.swarm.peer.view.members[key] for key in self.swarm.peer.view.others()]
@@ -103,6 +115,10 @@ class Lies:
         me, terms = self.swarm.me, self.swarm.peer.terms
         return msg.Join(self.tip, me, terms, 1.0, "", b"", (1 << 52) - 1, 5.0, b"")
 
+    def early_join(self) -> msg.Join:
+        """A JOIN before the round is called, that waits for nobody."""
+        return msgspec.structs.replace(self.join(), attempt=0, patience=0.0)
+
     def orphaned(self) -> msg.Orphaned:
         """Attack 17: a round has lost its coordinator."""
         return msg.Orphaned(self.swarm.peer.participant.begin or self.empty_begin())
@@ -115,6 +131,16 @@ class Lies:
     def take_over(self) -> msg.TakeOver:
         """It is deposed, by one and the same."""
         return msg.TakeOver(self.tip, (self.doubt(),) * 9)
+
+    def poisoned(self) -> msg.TakeOver:
+        """What others have doubted, with signatures that are not theirs."""
+        mine, theirs = self.doubt(), self.swarm.peer.doubts.evidence
+        forged = (msgspec.structs.replace(doubt, seal=mine.seal) for doubt in theirs)
+        return msg.TakeOver(self.tip, (*theirs, mine, *forged)[: msg.MAX_DOUBTS])
+
+    def complaint(self, begin: msg.Begin) -> msg.Broken:
+        """Any member of the round has broken a rule."""
+        return msg.Broken(begin.round, self.rng.choice(begin.members).key, True, "I do not like it")
 
     def survey(self, begin: msg.Begin) -> msg.Survey:
         """Attack 18: this peer takes the round over."""
@@ -138,18 +164,20 @@ class Liar:
         trainer: that runs already.
         rng: draws the lies.
         log: is told of each.
+        wide: whether it knows all lies, or those of the design page alone.
 
     Attributes:
-        kinds: what it may do, by the attack's number on the design page.
+        kinds: what it may do, by the attack's number on the design page, or by name.
     """
 
-    def __init__(self, trainer: Trainer, rng: random.Random, log: Callable[[str], None]) -> None:
+    def __init__(self, trainer: Trainer, rng: random.Random, log: Callable[[str], None], *, wide: bool) -> None:
         self._trainer, self._rng, self._log = trainer, rng, log
         self._swarm, self._node = trainer.peer.swarm, trainer.peer.node
         self._lies = Lies(self._swarm, rng)
-        self._now: dict[int, str] = {}  # the lies that last
+        self._now: dict[int | str, str] = {}  # the lies that last
         self._weight = 1.0
-        self.kinds: dict[int, Callable[[], None]] = {
+        self._replayed: list[msgspec.Struct] = []
+        self.kinds: dict[int | str, Callable[[], None]] = {
             1: lambda: self._tell(self._lies.other_terms()),
             2: lambda: self._tell(self._lies.commit()),
             3: lambda: None,
@@ -162,7 +190,20 @@ class Liar:
             18: lambda: self._tell(rng.choice([self._lies.doubt(), self._lies.take_over()])),
             19: lambda: self._ask(rng.choice([self._lies.all_samples(), self._lies.huge_step()])),
         }
-        self._notify = self._node.notify
+        if wide:
+            self.kinds |= {
+                "comes and goes": self._come_and_go,
+                "survey": lambda: None,
+                "early join": lambda: self._ask(self._lies.early_join()),
+                "joins at times": lambda: None,
+                "replay": self._replay,
+                "leaves rounds": self._leave_round,
+                "unjoin": lambda: self._tell(msg.Unjoin()),
+                "poisoned": lambda: self._tell(self._lies.poisoned()),
+                "done": lambda: None,
+            }
+        self._notify, self._call = self._node.notify, self._node.call_for_buffers
+        self._node.call_for_buffers = self._asked  # type: ignore[method-assign]
         self._node.notify = self._changed  # type: ignore[method-assign]
         self._node.stop_serving(self._swarm.service)
         self._node.serve(self._swarm.service, self._handle)
@@ -208,16 +249,46 @@ class Liar:
         else:
             self._tell(self._lies.orphaned())
 
+    def _come_and_go(self) -> None:
+        self._tell(msg.Leave())
+        self._ask(self._lies.better_state())
+
+    def _replay(self) -> None:
+        for message in self._rng.sample(self._replayed, min(3, len(self._replayed))):
+            self._tell(message)
+
+    def _leave_round(self) -> None:
+        others = [self._swarm.peer.view.members[key] for key in self._swarm.peer.view.others()]
+        self._tell(msg.Elsewhere(self._rng.choice([*others, self._swarm.me])))
+        if (begin := self._swarm.peer.participant.begin) is not None:
+            self._tell(msg.Broken(begin.round, self._swarm.me.key, False, "I have left"))
+            self._tell(msg.Abort(begin.round, "I have ended it"))
+
     def _changed(self, peers: Any, service: Any, message: Any, buffers: Any = (), name: bytes = b"") -> None:
         """As `Node.notify`, which it stands in for."""
         if 9 in self._now and isinstance(message, msg.Part):
             message = msgspec.structs.replace(message, weight=self._weight)
+        if "done" in self._now and isinstance(message, msg.Done):
+            if self._rng.random() < 0.5:
+                message = msgspec.structs.replace(message, root=self._rng.randbytes(32))
+            if self._rng.random() < 0.3 and (begin := self._swarm.peer.participant.begin) is not None:
+                self._notify(peers, service, self._lies.complaint(begin))
         self._notify(peers, service, message, buffers, name)
+
+    async def _asked(self, peer: PeerID, service: Any, message: Any, *arguments: Any, **named: Any) -> Any:
+        """As `Node.call_for_buffers`, which it stands in for."""
+        is_join = isinstance(message, msg.Join) and "joins at times" in self._now
+        if is_join and message.tip.epoch % 2 and peer != self._node.peer_id:
+            await asyncio.sleep(LONGEST_TURN)
+            raise TimeoutError("not in this epoch")
+        return await self._call(peer, service, message, *arguments, **named)
 
     # -- what it answers
 
     def _handle(self, peer: PeerID, message: Any, buffers: Any) -> Any:
         """As `Swarm._handle`, which it stands in for."""
+        if isinstance(message, REPLAYED) and len(self._replayed) < MOST_REPLAYED:
+            self._replayed.append(message)
         if peer != self._node.peer_id:
             match message:
                 case msg.Digests() if 2 in self._now:
@@ -230,10 +301,29 @@ class Liar:
                     return self._count(message) if self._now[7] == "one way" else self._never()
                 case msg.Join() if 7 in self._now:
                     return msg.Joined(message.tip) if self._now[7] == "one way" else self._never()
+                case msg.Survey() if "survey" in self._now:
+                    return self._surveyed(peer, message, buffers)
                 case msg.Begin() if 18 in self._now:
                     others = [member.key for member in message.members if member.key != self._node.peer_id.key]
                     self._ask(self._lies.survey(message), others)
         return self._swarm._handle(peer, message, buffers)
+
+    def _surveyed(self, peer: PeerID, survey: msg.Survey, buffers: Any) -> Any:
+        match self._rng.randrange(5):
+            case 0:
+                return self._lies.better_state()
+            case 1:
+                return msg.Elsewhere(self._swarm.me)
+            case 2:
+                return msg.Broken(survey.round, self._swarm.me.key, False, "I have left")
+            case 3:
+                return self._lies.is_elsewhere()
+        have = self._swarm._handle(peer, survey, buffers)
+        if isinstance(have, msg.Have) and have.digests:
+            digests = list(have.digests)
+            digests[self._rng.randrange(len(digests))] = b""
+            return msgspec.structs.replace(have, digests=tuple(digests))
+        return have
 
     def _count(self, report: msg.Progress) -> msg.Count:
         return msg.Count(report.tip, report.samples, report.rate, 2, called=False)

@@ -24,7 +24,8 @@ from tests.simulation.trainers import ELEMENTS
 
 MOST_MEMBERS = 30
 MOST_FAULTS = 8
-MOST_LIES = 4
+MOST_LIES, MOST_WIDE_LIES = 4, 8
+FIRST_WIDE = 100_000  # from this seed on a liar knows all lies; those below keep what they have drawn so far
 FAULTY_SECONDS = 60.0  # in which the faults begin
 DEADLINES = 10  # after the last fault, in which all have made an epoch together
 REAL_SECONDS = 300  # that a seed may take; then it hangs
@@ -131,7 +132,7 @@ def try_seed(seed: int, lines: str | None = None, *, liar: bool = False, told: b
     name, setting = setting_of(seed, lines)
     runs: list[Faulty] = []
     began, cpu, verdict = time.perf_counter(), time.process_time(), "ok"
-    with _errors(told) as errors, _bounded(REAL_SECONDS) as hung, _uncollected():
+    with _uncollected(), _errors(told) as errors, _bounded(REAL_SECONDS) as hung:
         try:
             together, virtual = run(_scenario(seed, setting, runs, liar), until=100_000.0)
         except (Exception, Hangs) as error:  # noqa: BLE001  # whatever it is, it is this seed's verdict, and the next seed is run
@@ -181,10 +182,10 @@ async def _suffer_a_liar(seed: int, swarm: Faulty, count: int) -> None:
     trainer = await swarm.spawn(Role.NODE, lies=True)
     swarm.lied.add(trainer.peer.node.peer_id)
     swarm.log(f"{trainer.peer.name} is a liar")
-    liar = Liar(trainer, rng, swarm.log)
-    await asyncio.gather(
-        liar.lie(rng.randint(1, MOST_LIES), FAULTY_SECONDS), swarm.suffer(count // 2, rng.uniform(10.0, FAULTY_SECONDS))
-    )
+    wide = seed >= FIRST_WIDE
+    liar = Liar(trainer, rng, swarm.log, wide=wide)
+    lies = rng.randint(1, MOST_WIDE_LIES if wide else MOST_LIES)
+    await asyncio.gather(liar.lie(lies, FAULTY_SECONDS), swarm.suffer(count // 2, rng.uniform(10.0, FAULTY_SECONDS)))
     if rng.random() < 0.5:
         swarm.log(f"{trainer.peer.name} is gone")
         swarm.liars.remove(trainer)

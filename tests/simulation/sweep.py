@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.simulation.one_seed import LINES, Verdict, as_row, try_seed
+from tests.simulation.one_seed import FIRST_WIDE, LINES, Verdict, as_row, try_seed
 
 LIARS = ("never", "half", "always")
 
@@ -42,8 +42,8 @@ class Kind:
 def main() -> None:
     arguments = _parser().parse_args()
     kind = Kind(arguments.lines, arguments.liar)
-    many = range(arguments.first, arguments.first + arguments.seeds)
-    wanted = [arguments.seed] if arguments.seed is not None else list(many)
+    many = [*_seeds(arguments.first, arguments.seeds), *_seeds(arguments.first + FIRST_WIDE, arguments.wide)]
+    wanted = [arguments.seed] if arguments.seed is not None else many
     file: Path | None = arguments.resume
     done = _done(file, kind) if file is not None else {}
     failed = [row for row in done.values() if row["verdict"] != "ok" and row["seed"] in wanted]
@@ -70,14 +70,25 @@ def main() -> None:
     sys.exit(bool(failed))
 
 
+def _seeds(first: int, count: int) -> range:
+    return range(first, first + count)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.sweep", description=__doc__)
     parser.add_argument("--seeds", type=int, default=10_000, help="how many")
+    wide = f"so many more, from {FIRST_WIDE} on: a liar knows more lies there"
+    parser.add_argument("--wide", type=int, default=0, help=wide)
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="this one alone")
     parser.add_argument("--log", action="store_true", help="with --seed: print what the peers log, with virtual times")
     parser.add_argument("--lines", choices=list(LINES), help="all with these; otherwise each seed draws them")
-    parser.add_argument("--liar", choices=LIARS, default="never", help="one more member lies: in all, half or no seeds")
+    parser.add_argument(
+        "--liar",
+        choices=LIARS,
+        default="never",
+        help="one more member lies: in all, half (and all that are wide) or no seeds",
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--resume", type=Path, help="where each seed's line is kept; seeds that are there are not run")
     return parser
@@ -105,7 +116,7 @@ def _verdicts(seeds: list[int], kind: Kind, jobs: int, told: bool) -> Iterator[V
 
 
 def _try(seed: int, kind: Kind, told: bool) -> Verdict:
-    liar = kind.liar == "always" or (kind.liar == "half" and seed % 2 == 1)
+    liar = kind.liar == "always" or (kind.liar == "half" and (seed % 2 == 1 or seed >= FIRST_WIDE))
     return try_seed(seed, kind.lines, liar=liar, told=told)
 
 

@@ -37,7 +37,7 @@ def test_a_client_whose_join_is_always_late_is_in_a_round_in_the_end() -> None:
     assert try_seed(50189).verdict == "ok"
 
 
-@pytest.mark.parametrize("seed", [89, 33001, 33013])
+@pytest.mark.parametrize("seed", [89, 33001, 33013, 100120])
 def test_who_is_cut_off_with_a_liar_is_not_refused_by_the_run(seed: int) -> None:
     assert try_seed(seed, liar=True).verdict == "ok"
 
@@ -90,6 +90,10 @@ def test_a_sweep_goes_on_where_it_was_stopped(
     told = capsys.readouterr().out
     assert "seed 2 (3 trainers, fast) failed: it is lost\na kill\n" in told
     assert "python -m tests.simulation.sweep --seed 2" in told
+
+
+def test_a_sweep_may_have_wide_seeds_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert swept(monkeypatch, tmp_path / "sweep.jsonl", "--seeds", "2", "--wide", "2") == [0, 1, 100000, 100001]
 
 
 def test_a_file_of_another_sweep_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

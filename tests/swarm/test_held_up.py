@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from shoal.swarm.protocol.actions import Send
 from shoal.swarm.protocol.book import Book
 from shoal.swarm.protocol.contribution import Contribution
-from shoal.swarm.protocol.coordinator import Phase
+from shoal.swarm.protocol.coordinator import REMINDER_SECONDS, Phase
 from shoal.swarm.protocol.doubts import DECIDE_SLACK_SECONDS, MOST_ENDED
-from shoal.swarm.protocol.messages import Abort, Doubt, Survey
+from shoal.swarm.protocol.history import History
+from shoal.swarm.protocol.messages import Abort, Commit, Doubt, Elsewhere, Survey
 from shoal.swarm.protocol.patience import FORGIVEN_SECONDS, LONGEST_PAUSE, SHORTEST_SECONDS, Patience
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
-from tests.swarm.rounds import RULES, begin_of, chunks_of, key, keys, member, members
+from tests.swarm.rounds import RULES, begin_of, chunks_of, key, keys, member, members, signer
 from tests.swarm.test_coordinator import ROOT, gathering, join, running, the
-from tests.swarm.test_lead import leading
+from tests.swarm.test_lead import join as join_lead
+from tests.swarm.test_lead import leading, peer_of
 from tests.swarm.test_one_liar import commit_by, peer_2
 from tests.swarm.wire import Digests
 
@@ -184,3 +188,78 @@ def test_one_coordinator_alone_has_nobody_kept_out() -> None:
     for now in (10.0, 11.0):
         patience.committed([key(2)], key(8), now)
     assert patience.is_over(key(2), 11.0)
+
+
+def begins_after(history: History, now: float) -> float:
+    """Seconds until BEGIN, where 3 was in the last round and does not join this one."""
+    rules = replace(RULES, target_samples=1e9, matchmaking_time=16.0)
+    lead = gathering(1, 2, 3, rules=rules, veterans=frozenset(keys(1, 2, 3)), history=history)
+    for number in (1, 2):
+        join(lead, number, now=now, patience=16.0)
+    while lead.begin is None:
+        at = lead.wake_at()
+        assert at is not None
+        lead.tick(at)
+    history.punctuality.new_tip()
+    return lead.got_on_at - now
+
+
+def test_who_is_waited_for_in_vain_is_waited_for_less_the_next_time() -> None:
+    history = History()
+    waits = [begins_after(history, now) - REMINDER_SECONDS for now in (0.0, 17.0, 26.0, 32.0, 36.0)]
+    assert waits[0] == 16.0
+    assert waits == sorted(waits, reverse=True)
+    assert waits[-1] < 2 * SHORTEST_SECONDS
+    later = begins_after(history, 36.0 + 5 * FORGIVEN_SECONDS) - REMINDER_SECONDS
+    assert later == 16.0
+
+
+def test_who_joins_every_second_epoch_does_not_have_the_others_wait_for_all_that_time() -> None:
+    history, now, lost = History(), 0.0, 0.0
+    for _ in range(100):
+        lost += (wait := begins_after(history, now))
+        now += wait + 20.0  # until the next epoch without it: it is good in the one between
+    assert lost < 0.25 * now
+
+
+def test_who_joins_in_time_is_in_the_round_however_often_it_was_waited_for_in_vain() -> None:
+    history = History()
+    for now in (0.0, 17.0, 26.0):
+        begins_after(history, now)
+    rules = replace(RULES, target_samples=1e9)
+    lead = gathering(1, 2, 3, rules=rules, veterans=frozenset(keys(1, 2, 3)), history=history)
+    for number in (1, 2, 3):
+        join(lead, number, now=40.0)
+    assert lead.begin is not None
+    assert key(3) in [member.key for member in lead.begin.members]
+
+
+def after_elsewhere(begun_by: int, committed_by: int = 1) -> Patience:
+    """3 ends the round of 1: it shows the BEGIN of another. Then a round is committed."""
+    peer = peer_of(1, 2, 3)
+    run_id = peer.view.run_id
+    given = Contribution(1.0, lambda begin, send, fault: Digests(Book(key(1), begin, chunks_of(begin)), send))
+    peer.participant.offer(given)
+    peer.participant.next_step(0.0)
+    for number in (1, 2, 3):
+        join_lead(peer, number)
+    begin = peer.lead.begin
+    assert begin is not None
+    peer.receive(key(1), begin, [], 0.0)
+    other = signer(begun_by, run_id).sign(begin_of(members(1, 2, 3), coordinator=begun_by, tip=peer.tip))
+    peer.receive(key(3), Elsewhere(member(begun_by), other), [], 0.0)
+    assert peer.lead.phase is Phase.ABORTED
+    commit = Commit(peer.tip, begin.round, bytes(32), 3.0, keys(1, 2, 3), members(1, 2, 3), key(committed_by))
+    peer.receive(key(committed_by), signer(committed_by, run_id).sign(commit), [], 0.0)
+    assert peer.tip.epoch == 1
+    return peer.participant.silence.patience
+
+
+def test_who_ends_a_round_for_one_of_its_own_of_which_nothing_comes_has_held_it_up() -> None:
+    assert after_elsewhere(begun_by=3).of(key(3), 16.0, 0.0) == 8.0
+
+
+@pytest.mark.parametrize(("begun_by", "committed_by"), [(2, 1), (3, 3), (3, 2)])
+def test_who_was_in_the_round_of_another_or_right_has_held_up_nothing(begun_by: int, committed_by: int) -> None:
+    patience = after_elsewhere(begun_by, committed_by)
+    assert [patience.of(one, 16.0, 0.0) for one in keys(2, 3)] == [16.0, 16.0]

@@ -11,7 +11,7 @@ import pytest
 from shoal.swarm.protocol.actions import Ask, Meet, Send
 from shoal.swarm.protocol.book import Book, RuleBroken, root_of
 from shoal.swarm.protocol.contribution import Contribution
-from shoal.swarm.protocol.coordinator import Coordinator, Phase
+from shoal.swarm.protocol.coordinator import NOTICE_SECONDS, Coordinator, Phase
 from shoal.swarm.protocol.messages import (
     MAX_DOUBTS,
     Abort,
@@ -367,6 +367,31 @@ def successor_of_a_lost_coordinator() -> tuple[Peer, Begin]:
     return peer, begin
 
 
+def test_who_gave_way_in_a_round_asks_again_though_others_have_joined_it_for_another() -> None:
+    peer, begin = successor_of_a_lost_coordinator()
+    [first] = surveys(peer)
+    peer.receive(key(2), first, [], 0.0)
+    peer.answered(key(5), first, Elsewhere(member(4), begin), 0.0)
+    message = join_of(member(3, Role.CLIENT), tip=peer.tip)
+    peer.expect_join(key(3), message)
+    peer.receive(key(3), message, [], 0.0)
+    assert peer.lead.is_before_begin
+    peer.out.clear()
+    peer.succeed(1.0)
+    assert [survey.round for survey in surveys(peer)] == [begin.round]
+
+
+def test_a_survey_that_put_others_out_is_believed_of_who_can_coordinate_the_round() -> None:
+    """Who makes it up, or signs it itself, says nothing but its own word."""
+    peer, begin = successor_of_a_lost_coordinator()
+    lead = peer.lead
+    for coordinator, believed in ((4, (3,)), (5, ()), (9, ())):
+        survey = Survey(begin.tip, begin.round, Ballot(2, key(coordinator)), keys(3), None, ())
+        have = have_of(lead.ballot, out=keys(3))
+        have = msgspec.structs.replace(have, follows=signer(coordinator).sign(survey))
+        assert lead._put_out_before(key(5), have) == keys(*believed)
+
+
 def test_who_was_asked_before_most_doubted_the_coordinator_is_asked_again() -> None:
     """It has not noticed yet that the coordinator is lost: to put it out would cost it the round."""
     peer, begin = successor_of_a_lost_coordinator()
@@ -378,6 +403,11 @@ def test_who_was_asked_before_most_doubted_the_coordinator_is_asked_again() -> N
     assert {doubt.sender for doubt in again.doubts} == {key(2), key(3)}
     assert set(peer.lead.out) == {key(4)}
     peer.answered(key(5), again, Elsewhere(member(4), begin), 0.0)
+    assert peer.lead.over, "it waits: 5 may not have noticed yet, or count the doubts of others"
+    peer.out.clear()
+    peer.succeed(NOTICE_SECONDS)
+    [last] = surveys(peer)
+    peer.answered(key(5), last, Elsewhere(member(4), begin), NOTICE_SECONDS)
     assert set(peer.lead.out) == {key(4), key(5)}
 
 

@@ -27,9 +27,27 @@ def test_who_joined_first_says_how_long_all_wait() -> None:
 def test_and_it_may_change_its_mind(patience: float) -> None:
     coordinator = gathering(1, 2, 3)
     join(coordinator, 1, now=0.0, patience=8.0)
-    join(coordinator, 2, now=1.0, patience=5.0)
+    join(coordinator, 2, now=1.0, patience=50.0)
     join(coordinator, 1, now=2.0, patience=patience)
     assert coordinator.wake_at() == 2.0 + patience
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_one_that_would_wait_for_a_day_does_not_have_all_wait(others: int) -> None:
+    coordinator = gathering(1, 2, 3, 4)
+    join(coordinator, 4, now=0.0, patience=86400.0)
+    for number in range(1, 1 + others):
+        join(coordinator, number, now=1.0, patience=5.0)
+    assert coordinator.wake_at() == RULES.matchmaking_time
+    join(coordinator, 4, now=9.0, patience=86400.0)
+    assert coordinator.wake_at() == RULES.matchmaking_time, "it may change its mind, and it is one of several"
+
+
+def test_who_comes_late_to_one_that_waits_for_a_day_has_its_time() -> None:
+    coordinator = gathering(1, 2, 3)
+    join(coordinator, 3, now=0.0, patience=86400.0)
+    join(coordinator, 1, now=3600.0, patience=5.0)
+    assert coordinator.wake_at() == 3605.0
 
 
 def test_when_it_leaves_the_next_one_says() -> None:

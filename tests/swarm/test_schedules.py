@@ -126,6 +126,12 @@ def test_one_tip_has_one_result_though_members_leave_rounds(seed: int, events: S
         check(drawn(random.Random(f"{seed} {number}"), False, events), False, number)
 
 
+@pytest.mark.parametrize(("seed", "number"), [(100, 39), (176, 48)])
+def test_a_successor_that_gives_up_leaves_the_round_to_the_next(seed: int, number: int) -> None:
+    """It had given way, and was in the round no more: it began another one, or the others waited for it."""
+    check(drawn(random.Random(f"{seed} {number}"), False, [give_up]), False, number)
+
+
 @pytest.mark.parametrize(("seed", "number"), [(5, 27), (11, 26), (37, 40), (38, 54), (44, 36)])
 def test_what_a_member_that_was_put_out_says_undoes_no_result(seed: int, number: int) -> None:
     """The coordinator had decided, and was killed. Its successor asked one that had been put out, which had left."""
@@ -145,6 +151,14 @@ def test_what_a_member_that_was_put_out_says_undoes_no_result(seed: int, number:
         (7, 38, True),
         (10, 40, True),
         (23, 40, True),
+        # What a member that both sides reached said of those whom the first side had put out parted it from them.
+        (8, 5, True),
+        # One that followed a successor was taken for one that follows the coordinator which most members doubted; or
+        # it did not count as many doubts as who put it out, or had not noticed yet that the coordinator was lost.
+        (170, 22, True),
+        (127, 16, True),
+        (224, 51, True),
+        (328, 9, True),
     ],
 )
 def test_a_schedule_that_once_broke_this(seed: int, number: int, parts: bool) -> None:

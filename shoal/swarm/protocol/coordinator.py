@@ -122,11 +122,12 @@ class Coordinator:
     disputed: dict[bytes, bytes] = field(default_factory=dict, init=False)  # digests of DONE, when they differed
     settled: bytes = b""  # the digest of the result, once every member has every chunk in some version
     deadline: float = math.inf  # of the phase
+    called_at: float = math.inf  # when the members were called
     wait_until: dict[bytes, float] = field(default_factory=dict, init=False)  # how long who joined wants to wait
     took_over: bool = False
     was_done: bool = False  # this peer, when it took over: then something may be decided
     doubts: tuple[msg.Doubt, ...] = ()  # of the coordinators before this one
-    postponed: dict[bytes, None] = field(default_factory=dict)  # members for which a round waited
+    postponed: dict[bytes, bool] = field(default_factory=dict)  # for whom a round waited; if at its own word alone
     reminded: bool = False  # whether members that have not joined were called once more
     pace: Pace = field(init=False)
     parted: dict[frozenset[bytes], bytes] = field(default_factory=dict, init=False)  # pairs; who of them was blamed
@@ -175,7 +176,7 @@ class Coordinator:
         most = math.inf if target is None else self.history.most(key, target, now)
         samples = self._samples(now)
         is_due = self.phase is Phase.COUNTING and target is not None and samples >= target
-        actions = self._gather(now + self.haste * self.rules.matchmaking_time) if is_due else []
+        actions = self._gather(now + self.haste * self.rules.matchmaking_time, now) if is_due else []
         if self.phase is Phase.COUNTING:
             actions = self.tick(now)  # of a JOIN that is alone it may be time
         rate = sum(count.rate for count in self.counts.values())
@@ -215,7 +216,13 @@ class Coordinator:
         return math.inf if is_alone and 2 * self._samples(until, but=joined) < (target or 0.0) else until
 
     def _first_waits_until(self) -> float:
-        return next(iter(self.wait_until.values()), math.inf)
+        """How long who joined first wants to wait. Where samples are not counted that is how long all wait; but if half
+        of them want to wait less, no longer than this peer would."""
+        until = next(iter(self.wait_until.values()), math.inf)
+        if self.rules.target_samples is not None or not self.wait_until:
+            return until
+        usual = sorted(self.wait_until.values())[(len(self.wait_until) - 1) // 2]
+        return min(until, max(usual, self.called_at + self.haste * self.rules.matchmaking_time))
 
     def join(self, key: bytes, join: msg.Join, gathered: bytes, now: float) -> list[Send | Ask]:
         """A member's input is ready. It may join again (after a lost answer); the last JOIN counts. Raises RuleBroken
@@ -256,8 +263,8 @@ class Coordinator:
         elif self.rules.target_samples is None and not self.reminded:
             self.deadline = self._first_waits_until()
 
-    def _gather(self, deadline: float) -> list[Send | Ask]:
-        self.phase, self.deadline = Phase.GATHERING, deadline
+    def _gather(self, deadline: float, now: float) -> list[Send | Ask]:
+        self.phase, self.deadline, self.called_at = Phase.GATHERING, deadline, now
         return [Send(tuple(self.expected), msg.Call(self.tip))]
 
     def tick(self, now: float) -> list[Send | Ask]:
@@ -265,13 +272,13 @@ class Coordinator:
         if self._judgements and self._judgements[0].at <= now:
             return self._judge(self._judgements.popleft(), now)
         if self.phase is Phase.COUNTING and self.joins and self._is_called_by_joins(now):
-            return self._gather(max(now, self._first_waits_until())) + self.tick(now)
+            return self._gather(max(now, self._first_waits_until()), now) + self.tick(now)
         if self.phase is Phase.GATHERING and now >= self._begins_at():
-            missing = tuple(key for key in self.expected if key not in self.joins and self._waits_for(key))
+            missing = self._missing()
             if missing and not self._is_full() and not self.reminded:
                 # They may be in a round of another coordinator, or past one: without them there could be two results.
                 self.reminded, self.deadline = True, now + REMINDER_SECONDS
-                return [Send(missing, msg.Call(self.tip))]
+                return [Send(tuple(missing), msg.Call(self.tip))]
             return self._begin(now)
         if self._is_running and now >= self.deadline:
             return self.abort(f"the round has not got on for {self._round.timeout:g} s")
@@ -319,11 +326,20 @@ class Coordinator:
             return math.inf
         if self._is_full():
             return -math.inf
-        if any(self._waits_for(key) and key not in self.joins for key in self.expected):
-            return self.deadline
+        if missing := self._missing():
+            is_final = self.reminded or self.rules.target_samples is None
+            return self.deadline if is_final else max(map(self._is_awaited_until, missing))
         # Until then some members may not have been found yet.
         all_are_here = all(key in self.joins for key in self.expected)
         return min(self.deadline, self.settled_at if all_are_here else max(self.settled_at, self.all_until))
+
+    def _missing(self) -> list[bytes]:
+        """The members that BEGIN waits for and that have not joined."""
+        return [key for key in self.expected if key not in self.joins and self._waits_for(key)]
+
+    def _is_awaited_until(self, key: bytes) -> float:
+        at = min(self.called_at, self.deadline)
+        return at + self.history.punctuality.of(key, self.deadline - at, at)
 
     def _waits_for(self, key: bytes) -> bool:
         has_reported = key in self.counts and self.history.is_awaited(key)
@@ -352,6 +368,10 @@ class Coordinator:
     def _begin(self, now: float) -> list[Send | Ask]:
         chosen = self._chosen()
         self.late = dict.fromkeys(key for key in self.joins if key not in chosen)
+        if self.rules.target_samples is not None and self.reminded:
+            for key in self._missing():
+                if key not in self.postponed:  # it has said why
+                    self.history.punctuality.held_up(key, now)
         self.history.missed(key for key in self.expected if key in self.counts and key not in self.joins)
         members = tuple(self.joins[key].sender for key in sorted(chosen))
         joins = [self.joins[member.key] for member in members]
@@ -412,6 +432,9 @@ class Coordinator:
         speaks of itself, or if this peer itself has seen it; else the word of one stands against that of another, and
         the two are parted. Raises RuleBroken for a complaint of a peer that is not in the round."""
         require(key in self.live(), "only a member of the round can complain of another")
+        if broken.peer == key == self.me and self.took_over:
+            self.give_way()  # all have heard that this peer has left: the next one takes the round over
+            return []
         if broken.peer == key or key == self.me or not reachable:
             return self.put_out(broken.peer, broken.reason, now)
         pair = frozenset((key, broken.peer))
@@ -462,14 +485,15 @@ class Coordinator:
             return self.put_out(key, f"it does not follow repairs: {reason}", now)
         return self.start_survey(now)  # it may follow a higher ballot, or have a commit: a survey tells
 
-    def elsewhere(self, key: bytes, now: float) -> list[Send | Ask]:
-        """A member that was called is in a round of another coordinator, or past this tip. To go on without it might
-        give this tip two results, so this round waits or, if it has begun, ends: once for each member."""
+    def elsewhere(self, key: bytes, now: float, *, coordinator: bytes | None = None) -> list[Send | Ask]:
+        """A member that was called is in a round of another coordinator (of which it shows the BEGIN), or past this
+        tip. To go on without it might give this tip two results, so this round waits or, if it has begun, ends: once
+        for each member."""
         if key in self.postponed:
             return self.put_out(key, "it is elsewhere, again", now) if self._is_running else []
         if key not in (self.live() if self._is_running else self.expected):
             return []
-        self.postponed[key] = None
+        self.postponed[key] = coordinator in (None, key)
         if self.phase is Phase.GATHERING:
             # Then it is called again. BEGIN never comes earlier: others may need all of the time that there was.
             self.deadline, self.reminded = max(self.deadline, now + REMINDER_SECONDS), False
@@ -523,7 +547,7 @@ class Coordinator:
         if reachable and key in self.postponed:
             return self.put_out(key, "it follows another coordinator, again", now)
         if reachable:
-            self.postponed[key] = None
+            self.postponed[key] = ballot.coordinator == key
             self.give_way()
             return []
         self.ballot = Ballot(ballot.number, self.me)
@@ -559,11 +583,12 @@ class Coordinator:
     def _hear_of_earlier(self) -> bool:
         """What an earlier coordinator has decided, as the members say: whom it has put out (their reducers do not serve
         those any more), and which pairs it has parted. Returns whether it is news. What a single one says of another
-        parts the two."""
+        parts the two, unless it has the survey of that coordinator, which may have decided without those."""
         live = self.live()
         claims = [(by, of) for by, have in self.have.items() for of in have.out if of in live]
         times = Counter(of for _, of in claims)
-        out = dict.fromkeys(of for by, of in claims if by in (self.me, of) or times[of] > 1)
+        shown = {(by, of) for by, have in self.have.items() for of in self._put_out_before(by, have)}
+        out = dict.fromkeys(of for by, of in claims if by in (self.me, of) or times[of] > 1 or (by, of) in shown)
         self.out.update((of, "put out by an earlier coordinator") for of in out)
         new = {frozenset((by, of)): by for by, of in claims if of not in out}
         repairs = [have.repair for have in self.have.values() if have.repair is not None]
@@ -573,6 +598,14 @@ class Coordinator:
         before = len(self.parted)
         self.parted = {**new, **self.parted}
         return bool(out) or len(self.parted) > before
+
+    def _put_out_before(self, key: bytes, have: msg.Have) -> tuple[bytes, ...]:
+        """Whom the survey has put out that a member has followed before, of another coordinator of this round."""
+        survey, begin = have.follows, self._round
+        if survey is None or survey.round != begin.round or survey.ballot.coordinator == key:
+            return ()
+        may_lead = (begin.ballot.coordinator, *(member.key for member in begin.members))
+        return survey.out if survey.ballot.coordinator in may_lead else ()
 
     def finished(self, key: bytes, done: msg.Done, view: Collection[Member], now: float) -> list[Send | Ask]:
         """A member has all chunks. `view` are the members that the next round expects."""

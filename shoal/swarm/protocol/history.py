@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from statistics import median
 
+from shoal.swarm.protocol.patience import Patience
+
 COMMITS = 3
 MAX_KEPT = 4096  # of each kind of members that are remembered
 LEAP = 2.0  # a member counts for at most so many times what it brought before
@@ -25,6 +27,7 @@ class History:
         unreliable: members whose last step did not come as they announced it, see `Pace`.
         absent: how often members that reported samples were not in the round that was called, since they last were in
             one.
+        punctuality: how long BEGIN waits for members whose JOINs this peer, as the coordinator, has waited for in vain.
     """
 
     def __init__(self) -> None:
@@ -33,6 +36,7 @@ class History:
         self.brought: Mapping[bytes, float] = {}
         self.unreliable: dict[bytes, None] = {}
         self.absent: dict[bytes, int] = {}
+        self.punctuality = Patience()
 
     def committed(self, weights: Mapping[bytes, float], now: float) -> None:
         """A round was committed to which these members brought so many samples."""

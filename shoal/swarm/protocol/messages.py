@@ -249,7 +249,8 @@ class Survey(msgspec.Struct, tag=13, array_like=True, frozen=True):
 class Have(msgspec.Struct, tag=14, array_like=True, frozen=True):
     """The digest of each chunk (b"" if missing), the ballot under which the sender last was complete, the members that
     it was told are out, the repair that it follows, and the commit if it has one. If `ballot` is higher than the
-    survey's, the sender follows another coordinator, whose survey is in `follows`, and answers nothing else."""
+    survey's, the sender follows another coordinator, whose survey is in `follows`, and answers nothing else. Otherwise
+    `follows` is the last survey of another coordinator that it has followed, if there was one."""
 
     ballot: Ballot
     digests: Annotated[tuple[MaybeDigest, ...], msgspec.Meta(max_length=MAX_CHUNKS)]

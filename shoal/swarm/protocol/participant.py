@@ -79,7 +79,7 @@ class Participant:
         first_begun: when each coordinator began its first round of this tip here.
         left: the round that it was in last, and left.
         over: the round that its coordinator has ended last, or this peer's part in it.
-        unable: the members of the round that will not take it over, since they have given it up.
+        unable: the members of the round that do not coordinate it any more, or at all, since they have given it up.
         ended: how many rounds of this tip each coordinator has ended without a result.
         gathered: what the members of the round brought, by key.
         doubted: the coordinators of this tip that have missed a deadline, as this peer sees it, in their order.
@@ -116,6 +116,7 @@ class Participant:
         self.doubted: dict[bytes, None] = {}
         self.deposed: dict[bytes, None] = {}
         self._followed: msg.Survey | None = None  # the survey that made `ballot`
+        self._earlier: msg.Survey | None = None  # the last one that it has followed of another coordinator, before that
         # At this tip, of each signer: the round of each ballot and instance.
         self._begun: dict[bytes, dict[tuple[Ballot, bytes], bytes]] = {}
         self._proven: dict[bytes, None] = {}  # peers that have signed two BEGINs under one ballot
@@ -213,6 +214,10 @@ class Participant:
         """The input does not wait any more: it has its result, or its owner has given up."""
         if self.begin is not None:
             self.complain(self.me, "it gave up", fault=False)
+            if self.ballot.coordinator == self.me != self.begin.ballot.coordinator:
+                # It has taken the round over, and cannot coordinate it from outside: it may have to wait in it.
+                others = [member.key for member in self.begin.members if member.key != self.me]
+                self._send(others, msg.Broken(self.begin.round, self.me, False, "it has given the round up"))
             self.leave()
         elif self.state is State.JOINED:
             self._send([self.joined], msg.Unjoin())
@@ -277,7 +282,8 @@ class Participant:
             self._declined[key] = self.tip
             self.rejoin(key)
         # Of those that it has lost, one may take it: who is cut off with a liar is not refused by the run.
-        alone = self.coordinator().key in (self.me, key) and not self.view.lost
+        others = (member.key for member in self.candidates() if self._declined.get(member.key) != self.tip)
+        alone = all(other in (self.me, key) for other in others) and not self.view.lost
         if self.input.tip is None or key == self.me or (alone and not self.made):
             self.error = Rejected(f"the run refuses this peer: {reason}")
         return trains and news
@@ -370,6 +376,8 @@ class Participant:
         require(sender == self.me or self.signer.is_signed(message, sender), "it is not signed by who sent it")
         if isinstance(message, msg.Survey):
             if ballot > self.ballot:
+                if self._followed is not None and self._followed.ballot.coordinator != sender:
+                    self._earlier = self._followed
                 self._followed, self.state = message, State.SURVEYED
         else:
             require(ballot == self.ballot, "a repair without a survey")
@@ -385,9 +393,9 @@ class Participant:
 
     def may_succeed(self, sender: bytes, survey: msg.Survey) -> bool:
         """Whether that survey is of the round's coordinator, or of one that may take the round over: this peer has
-        lost the coordinator, too, or doubts it, or most members do."""
+        lost the coordinator, too, or doubts it, or most members do, or it has given the round up."""
         holder = self.ballot.coordinator
-        if sender in (holder, self.me) or not self.view.reaches(holder) or holder in self.doubted:
+        if sender in (holder, self.me) or not self.view.reaches(holder) or holder in {**self.doubted, **self.unable}:
             return True
         return holder in self.deposed_by([doubt for doubt in survey.doubts if doubt.of == holder])
 
@@ -526,7 +534,7 @@ class Participant:
         exchange.put_out(survey.out)
         book = exchange.book
         digests = tuple(book.digests) if book.receives[self.me] else ()
-        return msg.Have(survey.ballot, digests, self.done, tuple(book.out), self.repair, None)
+        return msg.Have(survey.ballot, digests, self.done, tuple(book.out), self.repair, None, self._earlier)
 
     def on_repair(self, sender: bytes, repair: msg.Repair) -> msg.Follows:
         """A coordinator says where chunks come from now. Raises RuleBroken if it must not be followed."""
@@ -635,7 +643,7 @@ class Participant:
         if self.exchange is not None:
             self.left = self.exchange.book.begin.round
             self._forget(self.exchange)
-        self.begin = self.repair = self.done = self.exchange = self._followed = None
+        self.begin = self.repair = self.done = self.exchange = self._followed = self._earlier = None
         self._rest()
 
     def _rest(self) -> None:

@@ -62,4 +62,8 @@ class Patience:
             self._put_out[key] = {**said, coordinator: now}
             if len(self._put_out) > MAX_KEPT:
                 del self._put_out[next(iter(self._put_out))]
+        self.new_tip()
+
+    def new_tip(self) -> None:
+        """What is complained of from now on is another round."""
         self._held.clear()

@@ -17,7 +17,7 @@ from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Meet, Send
 from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.contribution import Buffers, BytesExchange, decode_gathered
-from shoal.swarm.protocol.coordinator import Coordinator, Phase
+from shoal.swarm.protocol.coordinator import NOTICE_SECONDS, Coordinator, Phase
 from shoal.swarm.protocol.doubts import COMPLAINT_SECONDS, Doubts
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.history import History
@@ -74,7 +74,8 @@ class Peer:
         self._history = History()
         self.doubts = Doubts(self.participant, rules, self._history)
         self._asked = 0  # how many members of a round were pinged, in turn
-        self._postponed: dict[bytes, None] = {}  # see `Coordinator`
+        self._postponed: dict[bytes, bool] = {}  # see `Coordinator`
+        self._gave_way: dict[bytes, float] = {}  # since when to whom that follows one whom most doubt, at this tip
         self._void: dict[bytes, tuple[float, float]] = {}  # signers of void COMMITs: until when, and for how long
         self._lead_nothing()
         self._joining: dict[bytes, msg.Join] = {}  # JOINs that wait for their tip
@@ -181,6 +182,8 @@ class Peer:
                 self.out.extend(lead.put_out(key, "its commit is void", now))
             case msg.Have(repair=msg.Repair() as repair) if not self._is_signed(repair, repair.ballot.coordinator):
                 self.out.extend(lead.put_out(key, "it follows a repair that nobody signed", now))
+            case msg.Have(follows=msg.Survey() as survey) if not self._is_signed(survey, survey.ballot.coordinator):
+                self.out.extend(lead.put_out(key, "it has followed a survey that nobody signed", now))
             case msg.Have():
                 self.out.extend(lead.surveyed(key, request.ballot, answer, now))
             case msg.Elsewhere():
@@ -217,13 +220,26 @@ class Peer:
                     lead.doubts = self.doubts.evidence
                     self.out.extend(lead.start_survey(now))
                 return
+            if now < self._gave_way.setdefault(key, now) + NOTICE_SECONDS:
+                # It may not have noticed yet that the coordinator is lost, or follow another that has taken the round
+                # over. For so long this peer gives way, and asks again every second.
+                self._give_way()
+                return
             self.out.extend(lead.put_out(key, "it follows a coordinator that most members doubt", now))
         elif lead.took_over and lead.is_of(begin.round):
             # That member will notice that the coordinator is lost, or this peer will hear of its COMMIT. It stays in
             # the round: in another of this tip, it could commit a second result.
-            lead.give_way()
+            self._give_way()
         else:
-            self.out.extend(lead.elsewhere(key, now))
+            self.out.extend(lead.elsewhere(key, now, coordinator=begin.ballot.coordinator))
+
+    def _give_way(self) -> None:
+        """Coordinate a round no more that this peer has taken over. If it has left that before, it does not ask again,
+        so all hear that the next one is to take it over."""
+        self.lead.give_way()
+        if self.participant.begin is None and self.lead.begin is not None:
+            gave_up = msg.Broken(self.lead.begin.round, self._me, False, "it has given the round up")
+            self._send([member for member in self.lead.live() if member != self._me], gave_up)
 
     def _is_signed(self, message: Any, key: bytes) -> bool:
         return key == self._me or self.signer.is_signed(message, key)
@@ -239,7 +255,7 @@ class Peer:
         participant = self.participant
         if elsewhere.begin is not None:
             require(self._names(elsewhere.begin, sender), "ELSEWHERE with a BEGIN that does not name its sender")
-            self.out.extend(self.lead.elsewhere(sender, now))
+            self.out.extend(self.lead.elsewhere(sender, now, coordinator=elsewhere.begin.ballot.coordinator))
         elif self._coordinator_of_round() is None and sender == self._successor():
             participant.fail(AveragingError(f"its coordinator is lost, and {PeerID(sender)!r} has left the round"))
         elif not self.doubts.was_asked(sender):
@@ -291,7 +307,8 @@ class Peer:
         # they have to hear of it first.
         self._all_until = now + SETTLE_SECONDS if downloaded else 0.0
         self.doubts.new_tip()
-        self._postponed, self._passed_on, self._shown = {}, {}, {}
+        self._history.punctuality.new_tip()
+        self._postponed, self._gave_way, self._passed_on, self._shown = {}, {}, {}, {}
         if self.lead.tip != self.tip:
             self._lead_nothing()
         self.news += 1
@@ -347,8 +364,10 @@ class Peer:
             self._history.committed({member.key: weight for member, weight in weights}, now)
             stayed = {member.key for member in commit.view}
             out = [key for key in commit.members if key not in stayed and self.view.reaches(key)]
-            led = commit.coordinator == self._me
-            self.participant.silence.patience.committed(out, commit.coordinator, now, led=led)
+            led, patience = commit.coordinator == self._me, self.participant.silence.patience
+            for key in [key for key, alone in self._postponed.items() if alone and led]:
+                patience.held_up(key, now)  # nothing has come of what it said, so a round has waited in vain
+            patience.committed(out, commit.coordinator, now, led=led)
         self.doubts.committed(commit.coordinator, led=not self.lead.over)
         until, seconds = self._void.get(commit.coordinator, (0.0, 0.0))
         if until + seconds <= now:  # a liar may well do its work in between
@@ -388,9 +407,10 @@ class Peer:
         elif participant.missed is not None:
             self._send([sender], participant.missed)
         elif participant.begin is not None:
-            coordinator = self.view.members.get(participant.ballot.coordinator)
-            if coordinator is not None and coordinator.key != sender:
-                self._send([sender], msg.Elsewhere(coordinator, participant.begin))
+            # If nobody coordinates that round any more, this peer may take it over, or waits for who does.
+            in_it = self.view.members.get(self._coordinator_of_round() or self._me, self.view.me)
+            if in_it.key != sender:
+                self._send([sender], msg.Elsewhere(in_it, participant.begin))
         elif participant.coordinator().key == sender:
             self.is_called()
         elif sender in self.view.members:
@@ -522,11 +542,11 @@ class Peer:
                 lead.wait(now)
 
     def _will_not_take_over(self, sender: bytes, broken: msg.Broken, now: float) -> None:
-        """The member that is to take over the round of this peer has given it up. If this peer was done, something may
-        be decided, and another takes it over."""
+        """The member that coordinates the round of this peer, or is to take it over, has given it up. If this peer was
+        done, something may be decided, and another takes it over."""
         participant, begin = self.participant, self.participant.begin
-        is_of_it = begin is not None and begin.round == broken.round and sender == self._successor()
-        if not is_of_it or self._coordinator_of_round() is not None:
+        is_of_it = begin is not None and begin.round == broken.round
+        if not is_of_it or sender != (self._coordinator_of_round() or self._successor()):
             return
         if participant.done is None:
             participant.fail(AveragingError(f"its coordinator is lost, and {PeerID(sender)!r} has given the round up"))
@@ -582,9 +602,12 @@ class Peer:
 
     def _coordinator_of_round(self) -> bytes | None:
         """The coordinator of the round that this peer is in; None if it is lost, or gave way to another."""
-        coordinator = self.participant.ballot.coordinator
-        gave_way = coordinator == self._me and self.lead.phase is Phase.ABORTED
-        is_there = self.view.reaches(coordinator) and coordinator not in self.participant.deposed
+        participant, coordinator = self.participant, self.participant.ballot.coordinator
+        # It may have begun to coordinate another round of this tip since.
+        begin, lead = participant.begin, self.lead
+        leads = begin is not None and lead.is_of(begin.round) and lead.phase is not Phase.ABORTED
+        gave_way = coordinator == self._me and begin is not None and not leads
+        is_there = self.view.reaches(coordinator) and coordinator not in {**participant.deposed, **participant.unable}
         return coordinator if is_there and not gave_way else None
 
     def succeed(self, now: float) -> None:
