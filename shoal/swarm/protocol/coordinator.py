@@ -544,14 +544,21 @@ class Coordinator:
         has a coordinator give way once at a tip."""
         if self.phase is not Phase.SURVEYING or ballot <= self.ballot:
             return []
-        if reachable and key in self.postponed:
+        if reachable and not self.may_give_way(key, own=ballot.coordinator == key):
             return self.put_out(key, "it follows another coordinator, again", now)
         if reachable:
-            self.postponed[key] = ballot.coordinator == key
             self.give_way()
             return []
         self.ballot = Ballot(ballot.number, self.me)
         return self.start_survey(now)
+
+    def may_give_way(self, key: bytes, *, own: bool = True) -> bool:
+        """Whether this is the first time at this tip that the member would have this peer give way, or postpone; `own`:
+        to nobody else than itself, as far as is known."""
+        if key in self.postponed:
+            return False
+        self.postponed[key] = own
+        return True
 
     def give_way(self) -> None:
         """Another peer coordinates the round, which goes on: decide nothing, and tell nobody."""

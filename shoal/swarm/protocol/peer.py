@@ -226,9 +226,10 @@ class Peer:
                 self._give_way()
                 return
             self.out.extend(lead.put_out(key, "it follows a coordinator that most members doubt", now))
-        elif lead.took_over and lead.is_of(begin.round):
-            # That member will notice that the coordinator is lost, or this peer will hear of its COMMIT. It stays in
-            # the round: in another of this tip, it could commit a second result.
+        elif lead.is_of(begin.round) and (lead.took_over or lead.may_give_way(key)):
+            # Of two that coordinate one round, the one that was first gives way, too, once for each member: most of the
+            # others may doubt it. That member will notice that the coordinator is lost, or this peer will hear of its
+            # COMMIT. It stays in the round: in another of this tip, it could commit a second result.
             self._give_way()
         else:
             self.out.extend(lead.elsewhere(key, now, coordinator=begin.ballot.coordinator))
