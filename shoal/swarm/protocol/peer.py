@@ -256,7 +256,8 @@ class Peer:
         participant = self.participant
         if elsewhere.begin is not None:
             require(self._names(elsewhere.begin, sender), "ELSEWHERE with a BEGIN that does not name its sender")
-            self.out.extend(self.lead.elsewhere(sender, now, coordinator=elsewhere.begin.ballot.coordinator))
+            if not self.lead.is_of(elsewhere.begin.round):  # else it is in this peer's round, and has said so before
+                self.out.extend(self.lead.elsewhere(sender, now, coordinator=elsewhere.begin.ballot.coordinator))
         elif self._coordinator_of_round() is None and sender == self._successor():
             participant.fail(AveragingError(f"its coordinator is lost, and {PeerID(sender)!r} has left the round"))
         elif not self.doubts.was_asked(sender):
