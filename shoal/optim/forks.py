@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 
 from shoal.membership.pin import Pin
@@ -15,12 +14,12 @@ from shoal.optim.state import Replica
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.line import leaves
 from shoal.swarm.protocol.sides import Sides
+from shoal.swarm.protocol.sparing import Sparing
 from shoal.swarm.protocol.tip import Tip
 
 log = logging.getLogger(__name__)
 
 TOLD, TOLD_SECONDS = 8, 60.0  # states of one member that are told of within so long: it may make them up
-MAX_TELLERS = 1024  # members whose states were told of, and that are remembered
 WHY = "the state with more samples behind it is kept (of equally many: more epochs, then the larger hash)"
 
 
@@ -39,7 +38,7 @@ class Forks:
     def __init__(self, run: Run, replica: Replica, keeper: Keeper, tell: Callable[[Event], None]) -> None:
         self._run, self._replica, self._keeper, self._tell = run, replica, keeper, tell
         self._sides = Sides()
-        self._told_at: dict[bytes, deque[float]] = {}  # of each member: when its last states were told of
+        self._sparing = Sparing(TOLD, TOLD_SECONDS)
 
     # -- this peer's side is left
 
@@ -110,7 +109,7 @@ class Forks:
         while tips:
             self._sides.hear(*tips.popleft())
         for key, tip in self._sides.find(line, mine):
-            if not self._may_tell(key, time.monotonic()):
+            if not self._sparing.allows(key, time.monotonic()):
                 continue
             reason = f"its owner has pinned it (pin {mine.pin})" if mine.pin > tip.pin else WHY
             log.warning(
@@ -119,15 +118,6 @@ class Forks:
                 PeerID(key), tip, tip.epoch, tip.samples, mine, mine.samples, reason,
             )  # fmt: skip
             self._tell(self._report(tip, made_with, [key], reason, stays=True, kept=""))
-
-    def _may_tell(self, key: bytes, now: float) -> bool:
-        told = self._told_at.setdefault(key, deque(maxlen=TOLD))
-        if len(told) == TOLD and now - told[0] < TOLD_SECONDS:
-            return False
-        told.append(now)
-        if len(self._told_at) > MAX_TELLERS:
-            del self._told_at[next(iter(self._told_at))]
-        return True
 
     # -- what the owner has pinned
 

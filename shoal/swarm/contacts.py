@@ -21,6 +21,7 @@ from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.errors import Rejected
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.reach import Reach, Reachability
+from shoal.swarm.protocol.sparing import Sparing
 from shoal.swarm.protocol.tensors import Tensors, difference, encode_tensors
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 MEET_TIMEOUT = 5.0
 FIRST_REFRESH_SECONDS = 0.5  # until the first commit
 SPREAD_DELAY = 0.02  # news of members that arrive together is told together
-EXPLAINED_SECONDS = 60.0  # that other terms of one peer are not told again, whatever it says
+EXPLAINED, EXPLAINED_SECONDS = 8, 60.0  # other terms of one peer that are told of within so long: it may make them up
 REFUSED_SECONDS = 60.0  # for which a peer with other terms is remembered after it has gone
 MAX_REPORTS = 64  # of `reports` that nobody has read
 
@@ -88,7 +89,7 @@ class Contacts:
         self._directory, self._tensors, self._act = directory, tensors, act
         self.reports: deque[Reachability] = deque(maxlen=MAX_REPORTS)
         self._strangers: dict[bytes, _Stranger] = {}
-        self._explain_at: dict[bytes, float] = {}  # of each peer with other terms: when these are told again
+        self._sparing = Sparing(EXPLAINED, EXPLAINED_SECONDS)
         self._meeting: set[bytes] = set()
         self._pinged: dict[bytes, None] = {}  # peers that owe an answer
         self._watches: dict[bytes, _Watch] = {}
@@ -168,12 +169,8 @@ class Contacts:
             known.tip = hello.tip
         elif known is not None or len(self._strangers) < MAX_MEMBERS:
             stranger = self._strangers[peer.key] = _Stranger(hello.terms, hello.tip, differs_in)
-            if self._now() >= self._explain_at.get(peer.key, float("-inf")):
+            if self._sparing.allows(peer.key, self._now()):
                 stranger.explaining = self._channel.node.spawn(self._explain(peer, stranger))
-                self._explain_at.pop(peer.key, None)
-                self._explain_at[peer.key] = self._now() + EXPLAINED_SECONDS
-                if len(self._explain_at) > MAX_MEMBERS:
-                    del self._explain_at[next(iter(self._explain_at))]
             self._refused, self._refused_difference = (peer.key, self._now() + REFUSED_SECONDS), differs_in
 
     async def _explain(self, peer: PeerID, stranger: _Stranger) -> None:

@@ -1,0 +1,25 @@
+"""How often something is told of one peer, which may make it up."""
+
+from __future__ import annotations
+
+from collections import deque
+
+MAX_PEERS = 1024  # that are remembered
+
+
+class Sparing:
+    """Allows `most` times within `seconds`, for each peer."""
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self._most, self._seconds = most, seconds
+        self._times: dict[bytes, deque[float]] = {}  # of each peer: when it was allowed last
+
+    def allows(self, key: bytes, now: float) -> bool:
+        """Whether that is told of the peer once more; if so, it counts."""
+        times = self._times.setdefault(key, deque(maxlen=self._most))
+        if len(times) == self._most and now - times[0] < self._seconds:
+            return False
+        times.append(now)
+        if len(self._times) > MAX_PEERS:
+            del self._times[next(iter(self._times))]
+        return True
