@@ -16,11 +16,16 @@ class Samples:
 
     Attributes:
         size: the number of samples in the present batch; 0 once it was counted.
+        batches: how many batches were counted since the last step.
     """
 
     def __init__(self) -> None:
         self.size = 0
-        self._first = self._total = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Count no batch that came before: its gradients were cleared."""
+        self._first = self._total = self.batches = 0
 
     def weight(self) -> float:
         """Count the present batch; returns the factor for its loss: 1.0 where all are of one size.
@@ -36,6 +41,7 @@ class Samples:
             )
         self._first = self._first or size
         self._total += size
+        self.batches += 1
         return size / self._first
 
     @torch.no_grad()
@@ -53,5 +59,5 @@ class Samples:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        self._first = self._total = 0
+        self.forget()
         return total
