@@ -12,13 +12,13 @@ from torch.optim.lr_scheduler import LRScheduler
 import shoal
 from shoal.integrations.member import Member, own_scaler, own_seed
 from shoal.integrations.mixing import mix, refuse_mixed
-from shoal.integrations.samples import Samples
+from shoal.integrations.samples import Samples, size_of
 from shoal.integrations.terms import Terms, refuse_many, refuse_processes
 
 try:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DistributedType, find_batch_size
+    from accelerate.utils import DistributedType
 except ImportError as error:
     raise ImportError("Accelerate is missing, or too old: pip install 'shoal[accelerate]'") from error
 
@@ -159,7 +159,7 @@ class CountedData:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.data:
-            self._samples.size = find_batch_size(batch) or 0
+            self._samples.size = size_of(batch)
             yield batch
 
     def __len__(self) -> int:

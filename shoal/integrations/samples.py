@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -61,3 +62,12 @@ class Samples:
                     parameter.grad.mul_(factor)
         self.forget()
         return total
+
+
+def size_of(batch: Any) -> int:
+    """The number of samples in a batch: the length of the first tensor that has one; 0 if there is none. Accelerate's
+    `find_batch_size` raises where a batch has text or numbers as well."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.ndim else 0
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return next(filter(None, map(size_of, parts)), 0)

@@ -85,6 +85,26 @@ def test_an_incomplete_accumulation_counts_what_it_has(loop: Loop) -> None:
     assert loop.samples == [26] * 5  # 12, 12 and 2
 
 
+def test_a_batch_has_text_and_numbers_as_well(loop: Loop) -> None:
+    rows = [{"name": "a row", "weight": 1.0, "scale": torch.tensor(1.0), "x": row} for row in inputs(10)]
+    model = nn.Linear(8, 1)
+    loop.accelerator = Accelerator(cpu=True)
+    data: Any = DataLoader(rows, batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
+    given = model, torch.optim.SGD(model.parameters(), lr=0.01), data
+    run = {"dht": loop.dht, "run_id": loop.run_id, "target_batch_size": 10, "on_event": loop.events.append}
+    loop.model, loop.optimizer, loop.data = swarm(loop.accelerator, *given, **run)
+    for batch in loop.data:
+        loop.accelerator.backward(loop.model(batch["x"]).square().mean())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    assert loop.samples == [10]
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is one for all rows, first."""
+    return {**rows[0], "names": [row["name"] for row in rows], "x": torch.stack([row["x"] for row in rows])}
+
+
 def test_batches_that_are_skipped_do_not_count(loop: Loop) -> None:
     loop.prepare(target=18)
     loop.run(epochs=1, data=loop.accelerator.skip_first_batches(loop.data, 8))
