@@ -11,14 +11,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import shoal
 from shoal.integrations.member import Member, own_scaler, own_seed
-from shoal.integrations.mixing import mix
-from shoal.integrations.samples import Samples
+from shoal.integrations.mixing import mix, refuse_mixed
+from shoal.integrations.samples import Samples, size_of
 from shoal.integrations.terms import Terms, refuse_many, refuse_processes
 
 try:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DistributedType, find_batch_size
+    from accelerate.utils import DistributedType
 except ImportError as error:
     raise ImportError("Accelerate is missing, or too old: pip install 'shoal[accelerate]'") from error
 
@@ -54,10 +54,11 @@ def swarm(
         `args`, prepared, in their order.
 
     Raises:
-        ValueError: if Accelerate is set up for several processes; for none or several optimizers; for options that the
-            script gives, or that need a loop without Accelerate.
+        ValueError: if Accelerate is set up for several processes, or was given before; for none or several
+            optimizers; for options that the script gives, or that need a loop without Accelerate.
     """
     terms = Terms(dht, run_id, target_batch_size, options)
+    refuse_mixed(accelerator, InSwarm)
     refuse_processes(accelerator.num_processes, "`accelerate launch` (--num_processes)")
     if accelerator.distributed_type != DistributedType.NO:
         raise ValueError(f"{accelerator.distributed_type} owns the optimizer, and a run needs it: leave it out")
@@ -109,16 +110,31 @@ class InSwarm(Accelerator):
         """Return the norm, and change nothing: the run clips the average.
 
         Raises:
-            ValueError: if `max_norm` is not that of the run.
+            ValueError: if `max_norm` is not that of the run, or `norm_type` is not 2.
         """
-        if self._clips_locally:
+        if self._clips_locally or max_norm == math.inf:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        if max_norm not in (self._max_grad_norm, math.inf):
+        if max_norm != self._max_grad_norm:
             raise ValueError(
                 f"clip_grad_norm_(…, {max_norm}) would clip each batch of this peer, and a run clips the average: give "
                 f"max_grad_norm={max_norm} to shoal.integrations.accelerate.swarm"
             )
+        if norm_type != 2:
+            raise ValueError(f"a run clips the norm of type 2, and not {norm_type}: leave norm_type= out")
         return super().clip_grad_norm_(parameters, math.inf, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """As Accelerate's, with local updates.
+
+        Raises:
+            ValueError: without them, since a run clips the norm of the average.
+        """
+        if not self._clips_locally:
+            raise ValueError(
+                "clip_grad_value_(…) clips each batch of this peer, and a run clips the norm of the average: give "
+                "max_grad_norm= to shoal.integrations.accelerate.swarm"
+            )
+        super().clip_grad_value_(parameters, clip_value)
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """With the run's epoch and number of peers."""
@@ -143,7 +159,7 @@ class CountedData:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.data:
-            self._samples.size = find_batch_size(batch) or 0
+            self._samples.size = size_of(batch)
             yield batch
 
     def __len__(self) -> int:
@@ -161,13 +177,28 @@ class CountedOptimizer(AcceleratedOptimizer):
     _accelerator: Any
 
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> None:
-        """As Accelerate's: nothing, while gradients are accumulated."""
+        """As Accelerate's: nothing, while gradients are accumulated.
+
+        Raises:
+            ValueError: if the script accumulates gradients by itself, and may have divided them as well.
+        """
         if not self.gradient_state.sync_gradients:
             return
         accelerator, member = self._accelerator, self._accelerator._member
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         batches = accelerator.gradient_accumulation_steps
+        if (found := accelerator._samples.batches) > batches:
+            raise ValueError(
+                f"{found} batches are behind this step, and the Accelerator divides by {batches}: give it "
+                f"gradient_accumulation_steps={found}, and use accelerator.accumulate(model) and optimizer.zero_grad()"
+            )
         member.optimizer.batch_size_per_step = accelerator._samples.finish(parameters, batches)
         super().step(closure)
         if self.step_was_skipped:  # by the gradient scaler; a round may be due all the same
             member.optimizer.step(batch_size=0)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As Accelerate's: nothing, while gradients are accumulated. Batches without a step are not counted."""
+        if self.gradient_state.sync_gradients:
+            self._accelerator._samples.forget()
+        super().zero_grad(set_to_none)

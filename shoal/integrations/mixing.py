@@ -13,3 +13,9 @@ def mix(instance: Any, mixin: type) -> None:
     """
     kind = type(instance)
     instance.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+
+
+def refuse_mixed(instance: Any, mixin: type) -> None:
+    """Raises ValueError if `mix` was called for it before."""
+    if isinstance(instance, mixin):
+        raise ValueError(f"this {type(instance).__name__} was given to swarm() before: make a new one")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -16,11 +17,16 @@ class Samples:
 
     Attributes:
         size: the number of samples in the present batch; 0 once it was counted.
+        batches: how many batches were counted since the last step.
     """
 
     def __init__(self) -> None:
         self.size = 0
-        self._first = self._total = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Count no batch that came before: its gradients were cleared."""
+        self._first = self._total = self.batches = 0
 
     def weight(self) -> float:
         """Count the present batch; returns the factor for its loss: 1.0 where all are of one size.
@@ -36,6 +42,7 @@ class Samples:
             )
         self._first = self._first or size
         self._total += size
+        self.batches += 1
         return size / self._first
 
     @torch.no_grad()
@@ -53,5 +60,14 @@ class Samples:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        self._first = self._total = 0
+        self.forget()
         return total
+
+
+def size_of(batch: Any) -> int:
+    """The number of samples in a batch: the length of the first tensor that has one; 0 if there is none. Accelerate's
+    `find_batch_size` raises where a batch has text or numbers as well."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.ndim else 0
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return next(filter(None, map(size_of, parts)), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 import shoal
 from shoal.integrations._frameworks import add_loss
 from shoal.integrations.member import Member, own_scaler, own_seed
-from shoal.integrations.mixing import mix
+from shoal.integrations.mixing import mix, refuse_mixed
 from shoal.integrations.terms import Terms, refuse_processes
 
 try:
@@ -46,12 +47,13 @@ def swarm(trainer: Trainer, *, dht: shoal.DHT, run_id: str, target_batch_size: i
         `trainer`, whose class is one that inherits from its class now.
 
     Raises:
-        ValueError: if the Trainer is set up for several processes, or has a `shoal.Optimizer`; for options that the
-            Trainer gives, or that need a loop of the user's own.
+        ValueError: if the Trainer is set up for several processes, has a `shoal.Optimizer`, or was given before; for
+            options that the Trainer gives, or that need a loop of the user's own.
     """
     terms = Terms(dht, run_id, target_batch_size, options)
     if "max_grad_norm" in options:
         raise ValueError("max_grad_norm= comes from the training script: set it in the TrainingArguments")
+    refuse_mixed(trainer, InSwarm)
     accelerator = trainer.accelerator
     refuse_processes(accelerator.num_processes, "the launcher of this Trainer (world_size)")
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
@@ -59,7 +61,7 @@ def swarm(trainer: Trainer, *, dht: shoal.DHT, run_id: str, target_batch_size: i
     mix(trainer, InSwarm)
     trainer._terms, trainer._member = terms, None
     trainer._given = trainer.optimizer, trainer.lr_scheduler
-    trainer._losses, trainer._steps = 0.0, 0
+    trainer._losses, trainer._steps, trainer._kept = 0.0, 0, []
     accelerator.dataloader_config.data_seed = own_seed(dht)
     if accelerator.scaler is not None:
         accelerator.scaler = own_scaler(accelerator.scaler, accelerator.device.type)
@@ -75,9 +77,11 @@ class InSwarm(Trainer):
     _given: tuple[torch.optim.Optimizer | None, Any]
     _losses: torch.Tensor | float  # the sum of this epoch's losses
     _steps: int  # how many they are
+    _kept: list[Any]  # the last batches of a stream, where they are too few for a step
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; the peer leaves the run at the end, also by an error."""
+        self._leave()  # the script may have called `create_optimizer`
         self.optimizer, self.lr_scheduler = self._given
         try:
             return super().train(*args, **kwargs)
@@ -101,6 +105,8 @@ class InSwarm(Trainer):
         made = super().create_scheduler(*args, **kwargs)
         if not isinstance(made, shoal.EpochScheduler):
             made = self.lr_scheduler = shoal.EpochScheduler(made)
+        # After all others, also those of the script and of a checkpoint: it has the last word on logging and saving.
+        self.callback_handler.callbacks.sort(key=lambda callback: isinstance(callback, Epochs))
         return made
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *rest: Any) -> Any:
@@ -112,10 +118,16 @@ class InSwarm(Trainer):
             steps = sys.maxsize  # in one pass: `get_batch_samples` finds the end of a stream
         return (sys.maxsize, steps, examples, epochs * self._terms.target_batch_size, *middle, epochs)
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-        """The batches of the next step, whose samples count."""
-        found = super().get_batch_samples(epoch_iterator, *args, **kwargs)
-        if not found[0]:
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any) -> Any:
+        """The batches of the next step, whose samples count. Those that a stream ends with wait for its next pass, if
+        they are too few: the Trainer would add their gradients to those of another step."""
+        if self.state.global_step >= self.state.max_steps:  # a checkpoint of the end was resumed
+            self.control.should_epoch_stop = self.control.should_training_stop = True
+            return [], None
+        found = super().get_batch_samples(chain(self._kept, epoch_iterator), num_batches, *args, **kwargs)
+        self._kept = []
+        if len(found[0]) < num_batches:
+            self._kept, found = found[0], ([], None)
             self.control.should_epoch_stop = True
         assert self._member is not None
         self._member.optimizer.batch_size_per_step = sum(map(find_batch_size, found[0]))
@@ -159,8 +171,9 @@ class Epochs(TrainerCallback):
         self._moved = 0  # epochs in the present step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin to count losses."""
-        self._trainer._losses, self._trainer._steps = 0.0, 0
+        """Begin to count losses, and seed the samplers that draw from torch's own generator."""
+        self._trainer._losses, self._trainer._steps, self._trainer._kept = 0.0, 0, []
+        torch.manual_seed(own_seed(self._trainer._terms.dht))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Between the optimizer's step and the schedule's. The Trainer adds 1 to `global_step` next."""

@@ -85,6 +85,26 @@ def test_an_incomplete_accumulation_counts_what_it_has(loop: Loop) -> None:
     assert loop.samples == [26] * 5  # 12, 12 and 2
 
 
+def test_a_batch_has_text_and_numbers_as_well(loop: Loop) -> None:
+    rows = [{"name": "a row", "weight": 1.0, "scale": torch.tensor(1.0), "x": row} for row in inputs(10)]
+    model = nn.Linear(8, 1)
+    loop.accelerator = Accelerator(cpu=True)
+    data: Any = DataLoader(rows, batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
+    given = model, torch.optim.SGD(model.parameters(), lr=0.01), data
+    run = {"dht": loop.dht, "run_id": loop.run_id, "target_batch_size": 10, "on_event": loop.events.append}
+    loop.model, loop.optimizer, loop.data = swarm(loop.accelerator, *given, **run)
+    for batch in loop.data:
+        loop.accelerator.backward(loop.model(batch["x"]).square().mean())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    assert loop.samples == [10]
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is one for all rows, first."""
+    return {**rows[0], "names": [row["name"] for row in rows], "x": torch.stack([row["x"] for row in rows])}
+
+
 def test_batches_that_are_skipped_do_not_count(loop: Loop) -> None:
     loop.prepare(target=18)
     loop.run(epochs=1, data=loop.accelerator.skip_first_batches(loop.data, 8))
@@ -145,3 +165,38 @@ def test_what_does_not_fit_is_refused(loop: Loop, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     with pytest.raises(ValueError, match="one process on one device, and `accelerate launch`"):
         loop.prepare()
+
+
+def by_hand(loop: Loop, accumulate: int) -> None:
+    """A loop that accumulates without `accelerator.accumulate`."""
+    for number, (batch,) in enumerate(loop.data, 1):
+        loop.accelerator.backward((loop.model(batch) - batch.sum(1, keepdim=True)).square().mean())
+        if number % accumulate == 0:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+
+
+def test_a_batch_whose_gradients_were_cleared_does_not_count(loop: Loop) -> None:
+    loop.prepare(target=8, data=16)
+    for number, (batch,) in enumerate(loop.data):
+        loop.accelerator.backward((loop.model(batch) - batch.sum(1, keepdim=True)).square().mean())
+        if number % 2:
+            loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    assert loop.samples == [8]
+
+
+def test_accumulation_by_hand_is_that_of_the_accelerator_or_refused(loop: Loop) -> None:
+    loop.prepare(target=16, data=16, accumulate=2)
+    by_hand(loop, 2)
+    assert loop.samples == [16]
+    with pytest.raises(ValueError, match=r"4 batches are behind this step, and the Accelerator divides by 2: give it"):
+        by_hand(loop, 4)
+
+
+def test_clipping_that_the_run_does_not_do_is_refused(loop: Loop) -> None:
+    loop.prepare(max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="a run clips the norm of type 2, and not inf"):
+        loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1.0, norm_type=float("inf"))
+    with pytest.raises(ValueError, match="clips each batch of this peer, and a run clips the norm of the average"):
+        loop.accelerator.clip_grad_value_(loop.model.parameters(), 1.0)

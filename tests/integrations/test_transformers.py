@@ -101,6 +101,24 @@ def test_a_stream_ends_no_step(make: Make, count: int) -> None:
     assert sum(samples(trainer)) >= 3 * 16
 
 
+def test_the_last_batches_of_a_stream_wait_for_a_whole_step(make: Make) -> None:
+    norms = []
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+
+    class Same(Stream):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(texts(1) * self.count)
+
+    # 5 batches in a pass, of which 3 make a step
+    trainer = make(data=Same(20), target=12, gradient_accumulation_steps=3, learning_rate=0.0, callbacks=[Watch()])
+    trainer.train()
+    assert samples(trainer) == [12] * 5
+    assert norms == pytest.approx([norms[0]] * 5, rel=1e-3)
+
+
 def test_the_trainers_schedule_is_that_of_the_run(make: Make) -> None:
     trainer = make(max_steps=10, warmup_steps=2)
     trainer.train()
@@ -115,6 +133,55 @@ def test_peers_shuffle_differently(make: Make, dht: shoal.DHT) -> None:
     assert torch.equal(mine, again)
     assert not torch.equal(mine, theirs)
     assert torch.equal(mine.sum(0), theirs.sum(0))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"train_sampling_strategy": "group_by_length"}, {"accelerator_config": {"use_seedable_sampler": False}}],
+)
+def test_peers_see_the_data_in_unlike_orders(make: Make, dht: shoal.DHT, given: dict[str, Any]) -> None:
+    seen: list[Any] = []
+
+    class Watched(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(inputs["input_ids"].tolist())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    with shoal.DHT(start=True) as other:
+        for one in (dht, other):
+            make(kind=Watched, data=64, target=64, max_steps=1, dht=one, **given).train()
+    assert len(seen) == 32
+    assert seen[:16] != seen[16:]
+
+
+def test_a_callback_that_comes_late_does_not_evaluate_within_an_epoch(make: Make) -> None:
+    evaluated = []
+
+    class Asks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_evaluate = True
+
+        def on_evaluate(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            evaluated.append(state.global_step)
+
+    trainer = make(eval_dataset=texts(4))
+    trainer.add_callback(Asks())
+    trainer.train()
+    assert evaluated == [1, 2, 3, 4, 5]
+
+
+def test_a_script_may_make_the_optimizer_before(make: Make) -> None:
+    trainer = make()
+    trainer.create_optimizer()
+    assert trainer.train().global_step == 5
+    assert len(samples(trainer)) == 5
+
+
+def test_a_training_that_had_ended_is_not_continued(make: Make, tmp_path: Path) -> None:
+    make(target=4, save_strategy="steps", save_steps=5).train()
+    trainer = make(target=4)
+    assert trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5")).global_step == 5
+    assert samples(trainer) == []
 
 
 def test_the_run_is_left_before_the_best_model_is_loaded(make: Make) -> None:
@@ -227,6 +294,8 @@ def test_what_does_not_fit_a_trainer_is_refused(make: Make, monkeypatch: pytest.
         swarm(trainer, dht=dht, run_id="x", target_batch_size=8, max_grad_norm=1.0)
     with pytest.raises(ValueError, match="optimizer= comes from the training script"):
         swarm(trainer, dht=dht, run_id="x", target_batch_size=8, optimizer=torch.optim.SGD)
+    with pytest.raises(ValueError, match=r"this Trainer was given to swarm\(\) before: make a new one"):
+        swarm(trainer, dht=dht, run_id="x", target_batch_size=8)
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     with pytest.raises(ValueError, match=r"one process on one device, and the launcher of this Trainer \(world_size\)"):
         make()

@@ -72,6 +72,14 @@ def has_two_optimizers(scene: Scene) -> str:
     return raised(lambda: join(scene, sgd(make_model()), sgd(make_model())))
 
 
+@provokes("this … was given to swarm() before")
+def joins_twice(scene: Scene) -> str:
+    accelerator, *_ = join(scene, sgd(make_model()))
+    return raised(
+        lambda: swarm(accelerator, sgd(make_model()), dht=scene.dht, run_id=scene.run_id, target_batch_size=8)
+    )
+
+
 @provokes("the script makes a shoal.Optimizer itself")
 def gives_a_shoal_optimizer(scene: Scene) -> str:
     return raised(lambda: join(scene, scene.optimizer(batch_size_per_step=4)))
@@ -99,11 +107,34 @@ def clips_batches(scene: Scene) -> str:
     return raised(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0))
 
 
+@provokes("clip_grad_value_(…) clips each batch of this peer")
+def clips_values_of_batches(scene: Scene) -> str:
+    model = make_model()
+    accelerator, *_ = join(scene, sgd(model))
+    return raised(lambda: accelerator.clip_grad_value_(model.parameters(), 1.0))
+
+
+@provokes("a run clips the norm of type 2")
+def clips_another_norm(scene: Scene) -> str:
+    model = make_model()
+    accelerator, *_ = join(scene, sgd(model), max_grad_norm=1.0)
+    return raised(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1))
+
+
 @provokes("nobody knows how many samples are behind this backward()")
 def trains_with_another_data_loader(scene: Scene) -> str:
     model = make_model()
     accelerator, *_ = join(scene, sgd(model))
     return raised(lambda: accelerator.backward(model(torch.randn(4, 10)).sum()))
+
+
+@provokes("N batches are behind this step, and the Accelerator divides by N")
+def accumulates_by_hand(scene: Scene) -> str:
+    model = make_model()
+    accelerator, optimizer, data = join(scene, sgd(model), batches())
+    for (batch,) in data:
+        accelerator.backward(model(batch).square().mean())
+    return raised(optimizer.step)
 
 
 @provokes('a scheduler has interval="epoch" and frequency=N')
