@@ -13,7 +13,8 @@ from shoal.monitor.snapshot import Finding, PeerView, Phases
 def loss_of(records: Sequence[Health]) -> float | None:
     """The mean of the losses that were reported, by samples per second; None if none was."""
     told = [(health.loss, max(health.samples_per_second, 1e-9)) for health in records if health.loss is not None]
-    return sum(loss * weight for loss, weight in told) / sum(weight for _, weight in told) if told else None
+    whole = sum(weight for _, weight in told)
+    return sum(loss * (weight / whole) for loss, weight in told) if told else None  # no product above its bounds
 
 
 def _phases_of(health: Health) -> Phases | None:
