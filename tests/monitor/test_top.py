@@ -58,6 +58,14 @@ def test_eighty_columns_are_enough() -> None:
     assert row.split()[1:5] == ["auxiliary", "123456", "0.5", "12345.6"]
 
 
+def test_numbers_at_their_bounds_leave_the_others_readable() -> None:
+    text = drawn(80, samples_per_second=1e300, loss=-1e30, samples_behind=1e300, target=1e300, epoch_seconds=1e9)
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(text.splitlines()) < 26
+    row = next(line for line in text.splitlines() if line.startswith(f"…{name_of(A)}"))
+    assert row.split()[1:5] == ["node", "16", "0.5", "50.0"]
+
+
 def test_of_a_long_epoch_the_progress_is_shown() -> None:
     picture = Picture("my run")
     picture.read([posted(A, epoch_seconds=60.0)], 0.0, 0.0, START)
