@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from shoal.health.record import Health, name_of
+from shoal.monitor.findings import NOT_COMPARED
 from shoal.monitor.known import KnownPeer
 from shoal.monitor.snapshot import Finding, PeerView, Phases
 
@@ -75,7 +76,7 @@ def view_of(known: KnownPeer, findings: Sequence[Finding], speed: float, common:
         up=up,
         down=down,
         members=health.members,
-        mark="" if mark is None else mark.digest.hex(),
+        mark="" if mark is None or mark.digest == NOT_COMPARED else mark.digest.hex(),
         mark_epoch=0 if mark is None else mark.epoch,
         phases=_phases_of(health),
         round_sent=0 if last is None else last.sent,

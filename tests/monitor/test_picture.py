@@ -133,6 +133,7 @@ def test_unlike_machines_may_round_otherwise(world: World) -> None:
     other = {"machine": b"AVX2----", "marks": (mark(16, b"rounded"),)}
     world.read(world.post(A), world.post(B), world.post(C, **other), world.post(D, **other))
     assert world.snapshot.is_well
+    assert "alike" not in world.snapshot.sentence
     world.read(world.post(D, machine=b"AVX2----", marks=(mark(16, b"broken"),)))
     assert not world.snapshot.is_well
 
@@ -323,3 +324,13 @@ def test_a_flood_of_refusals_makes_no_long_sentence(world: World) -> None:
     world.read(*(world.post(p, refused=Refused(p.key[8:16], 40 * "long ")) for p in peers))
     assert len(world.snapshot.sentence) < 1200
     assert "and 197 more were refused" in world.snapshot.sentence
+
+
+def test_of_parameters_that_are_not_compared_nothing_is_shown(world: World) -> None:
+    """As with local updates: the line is the same, and the bits are not known."""
+    unknown = (mark(16, bytes(8)),)
+    world.read(world.post(A, marks=unknown), world.post(B, marks=unknown))
+    assert world.snapshot.sentence == "2 of 2 peers in epoch 16, 2.00 s an epoch"
+    assert [view.mark for view in world.snapshot.peers] == ["", ""]
+    world.read(world.post(A, marks=unknown), world.post(B, marks=(mark(16, lineage=b"other"),), samples_behind=1.0))
+    assert world.troubles(B) == [Trouble.FORKED]
