@@ -147,6 +147,7 @@ class History:
                     self._db.execute("INSERT OR REPLACE INTO folded VALUES (?, ?)", (level.step, until))
             for table in TABLES:
                 self._db.execute(f"DELETE FROM {table} WHERE at < ?", (int(now - LONGEST),))
+            self._db.execute("DELETE FROM peers WHERE peer NOT IN (SELECT peer FROM points)")
 
     def _fold_table(self, table: str, step: int, since: int, until: int) -> None:
         key, columns = TABLES[table]
