@@ -11,6 +11,7 @@ from rich.console import Console
 
 import shoal
 from shoal.cli.watched import Watched
+from shoal.membership import ClosedRun
 from shoal.monitor.top import Losses, as_json, screen, show
 from shoal.monitor.watcher import Watcher
 from shoal.p2p.errors import PeerUnreachable
@@ -22,6 +23,12 @@ READY_SECONDS = 20.0
 def watching(run: Watched) -> Iterator[Watcher]:
     """A watcher of that run, which has read all records once. Ends the command if the run can't be watched."""
     try:
+        if ClosedRun.of(run.run_id) is not None and None in (run.identity, run.membership):
+            # A new peer id at each start could not be admitted: say so before one is made.
+            raise ValueError(
+                f"{run.run_id} is a closed run: give --identity FILE, and --membership with the line that its owner "
+                f"gets from `shoal keys admit {run.run_id} PEER --role watch`, where `shoal keys peer FILE` prints PEER"
+            )
         with (
             shoal.DHT(run.initial_peers, client_mode=True, start=True, identity_path=run.identity) as dht,
             Watcher(dht, run.run_id, membership=run.membership) as watcher,

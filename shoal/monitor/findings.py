@@ -104,8 +104,10 @@ def _unlike(here: Sequence[KnownPeer]) -> tuple[dict[PeerID, Finding], int]:
         if shared := [epoch for epoch in known.marks if len(at[epoch]) > 1]:
             compared.setdefault(max(shared), []).append(known)
     found: dict[PeerID, Finding] = {}
+    equal = 0
     for epoch, comparing in compared.items():
         line = _common((known.marks[epoch].lineage, known.health) for known in at[epoch])
+        bits = _common((known.marks[epoch].digest, known.health) for known in at[epoch])
         kinds: dict[tuple[bytes, bytes], list[KnownPeer]] = {}
         for known in at[epoch]:
             kinds.setdefault((known.marks[epoch].lineage, known.health.machine), []).append(known)
@@ -117,4 +119,6 @@ def _unlike(here: Sequence[KnownPeer]) -> tuple[dict[PeerID, Finding], int]:
                 found[known.peer] = Finding(Trouble.FORKED, f"in epoch {epoch}")
             elif mark.digest != digests[kind] and NOT_COMPARED not in (mark.digest, digests[kind]):
                 found[known.peer] = Finding(Trouble.UNLIKE, f"than {len(kinds[kind]) - 1} like it, in epoch {epoch}")
-    return found, sum(map(len, compared.values())) - len(found)
+            else:
+                equal += mark.digest == bits != NOT_COMPARED
+    return found, equal

@@ -103,7 +103,11 @@ class History:
         self.close()
 
     def add(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot; of two in the same second, the later."""
+        """Keep a snapshot; of two in the same second, the later.
+
+        Raises:
+            OSError: if it can't be written, as when the disk is full.
+        """
         at, phases = int(snapshot.at), snapshot.phases
         here = [peer for peer in snapshot.peers if peer.standing is Standing.HERE]
         if not here:
@@ -111,18 +115,21 @@ class History:
         times = [None] * 5 if phases is None else [getattr(phases, name) for name in RUN_COLUMNS[-5:]]
         run = [at, snapshot.epoch, snapshot.samples_behind, snapshot.loss, snapshot.samples_per_second]
         run += [snapshot.epoch_seconds or None, len(here), *times]
-        with self._lock, self._db:
-            self._db.execute("BEGIN")
-            self._insert("run", [run])
-            names = [(peer.name,) for peer in here]
-            self._db.executemany("INSERT OR IGNORE INTO peers (name) VALUES (?)", names)
-            known = dict(self._db.execute("SELECT name, peer FROM peers"))
-            self._insert(
-                "points", [[at, known[p.name], p.epoch, p.loss, p.samples_per_second, p.up, p.down] for p in here]
-            )
-        if snapshot.at >= self._folded_at + FOLD_SECONDS:
-            self._folded_at = snapshot.at
-            self.fold(snapshot.at)
+        try:
+            with self._lock, self._db:
+                self._db.execute("BEGIN")
+                self._insert("run", [run])
+                names = [(peer.name,) for peer in here]
+                self._db.executemany("INSERT OR IGNORE INTO peers (name) VALUES (?)", names)
+                known = dict(self._db.execute("SELECT name, peer FROM peers"))
+                self._insert(
+                    "points", [[at, known[p.name], p.epoch, p.loss, p.samples_per_second, p.up, p.down] for p in here]
+                )
+            if snapshot.at >= self._folded_at + FOLD_SECONDS:
+                self._folded_at = snapshot.at
+                self.fold(snapshot.at)
+        except sqlite3.Error as error:
+            raise OSError(f"the history can't be kept: {error}") from error
 
     def _insert(self, table: str, rows: Sequence[Sequence[float | None]]) -> None:
         self._db.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows)
@@ -140,6 +147,7 @@ class History:
                     self._db.execute("INSERT OR REPLACE INTO folded VALUES (?, ?)", (level.step, until))
             for table in TABLES:
                 self._db.execute(f"DELETE FROM {table} WHERE at < ?", (int(now - LONGEST),))
+            self._db.execute("DELETE FROM peers WHERE peer NOT IN (SELECT peer FROM points)")
 
     def _fold_table(self, table: str, step: int, since: int, until: int) -> None:
         key, columns = TABLES[table]

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from shoal.health.board import Posted
-from shoal.health.record import LIFE_SECONDS, PERIOD_SECONDS, Health, name_of
+from shoal.health.record import LIFE_SECONDS, PERIOD_SECONDS, Health, name_of, printable
 from shoal.monitor.advice import advice_of
 from shoal.monitor.findings import common_epoch, findings_of, is_told, refused_ones
 from shoal.monitor.known import KnownPeer
@@ -24,6 +24,7 @@ from shoal.swarm.protocol.view import MAX_MEMBERS, Role
 LATE_SECONDS = 1.5 * PERIOD_SECONDS  # without a record, and a peer is silent
 MAX_MARKS = 64  # of one peer
 MAX_HAPPENINGS = 200
+MAX_WHY = 400  # bytes of a reason why a connection ended or was not made: parts of it are what the peer has answered
 
 
 class Picture:
@@ -116,14 +117,14 @@ class Picture:
         """The connection to that peer has ended, and another one could not be made."""
         known = self._peers.get(peer)
         if known is not None and known.is_there:
-            self._stand(known, Standing.LOST, reason, now)
-            self._tell(wall, peer, f"was lost: {reason}")
+            self._stand(known, Standing.LOST, printable(reason, MAX_WHY), now)
+            self._tell(wall, peer, f"was lost: {known.why}")
 
     def unreachable(self, peer: PeerID, reason: str) -> None:
         """That peer was dialled in vain."""
         known = self._peers.get(peer)
         if known is not None:
-            known.unreachable = reason
+            known.unreachable = printable(reason, MAX_WHY)
 
     def tick(self, now: float, wall: float) -> None:
         """Time has passed."""

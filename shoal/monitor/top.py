@@ -25,6 +25,7 @@ MARK_COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan", "white", "b
 PHASE_STYLES = {"computing": "green", "waiting": "yellow", "matchmaking": "magenta", "exchange": "blue", "step": "cyan"}
 PHASE_NAMES = {"exchange": "bytes"}
 PHASE_WIDTH = 50
+TOO_LARGE = 1e9  # to be written in full
 STANDING_STYLES = {Standing.HERE: "green", Standing.SILENT: "yellow", Standing.LOST: "red", Standing.LEFT: "dim"}
 
 
@@ -64,7 +65,7 @@ def screen(snapshot: Snapshot, losses: Losses) -> RenderableType:
     when = datetime.fromtimestamp(snapshot.at).strftime("%H:%M:%S")
     parts: list[RenderableType] = [head, Text(f"{snapshot.run_id}   {when}", "dim"), Text()]
     if snapshot.loss is not None:
-        parts.append(Text.assemble("loss  ", (f"{snapshot.loss:.4f}  ", "bold"), (str(losses), "cyan")))
+        parts.append(Text.assemble("loss  ", (f"{_number(snapshot.loss, 4)}  ", "bold"), (str(losses), "cyan")))
     if snapshot.target:
         parts.append(_epoch_line(snapshot))
     if snapshot.phases is not None:
@@ -75,14 +76,19 @@ def screen(snapshot: Snapshot, losses: Losses) -> RenderableType:
     return Group(*parts)
 
 
+def _number(value: float, digits: int) -> str:
+    """With so many digits after the point; one that no run has, but a record may, in few characters."""
+    return f"{value:.{digits}f}" if abs(value) < TOO_LARGE else f"{value:.1e}"
+
+
 def _epoch_line(snapshot: Snapshot) -> RenderableType:
     """How far the epoch has come; of one that is shorter than records are old, only what it is."""
-    pace = f"{snapshot.samples_per_second:.1f} samples a second"
+    pace, target = f"{_number(snapshot.samples_per_second, 1)} samples a second", _number(snapshot.target, 0)
     if snapshot.epoch_seconds <= LONG_SECONDS:
-        return Text(f"epoch {snapshot.epoch}: {snapshot.target:.0f} samples, {pace}")
+        return Text(f"epoch {snapshot.epoch}: {target} samples, {pace}")
     grid = Table.grid(padding=(0, 1))
     bar = ProgressBar(total=snapshot.target, completed=min(snapshot.samples, snapshot.target), width=PHASE_WIDTH)
-    grid.add_row(f"epoch {snapshot.epoch}", bar, f"{snapshot.samples:.0f} of {snapshot.target:.0f}, {pace}")
+    grid.add_row(f"epoch {snapshot.epoch}", bar, f"{_number(snapshot.samples, 0)} of {target}, {pace}")
     return grid
 
 
@@ -120,12 +126,12 @@ def _cells(peer: PeerView) -> list[RenderableType]:
     return [
         Text(f"…{peer.name}"),
         Text(standing, STANDING_STYLES[peer.standing]),
-        Text(str(peer.epoch)),
+        Text(_number(peer.epoch, 0)),
         Text("" if peer.loss is None else f"{peer.loss:.4g}"),
-        Text(f"{peer.samples_per_second:.1f}"),
+        Text(_number(peer.samples_per_second, 1)),
         Text(f"{peer.share:.0%}"),
-        Text(f"{peer.up / 1e6:.2f}/{peer.down / 1e6:.2f}"),
-        Text(str(peer.members)),
+        Text(f"{_number(peer.up / 1e6, 2)}/{_number(peer.down / 1e6, 2)}"),
+        Text(_number(peer.members, 0)),
         Text(f"{peer.seen:.0f} s"),
         _mark_of(peer.mark),
     ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shoal.monitor.snapshot import PeerView, Standing
 
-MAX_NAMED = 3  # peers in the sentence
+MAX_NAMED = 3  # peers in the sentence, and as many that were refused
 
 
 def sentence_of(
@@ -35,5 +35,7 @@ def sentence_of(
     said = [f"…{peer.name} {peer.findings[0]}" for peer in bad[:MAX_NAMED]]
     if len(bad) > MAX_NAMED:
         said.append(f"and {len(bad) - MAX_NAMED} more")
-    said += refused
+    said += refused[:MAX_NAMED]
+    if len(refused) > MAX_NAMED:
+        said.append(f"and {len(refused) - MAX_NAMED} more were refused")
     return False, f"{well} of {count} peers are well in epoch {epoch}{pace}: {'; '.join(said)}"

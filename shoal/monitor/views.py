@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from shoal.health.record import Health, name_of
+from shoal.monitor.findings import NOT_COMPARED
 from shoal.monitor.known import KnownPeer
 from shoal.monitor.snapshot import Finding, PeerView, Phases
 
@@ -13,7 +14,8 @@ from shoal.monitor.snapshot import Finding, PeerView, Phases
 def loss_of(records: Sequence[Health]) -> float | None:
     """The mean of the losses that were reported, by samples per second; None if none was."""
     told = [(health.loss, max(health.samples_per_second, 1e-9)) for health in records if health.loss is not None]
-    return sum(loss * weight for loss, weight in told) / sum(weight for _, weight in told) if told else None
+    whole = sum(weight for _, weight in told)
+    return sum(loss * (weight / whole) for loss, weight in told) if told else None  # no product above its bounds
 
 
 def _phases_of(health: Health) -> Phases | None:
@@ -74,7 +76,7 @@ def view_of(known: KnownPeer, findings: Sequence[Finding], speed: float, common:
         up=up,
         down=down,
         members=health.members,
-        mark="" if mark is None else mark.digest.hex(),
+        mark="" if mark is None or mark.digest == NOT_COMPARED else mark.digest.hex(),
         mark_epoch=0 if mark is None else mark.epoch,
         phases=_phases_of(health),
         round_sent=0 if last is None else last.sent,

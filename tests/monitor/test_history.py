@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,25 @@ def test_a_day_of_64_peers_is_small(tmp_path: Path) -> None:
     with sqlite3.connect(file) as db:
         assert db.execute("SELECT count(DISTINCT peer) FROM points").fetchone() == (64,)
     db.close()
+
+
+def test_a_file_that_can_no_longer_be_written_is_an_error_of_the_system(tmp_path: Path) -> None:
+    file = tmp_path / "history.sqlite"
+    with History(file, "my run") as history:
+        history.add(replace(snapshot_of(1), at=NOW))
+        with contextlib.closing(sqlite3.connect(file)) as other:
+            other.execute("DROP TABLE points")
+        with pytest.raises(OSError, match="the history can't be kept: no such table"):
+            history.add(replace(snapshot_of(1), at=NOW + 10))
+        assert history.series(NOW + 11, HOUR)["at"] == [NOW], "nothing of what failed is kept"
+
+
+def test_names_of_peers_that_are_long_gone_are_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "history.sqlite"
+    with History(file, "my run") as history:
+        history.add(replace(snapshot_of(3), at=NOW))
+        history.add(later(snapshot_of(2), NOW + 60 * DAY))
+        history.fold(NOW + 91 * DAY)
+        with contextlib.closing(sqlite3.connect(file)) as other:
+            assert other.execute("SELECT count(*) FROM peers").fetchone() == (2,)
+        history.add(later(snapshot_of(3), NOW + 91 * DAY))

@@ -133,6 +133,7 @@ def test_unlike_machines_may_round_otherwise(world: World) -> None:
     other = {"machine": b"AVX2----", "marks": (mark(16, b"rounded"),)}
     world.read(world.post(A), world.post(B), world.post(C, **other), world.post(D, **other))
     assert world.snapshot.is_well
+    assert "alike" not in world.snapshot.sentence
     world.read(world.post(D, machine=b"AVX2----", marks=(mark(16, b"broken"),)))
     assert not world.snapshot.is_well
 
@@ -299,3 +300,37 @@ def test_a_thousand_peers_are_the_most(world: World) -> None:
         world.picture.lost(peer, "cut", world.now, START)
     world.read(*posts(range(2000, 2010)))
     assert len(world.picture.expected()) == 1024
+
+
+def test_a_loss_and_a_speed_at_their_bounds_leave_a_mean_that_is_a_number(world: World) -> None:
+    world.read(world.post(A, loss=1e30, samples_per_second=1e300), world.post(B, loss=-1e30, samples_per_second=1e300))
+    assert world.snapshot.loss == 0.0
+    world.read(world.post(B, loss=1e30, samples_per_second=1e300))
+    assert world.snapshot.loss == 1e30
+
+
+def test_what_a_peer_answers_to_a_dial_writes_nothing_else_to_a_terminal(world: World) -> None:
+    world.read(world.post(A), world.post(B))
+    world.picture.unreachable(A, "it refused: \x1b[2J\u202e" + 1000 * "x")
+    world.picture.lost(B, "it refused: \x1b]0;title\x07", world.now, START + world.now)
+    said = [*(str(finding) for view in world.snapshot.peers for finding in view.findings), *world.happenings(B)]
+    assert len(said) == 3
+    assert all(text.isprintable() and len(text) < 500 for text in said)
+
+
+def test_a_flood_of_refusals_makes_no_long_sentence(world: World) -> None:
+    """In an open run anybody may write records, each of which tells of another peer."""
+    peers = [Identity(bytes([1, seed]) * 16).peer_id for seed in range(200)]
+    world.read(*(world.post(p, refused=Refused(p.key[8:16], 40 * "long ")) for p in peers))
+    assert len(world.snapshot.sentence) < 1200
+    assert "and 197 more were refused" in world.snapshot.sentence
+
+
+def test_of_parameters_that_are_not_compared_nothing_is_shown(world: World) -> None:
+    """As with local updates: the line is the same, and the bits are not known."""
+    unknown = (mark(16, bytes(8)),)
+    world.read(world.post(A, marks=unknown), world.post(B, marks=unknown))
+    assert world.snapshot.sentence == "2 of 2 peers in epoch 16, 2.00 s an epoch"
+    assert [view.mark for view in world.snapshot.peers] == ["", ""]
+    world.read(world.post(A, marks=unknown), world.post(B, marks=(mark(16, lineage=b"other"),), samples_behind=1.0))
+    assert world.troubles(B) == [Trouble.FORKED]

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from shoal.health.record import name_of
+from shoal.membership import Part
 from shoal.monitor.picture import Picture
 from shoal.monitor.snapshot import Snapshot
 from shoal.monitor.top import SPARKS, Losses, screen, show
@@ -22,6 +23,7 @@ from shoal.p2p.identity import Identity
 from shoal.swarm.protocol.view import Role
 from tests.health.records import START, health, mark, posted
 from tests.monitor.processes import Trainers, trainers, wait_until
+from tests.optim.closed_runs import Club
 
 A, B, C = (Identity(bytes([seed]) * 32).peer_id for seed in range(3))
 
@@ -54,6 +56,14 @@ def test_eighty_columns_are_enough() -> None:
     row = next(line for line in text.splitlines() if line.startswith(f"…{name_of(C)}"))
     assert "…" not in row[1:]  # nothing is cut
     assert row.split()[1:5] == ["auxiliary", "123456", "0.5", "12345.6"]
+
+
+def test_numbers_at_their_bounds_leave_the_others_readable() -> None:
+    text = drawn(80, samples_per_second=1e300, loss=-1e30, samples_behind=1e300, target=1e300, epoch_seconds=1e9)
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(text.splitlines()) < 26
+    row = next(line for line in text.splitlines() if line.startswith(f"…{name_of(A)}"))
+    assert row.split()[1:5] == ["node", "16", "0.5", "50.0"]
 
 
 def test_of_a_long_epoch_the_progress_is_shown() -> None:
@@ -148,6 +158,27 @@ def test_for_scripts_it_prints_the_peers_own_numbers() -> None:
         done = top(peers, "--once", run_id="another")
         assert done.returncode == 1
         assert "nobody in the run 'another' says how it is" in done.stdout
+
+
+@pytest.mark.alone
+@pytest.mark.long
+def test_in_a_closed_run_a_membership_to_watch_is_enough_and_without_one_it_says_how_to_get_it(tmp_path: Path) -> None:
+    club = Club(tmp_path)
+    with trainers(0, run_id=club.run_id) as peers:
+        for path, peer in [club.identity("first"), club.identity("second")]:
+            peers.add(identity=path, membership=club.admit(peer))
+        (file, me), membership = club.identity("watcher"), tmp_path / "membership"
+        membership.write_text(club.admit(me, Part.WATCH))
+        given = ("--identity", file, "--membership", str(membership))
+        done = top(peers, "--once", "--json", *given, run_id=club.run_id)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert json.loads(done.stdout)["sentence"].startswith("2 of 2 peers")
+        for lacking in ((), given[:2], given[2:]):
+            done = top(peers, "--once", *lacking, run_id=club.run_id)
+            said = " ".join(done.stderr.replace("│", "").split())
+            assert done.returncode == 2
+            assert "--role watch" in said
+            assert "shoal keys peer" in said
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
+import sqlite3
 import subprocess
 import urllib.error
 import urllib.request
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from shoal.monitor.history import EVERY_SECONDS
 from shoal.monitor.web import FILES, MAX_LISTENERS, PAGE
 from tests.monitor.pages import monitor
 from tests.monitor.processes import Trainers, trainers, wait_until
@@ -148,6 +151,16 @@ def test_a_monitor_that_is_killed_disturbs_nobody_and_keeps_its_history(peers: T
     assert [peer.ask(do="health")["members"] for peer in peers.all] == [2, 2]
     with monitor(peers, file) as address:
         assert len(series(address)["at"]) >= times
+
+
+def test_a_history_that_can_no_longer_be_written_does_not_stop_the_page(peers: Trainers, tmp_path: Path) -> None:
+    file = tmp_path / "h.sqlite"
+    with monitor(peers, file) as address:
+        wait_until(lambda: len(series(address)["at"]) >= 1)
+        with contextlib.closing(sqlite3.connect(file)) as other:
+            other.execute("DROP TABLE points")
+        until = json.loads(get(f"{address}/snapshot"))["at"] + 2 * EVERY_SECONDS
+        wait_until(lambda: json.loads(get(f"{address}/snapshot"))["at"] > until)
 
 
 def series(address: str) -> dict[str, Any]:

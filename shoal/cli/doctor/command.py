@@ -13,6 +13,7 @@ from rich.text import Text
 from shoal.cli.doctor.finding import Finding, Level
 from shoal.cli.doctor.machine import look_at_machine
 from shoal.cli.doctor.peer import Asked, look_at_peer
+from shoal.health.record import printable
 
 MARKS = {Level.WELL: ("well", "green"), Level.MIND: ("mind", "yellow"), Level.STOPS: ("STOPS", "bold red")}
 
@@ -66,9 +67,10 @@ def _row(finding: Finding) -> Table:
     row.add_column(width=5)
     row.add_column(width=18)
     row.add_column(overflow="fold")
-    row.add_row(Text(word, style), Text(finding.name), Text(finding.found))
-    if finding.advice:
-        row.add_row("", "", Text(finding.advice, "dim"))
+    found, advice = (printable(text, len(text.encode())) for text in (finding.found, finding.advice))
+    row.add_row(Text(word, style), Text(finding.name), Text(found))  # parts of it are what other peers say
+    if advice:
+        row.add_row("", "", Text(advice, "dim"))
     return row
 
 

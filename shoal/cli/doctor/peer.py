@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -37,6 +38,7 @@ LONG_ENOUGH = 0.5  # seconds, of a measurement
 SLOW = 10e6  # bits per second
 OFFSETS = (0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 900, 3600)  # seconds by which clocks are told apart
 SHOWN_MEMBERS = 8
+RELEASE = re.compile(r"[0-9][0-9A-Za-z.+!]*")
 UNSET = ("", "None", "NoneType", "False", "none")  # values of options that are not shown
 
 
@@ -199,18 +201,22 @@ async def _look_at_run(dht: CreatedNode, asked: Asked) -> AsyncIterator[Finding]
     hellos = [answer for answer in answers.values() if isinstance(answer, msg.Hello)]
     if hellos:
         yield _terms(hellos)
-    releases = {posted.health.version for posted in await HealthBoard(dht, run_id).read(len(members))}
+    releases = Counter(posted.health.version for posted in await HealthBoard(dht, run_id).read(len(members)))
     if releases:
-        yield _release(sorted(releases))
+        yield _release(releases)
 
 
-def _release(theirs: list[str]) -> Finding:
-    """Which releases of Shoal the members have, as they publish it."""
-    mine = version("shoal")
-    found, facts = f"members have Shoal {', '.join(theirs)}; here it is {mine}", {"members": theirs, "here": mine}
+def _release(releases: Counter[str]) -> Finding:
+    """Which releases of Shoal the members have, as they publish it, and how many have it. What is no release is shown,
+    as far as there is room, and never a part of a command."""
+    mine, theirs = version("shoal"), [release for release, _ in releases.most_common()]
+    shown = f"{', '.join(theirs[:SHOWN_MEMBERS])}{', …' * (len(theirs) > SHOWN_MEMBERS)}"
+    found, facts = f"members have Shoal {shown}; here it is {mine}", {"members": theirs, "here": mine}
     if mine in theirs:
         return Finding("release", Level.WELL, found, "", facts)
-    return Finding("release", Level.MIND, found, f"pip install shoal=={theirs[-1]}", facts)
+    wanted = next((release for release in theirs if RELEASE.fullmatch(release)), None)
+    advice = "ask who runs it which release of Shoal it needs" if wanted is None else f"pip install shoal=={wanted}"
+    return Finding("release", Level.MIND, found, advice, facts)
 
 
 async def _meet(channel: Channel, member: Member, run_id: str) -> msg.Hello | str:
