@@ -12,7 +12,7 @@ from shoal.swarm.protocol.contribution import Contribution
 from shoal.swarm.protocol.coordinator import REMINDER_SECONDS, Phase
 from shoal.swarm.protocol.doubts import DECIDE_SLACK_SECONDS, MOST_ENDED
 from shoal.swarm.protocol.history import History
-from shoal.swarm.protocol.messages import Abort, Commit, Doubt, Elsewhere, Survey
+from shoal.swarm.protocol.messages import Abort, Broken, Commit, Doubt, Elsewhere, Survey
 from shoal.swarm.protocol.patience import FORGIVEN_SECONDS, LONGEST_PAUSE, SHORTEST_SECONDS, Patience
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
@@ -263,3 +263,17 @@ def test_who_ends_a_round_for_one_of_its_own_of_which_nothing_comes_has_held_it_
 def test_who_was_in_the_round_of_another_or_right_has_held_up_nothing(begun_by: int, committed_by: int) -> None:
     patience = after_elsewhere(begun_by, committed_by)
     assert [patience.of(one, 16.0, 0.0) for one in keys(2, 3)] == [16.0, 16.0]
+
+
+def test_who_waits_for_a_third_that_it_has_complained_of_is_not_put_out_for_it() -> None:
+    """The coordinator lacks a result of 2, which lacks a part of 3, and has said so."""
+    coordinator = running(1, 2, 3, 4)
+    assert coordinator.begin is not None
+    silent = {number: Broken(coordinator.begin.round, key(number), False, "nothing came from it") for number in (2, 3)}
+    coordinator.broken(key(2), silent[3], True, 2.0)
+    assert coordinator.broken(key(1), silent[2], True, 3.9) == []
+    assert not coordinator.out
+    coordinator.tick(4.0)
+    assert coordinator.parted == {frozenset(keys(2, 3)): key(3)}
+    coordinator.broken(key(1), silent[2], True, 9.0)  # it has been judged, and holds the round up all the same
+    assert set(coordinator.out) == {key(2)}
