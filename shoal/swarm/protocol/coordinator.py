@@ -430,7 +430,8 @@ class Coordinator:
     def broken(self, key: bytes, broken: msg.Broken, reachable: bool, now: float) -> list[Send | Ask]:
         """A member cannot go on with another. The other is put out if it is not `reachable` from here either, if it
         speaks of itself, or if this peer itself has seen it (unless it has complained of a third just now, for which it
-        may wait); else the word of one stands against that of another, and the two are parted. Raises RuleBroken for a complaint of a peer that is not in the round."""
+        may wait); else the word of one stands against that of another, and the two are parted. Raises RuleBroken for a
+        complaint of a peer that is not in the round."""
         require(key in self.live(), "only a member of the round can complain of another")
         if broken.peer == key == self.me and self.took_over:
             self.give_way()  # all have heard that this peer has left: the next one takes the round over
