@@ -193,7 +193,8 @@ class Hold:
                 self._taken.set_result(None)
             else:
                 threading.Thread(target=self._wait, args=(self._taken,), name="shoal-hold", daemon=True).start()
-        await asyncio.wrap_future(self._taken)
+        if not self._taken.done():  # mostly nobody else has the lock
+            await asyncio.wrap_future(self._taken)
         return not self._released
 
     def _wait(self, taken: Future[None]) -> None:
