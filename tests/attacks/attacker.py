@@ -235,7 +235,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     kind, addresses = (ATTACKS | POISONS)[options["attack"]], options["initial_peers"]
     is_member = issubclass(kind, MemberAttack)
-    dht = shoal.DHT(addresses, start=True, client_mode=not is_member)
+    dht = shoal.DHT(addresses, start=True, client_mode=not is_member, identity_path=options["identity"])
     attack: MemberAttack | StrangerAttack
     if issubclass(kind, MemberAttack):
         inside = join(dht, kind.trains)

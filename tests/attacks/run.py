@@ -1,7 +1,7 @@
 """Runs attacks against honest peers that train, each a process, and reports what the attacks cost.
 
 `python -m tests.attacks --attack 7a --seconds 60`, `--each` (every attack, each with new peers), `--all --seconds 300`
-(all in turn, with the same peers).
+(all in turn, by one identity, with the same peers).
 """
 
 from __future__ import annotations
@@ -124,10 +124,16 @@ class Attacker:
         attack: by its number.
         addresses: of those that it attacks.
         folder: for its log.
+        identity: the file with its key, made if there is none; None for a key of its own.
     """
 
-    def __init__(self, attack: str, addresses: list[str], folder: Path) -> None:
-        options = {"attack": attack, "initial_peers": addresses, "log": str(folder / f"attacker-{attack}.log")}
+    def __init__(self, attack: str, addresses: list[str], folder: Path, identity: Path | None = None) -> None:
+        options = {
+            "attack": attack,
+            "initial_peers": addresses,
+            "log": str(folder / f"attacker-{attack}.log"),
+            "identity": None if identity is None else str(identity),
+        }
         self.process = PeerProcess("tests.attacks.attacker", options)
         self.process.started()
 
@@ -283,7 +289,7 @@ def swarm_add_late(swarm: Swarm) -> None:
 
 
 def run_all(names: list[str], seconds: float, before: float, after: float, folder: Path) -> Seen:
-    """All attacks in turn, with the same peers."""
+    """All attacks in turn, by one identity, with the same peers."""
     folder.mkdir(parents=True, exist_ok=True)
     swarm = Swarm(folder, IDLE_LIMIT)
     attacker: Attacker | None = None
@@ -298,7 +304,7 @@ def run_all(names: list[str], seconds: float, before: float, after: float, folde
         for number, name in enumerate(names):
             if all(trainer.ended for trainer in swarm.trainers):
                 break  # nobody is left to attack
-            attacker = Attacker(name, swarm.addresses, folder)
+            attacker = Attacker(name, swarm.addresses, folder, folder / "identity")
             swarm.wait(max(0.0, begin + (number + 1) * seconds / len(names) - time.time()))
             for key, value in attacker.end().items():
                 gained[key] = gained.get(key, 0) + value
@@ -321,7 +327,7 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--attack", nargs="+", choices=ATTACKS | POISONS, help="these, each with new peers")
     which.add_argument("--each", action="store_true", help="every attack, each with new peers")
-    which.add_argument("--all", action="store_true", help="all attacks in turn, with the same peers")
+    which.add_argument("--all", action="store_true", help="all attacks in turn, by one identity, with the same peers")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each attack; with --all, of all together")
     parser.add_argument("--before", type=float, default=15.0, help="seconds without an attack")
     parser.add_argument("--after", type=float, default=15.0, help="seconds after the attacker has gone")
