@@ -106,16 +106,25 @@ def lost_gradient(name: str) -> ValueError:
     )
 
 
-def clip(gradients: list[torch.Tensor], max_norm: float, measured: Sequence[torch.Tensor] | None = None) -> None:
-    """Scale gradients down if their norm is larger than `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
+def norm_of(tensors: Sequence[torch.Tensor]) -> float:
+    """The norm over all elements, summed in float64, so that machines that sum in another order agree to rounding."""
+    norms = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in tensors]
+    return float(sum(norm**2 for norm in norms) ** 0.5)
 
-    The norm is summed in float64, so that machines that sum in another order agree on the factor.
+
+def clip(
+    gradients: list[torch.Tensor],
+    max_norm: float,
+    measured: Sequence[torch.Tensor] | None = None,
+    norm: Callable[[Sequence[torch.Tensor]], float] = norm_of,
+) -> None:
+    """Scale gradients down if their norm is larger than `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
         measured: the same elements in fewer tensors.
+        norm: measures them.
     """
-    norms = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in measured or gradients]
-    factor = max_norm / (sum(norm**2 for norm in norms) ** 0.5 + 1e-6)
+    factor = max_norm / (norm(measured or gradients) + 1e-6)
     if factor < 1.0:
         foreach_mul_(gradients, factor)
 
@@ -210,6 +219,10 @@ class EpochGradients(Vector):
                 mean.zero_()
         accumulator.seen = seen
         foreach_div_(self._mean, max(1, accumulator.steps) * scale)
+
+    def vector(self, epoch: int) -> Vector:
+        """What the round that ends this epoch averages."""
+        return self
 
     def average(self, timeout: float, over: Callable[[], Future[None]]) -> bytes:
         """Nothing to do before the run's round, which averages what was closed and names the average."""

@@ -271,7 +271,7 @@ class RunProgress:
     """
 
     def __init__(
-        self, run: Run, target_batch_size: int, refresh: Refresh, *, alpha: float = 0.1, may_wait: bool = True
+        self, run: Run, target_batch_size: float, refresh: Refresh, *, alpha: float = 0.1, may_wait: bool = True
     ) -> None:
         self.target_batch_size = target_batch_size
         self.performance_ema = PerformanceEMA(alpha)
@@ -304,7 +304,7 @@ class RunProgress:
         """The progress of all peers, as last reported by the coordinator."""
         samples, _, peers = self._estimate(0.0)  # counted ones only
         clients, eta = self._swarm.peer.view.num_clients(), self.estimated_next_update_time
-        return GlobalProgress(self.global_epoch, samples, self.target_batch_size, peers, clients, eta)
+        return GlobalProgress(self.global_epoch, samples, int(self._target), peers, clients, eta)
 
     @property
     def global_epoch(self) -> int:
@@ -322,10 +322,21 @@ class RunProgress:
         """When the target will be reached at the present rate, in seconds of `get_dht_time()`; infinity while no rate
         is known."""
         samples, rate, _ = self._estimate(time.monotonic())
-        missing = self.target_batch_size - samples
+        missing = self._target - samples
         if missing <= 0 or self.ready_to_update_epoch:
             return get_dht_time()
         return get_dht_time() + missing / rate if rate > 0 else float("inf")
+
+    @property
+    def _target(self) -> float:
+        """At which count of all peers the epoch ends, as the coordinator has said last."""
+        counted = self._reports.counted
+        is_of_tip = counted is not None and counted.count.tip == self._mine.tip
+        return (
+            counted.count.target
+            if counted is not None and is_of_tip and counted.count.target
+            else self.target_batch_size
+        )
 
     def report(self, samples: float, at_once: bool = False) -> None:
         """Report that this peer has accumulated `samples` in this epoch, and update `ready_to_update_epoch`.
@@ -398,7 +409,7 @@ class RunProgress:
             _take(pending)
         counted, reports = self._reports.counted, self._reports
         samples, rate, _ = self._estimate(now)
-        others, missing = max(0.0, rate - report.rate), self.target_batch_size - samples
+        others, missing = max(0.0, rate - report.rate), self._target - samples
         is_unknown = counted is None or counted.count.tip != report.tip
         # Whether the target may be reached in this peer's next step, by what is known here.
         under_way = counted.count.under_way if counted is not None and report.seconds else 0.0
