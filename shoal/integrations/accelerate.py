@@ -142,7 +142,7 @@ class InSwarm(Accelerator):
 
     def end_training(self) -> None:
         """Leave the run."""
-        self._member.leave()
+        self._member.finish()
         super().end_training()
 
 

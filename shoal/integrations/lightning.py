@@ -130,8 +130,14 @@ class SwarmStrategy(SingleDeviceStrategy):
         self.lightning_module.log_dict(member.logs(), batch_size=1)
         return done
 
+    def on_train_end(self) -> None:
+        """Leave the run at the end of training."""
+        if self._member is not None:
+            self._member.finish()
+        super().on_train_end()
+
     def teardown(self) -> None:
-        """Leave the run: training has ended, or raised an error."""
+        """Leave the run, if training has raised an error."""
         if self._member is not None:
             self._member.leave()
         if self._clip_val is not None:

@@ -59,8 +59,12 @@ class Member:
         """What is logged beside the framework's own values: the run's epoch and the number of peers."""
         return {"run_epoch": float(self.epoch), "run_peers": float(self.num_peers)}
 
+    def finish(self) -> None:
+        """Leave the run at the end of training, when no other peer is behind (`shoal.Optimizer.finish`)."""
+        self.optimizer.finish()
+
     def leave(self) -> None:
-        """Leave the run; the parameters stay usable."""
+        """Leave the run now; the parameters stay usable."""
         self.optimizer.shutdown()
 
 

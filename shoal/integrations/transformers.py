@@ -84,9 +84,15 @@ class InSwarm(Trainer):
         self._leave()  # the script may have called `create_optimizer`
         self.optimizer, self.lr_scheduler = self._given
         try:
-            return super().train(*args, **kwargs)
+            output = super().train(*args, **kwargs)
+            self._finish()
+            return output
         finally:
             self._leave()
+
+    def _finish(self) -> None:
+        if self._member is not None:
+            self._member.finish()
 
     def _leave(self) -> None:
         if self._member is not None:
@@ -149,7 +155,7 @@ class InSwarm(Trainer):
 
     def _load_best_model(self) -> None:
         """Leave the run first: these weights are not its state."""
-        self._leave()
+        self._finish()
         super()._load_best_model()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
