@@ -397,14 +397,15 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state dict of this class, or of the wrapped optimizer's (then at the present epoch). Load the
         model's parameters first. The dict is copied. Without an averager's state in it, the averager begins as in a new
-        run.
+        run. After `shutdown`, the wrapped optimizer's state and the epoch become those of the dict, for no run.
 
         Raises:
             ValueError: if it is of other parameter groups, as the wrapped optimizer does, or has the state of another
                 averager.
         """
         with self._in_trainer("load_state_dict"):
-            self._check_dht()
+            if not self._closed:
+                self._check_dht()
             self._epoch.load_state_dict(state_dict)
         self.param_groups, self.state = self._groups(), self.optimizer.state
 
