@@ -233,7 +233,7 @@ def test_a_state_is_loaded_after_the_training(loop: Loop, tmp_path: Path) -> Non
 
 def test_a_peer_whose_script_can_not_go_on_leaves_the_run(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[Member] = []
-    monkeypatch.setattr(Member, "leave", left.append)
+    monkeypatch.setattr(Member, "leave", lambda member: left.append(member))
     another = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="the scheduler is of a SGD that no shoal"):
         loop.prepare(schedule=lambda _: ExponentialLR(another, gamma=0.5))
