@@ -290,9 +290,12 @@ class Swarm:
             until = min(began + longest, max(changed, served_at()) + idle)
             if self._now() >= until:
                 return behind
-            with contextlib.suppress(TimeoutError):  # of those that are lost, nobody says HELLO
-                async with asyncio.timeout(min(LOOK_SECONDS, until - self._now())):
-                    await self.contacts.seen()
+            told = asyncio.ensure_future(self.contacts.seen()), asyncio.ensure_future(self.news())
+            try:  # of those that are lost, nobody tells: look every second
+                await asyncio.wait(told, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in told:
+                    task.cancel()
             before, behind = behind, self.members_behind()
             if behind != before:
                 changed = self._now()
