@@ -90,14 +90,14 @@ class SwarmStrategy(SingleDeviceStrategy):
                 "optimize (automatic_optimization=True), or write the loop yourself with a shoal.Optimizer"
             )
         refuse_plateau(*(config.scheduler for config in self.lr_scheduler_configs))
+        if not self._terms.clips_locally:
+            self._take_clipping(trainer)
         for config in self.lr_scheduler_configs:
             if config.interval != "step" or config.frequency != 1:
                 raise ValueError(
                     f'a scheduler has interval="{config.interval}" and frequency={config.frequency}, which follow this '
                     'peer\'s own batches: give it interval="step" and frequency=1, which follow the epochs of the run'
                 )
-        if not self._terms.clips_locally:
-            self._take_clipping(trainer)
         plugin = self.precision_plugin
         if getattr(plugin, "scaler", None) is not None:
             plugin.scaler = own_scaler(plugin.scaler, plugin.device)

@@ -21,7 +21,7 @@ def test_a_peer_that_misses_the_last_round_takes_over_the_last_state(framework: 
         fast, slow = one.finish()
     by_epoch([fast.events, slow.events])
     assert fast.epochs[-1] == LAST
-    assert slow.epochs_together < LAST  # else it has missed nothing
-    assert slow.events[-1]["kind"] == "download"
+    assert fast.events[-1]["peers"] == 1  # else the slow one has missed nothing
+    assert slow.events[-1]["epoch"] == LAST  # by a download, or the result of a round that it was not in
     assert fast.done["steps"] == slow.done["steps"] == LAST
     assert fast.done["parameters"] == slow.done["parameters"]
