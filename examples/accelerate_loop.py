@@ -21,7 +21,7 @@ import shoal
 
 
 def main() -> None:
-    """Trains two passes over the data."""
+    """Trains until the run has reached 32 epochs."""
     torch.manual_seed(0)  # the same first parameters in every peer
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -42,7 +42,7 @@ def main() -> None:
         target_batch_size=256,
         max_grad_norm=1.0,
     )
-    for number in range(2):
+    while (epoch := optimizer.optimizer.local_epoch) < 32:
         for batch, outputs in batches:
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(batch), outputs)
@@ -51,7 +51,11 @@ def main() -> None:
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-        print(f"pass {number + 1}: loss {loss.item():.3f}, learning rate {schedule.get_last_lr()[0]:.5f}", flush=True)
+            if optimizer.optimizer.local_epoch > epoch:
+                epoch = optimizer.optimizer.local_epoch
+                print(f"epoch {epoch}: loss {loss.item():.3f}, rate {schedule.get_last_lr()[0]:.5f}", flush=True)
+            if epoch >= 32:
+                break
     accelerator.end_training()
 
 

@@ -109,7 +109,7 @@ def main() -> None:
             if epoch > shown:
                 shown = epoch
                 print(f"epoch {epoch}: loss {loss.item():.3f}", flush=True)
-        optimizer.shutdown()
+        optimizer.finish()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import shoal
 from shoal.integrations.member import Member, own_scaler, own_seed
 from shoal.integrations.mixing import mix, refuse_mixed
 from shoal.integrations.samples import Samples, size_of
-from shoal.integrations.terms import Terms, refuse_many, refuse_processes
+from shoal.integrations.terms import Terms, refuse_many, refuse_plateau, refuse_processes
 
 try:
     from accelerate import Accelerator
@@ -55,7 +55,8 @@ def swarm(
 
     Raises:
         ValueError: if Accelerate is set up for several processes, or was given before; for none or several
-            optimizers; for options that the script gives, or that need a loop without Accelerate.
+            optimizers; for ReduceLROnPlateau; for options that the script gives, or that need a loop without
+            Accelerate.
     """
     terms = Terms(dht, run_id, target_batch_size, options)
     refuse_mixed(accelerator, InSwarm)
@@ -64,24 +65,29 @@ def swarm(
         raise ValueError(f"{accelerator.distributed_type} owns the optimizer, and a run needs it: leave it out")
     optimizers = [given for given in args if isinstance(given, torch.optim.Optimizer)]
     refuse_many(optimizers)
+    refuse_plateau(*(given for given in args if isinstance(given, LRScheduler)))
     if accelerator.scaler is not None:
         accelerator.scaler = own_scaler(accelerator.scaler, accelerator.device.type)
     accelerator.step_scheduler_with_optimizer = False  # the schedule knows by itself when the epoch has moved
     # First the model, which goes to its device; what is left of the order does not matter.
     prepared = {id(given): accelerator.prepare(given) for given in args if not isinstance(given, _LATER)}
     member = Member(terms, optimizers[0], max_grad_norm)
-    mix(accelerator, InSwarm)
-    accelerator._member, accelerator._samples = member, Samples()
-    accelerator._max_grad_norm = None if terms.clips_locally else max_grad_norm
-    accelerator._clips_locally = terms.clips_locally
-    stepped = prepared[id(optimizers[0])] = accelerator.prepare(member.optimizer)
-    mix(stepped, CountedOptimizer)
-    stepped._accelerator = accelerator
-    for given in args:
-        if isinstance(given, LRScheduler):
-            prepared[id(given)] = accelerator.prepare(shoal.EpochScheduler(given))
-        elif isinstance(given, torch.utils.data.DataLoader):
-            prepared[id(given)] = CountedData(prepared[id(given)], accelerator._samples)
+    try:
+        mix(accelerator, InSwarm)
+        accelerator._member, accelerator._samples = member, Samples()
+        accelerator._max_grad_norm = None if terms.clips_locally else max_grad_norm
+        accelerator._clips_locally = terms.clips_locally
+        stepped = prepared[id(optimizers[0])] = accelerator.prepare(member.optimizer)
+        mix(stepped, CountedOptimizer)
+        stepped._accelerator = accelerator
+        for given in args:
+            if isinstance(given, LRScheduler):
+                prepared[id(given)] = accelerator.prepare(shoal.EpochScheduler(given))
+            elif isinstance(given, torch.utils.data.DataLoader):
+                prepared[id(given)] = CountedData(prepared[id(given)], accelerator._samples)
+    except BaseException:  # the others must not wait for a peer that does not train
+        member.leave()
+        raise
     torch.manual_seed(own_seed(dht))
     return tuple(prepared[id(given)] for given in args)
 
@@ -142,7 +148,7 @@ class InSwarm(Accelerator):
 
     def end_training(self) -> None:
         """Leave the run."""
-        self._member.leave()
+        self._member.finish()
         super().end_training()
 
 

@@ -11,11 +11,12 @@ import shoal
 from shoal.integrations._frameworks import devices_of
 from shoal.integrations.member import Member, own_scaler, own_seed
 from shoal.integrations.samples import Samples
-from shoal.integrations.terms import Terms, refuse_many, refuse_processes
+from shoal.integrations.terms import Terms, refuse_many, refuse_plateau, refuse_processes, trained_before
 
 try:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.data import extract_batch_size
 except ImportError as error:
     raise ImportError("Lightning is missing, or too old: pip install 'shoal[lightning]'") from error
@@ -42,7 +43,8 @@ class SwarmStrategy(SingleDeviceStrategy):
 
     Raises:
         ValueError: for options that the script gives, or that need a loop of the user's own; in `fit`, for several
-            devices or optimizers, manual optimization, and schedulers that do not follow steps.
+            devices or optimizers, manual optimization, schedulers that do not follow steps, and where it has trained
+            before.
     """
 
     strategy_name = "swarm"
@@ -64,6 +66,18 @@ class SwarmStrategy(SingleDeviceStrategy):
         self._member: Member | None = None
         self._samples = Samples()
         self._clip_val: float | None = None  # the Trainer's, while this peer is in the run
+        self._has_trained = False
+
+    def setup(self, trainer: Trainer) -> None:
+        """As any strategy's, for a `fit` that begins as a run does, or from a checkpoint."""
+        if trainer.state.fn == TrainerFn.FITTING and self._has_trained and not trainer.ckpt_path:
+            raise ValueError(trained_before("Trainer", self._terms.run_id, "fit(…, ckpt_path=…)"))
+        super().setup(trainer)
+
+    def on_train_start(self) -> None:
+        """Note that the model is about to change."""
+        super().on_train_start()
+        self._has_trained = True
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Join the run with the optimizer and the schedulers that the script makes."""
@@ -75,6 +89,7 @@ class SwarmStrategy(SingleDeviceStrategy):
                 "manual optimization steps the optimizer in ways that the strategy does not see: let Lightning "
                 "optimize (automatic_optimization=True), or write the loop yourself with a shoal.Optimizer"
             )
+        refuse_plateau(*(config.scheduler for config in self.lr_scheduler_configs))
         if not self._terms.clips_locally:
             self._take_clipping(trainer)
         for config in self.lr_scheduler_configs:
@@ -130,8 +145,14 @@ class SwarmStrategy(SingleDeviceStrategy):
         self.lightning_module.log_dict(member.logs(), batch_size=1)
         return done
 
+    def on_train_end(self) -> None:
+        """Leave the run at the end of training."""
+        if self._member is not None:
+            self._member.finish()
+        super().on_train_end()
+
     def teardown(self) -> None:
-        """Leave the run: training has ended, or raised an error."""
+        """Leave the run, if training has raised an error."""
         if self._member is not None:
             self._member.leave()
         if self._clip_val is not None:

@@ -59,8 +59,20 @@ class Member:
         """What is logged beside the framework's own values: the run's epoch and the number of peers."""
         return {"run_epoch": float(self.epoch), "run_peers": float(self.num_peers)}
 
+    def begin_at(self, epoch: int) -> None:
+        """Take the present state for the run's after so many epochs of `target_batch_size` samples, where a checkpoint
+        does not say more."""
+        state = self.optimizer.state_dict()
+        del state["shoal"]
+        state["state"]["local_epoch"] = epoch
+        self.optimizer.load_state_dict(state)
+
+    def finish(self) -> None:
+        """Leave the run at the end of training, when no other peer is behind (`shoal.Optimizer.finish`)."""
+        self.optimizer.finish()
+
     def leave(self) -> None:
-        """Leave the run; the parameters stay usable."""
+        """Leave the run now; the parameters stay usable."""
         self.optimizer.shutdown()
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 import shoal
 
 GIVEN_BY_FRAMEWORK = ("optimizer", "params", "scheduler", "batch_size_per_step")
@@ -80,3 +82,33 @@ def refuse_many(optimizers: Sequence[Any]) -> None:
         )
     if isinstance(optimizers[0], shoal.Optimizer):
         raise ValueError("the script makes a shoal.Optimizer itself: let it make the plain torch optimizer instead")
+
+
+def refuse_plateau(*schedulers: Any) -> None:
+    """A schedule follows the epochs of the run.
+
+    Args:
+        schedulers: objects, or Transformers' names of them; anything else is passed over.
+
+    Raises:
+        ValueError: for one that follows a metric.
+    """
+    if any(isinstance(given, ReduceLROnPlateau) or given == "reduce_lr_on_plateau" for given in schedulers):
+        raise ValueError(
+            "ReduceLROnPlateau follows a metric that each peer measures by itself, and a schedule follows the epochs "
+            "of the run, alike on all peers: give another of torch's schedulers"
+        )
+
+
+def trained_before(what: str, run_id: str, how_to_go_on: str) -> str:
+    """Why a second training of one framework's object is refused, and the ways out.
+
+    Args:
+        what: the object.
+        run_id: names the run.
+        how_to_go_on: the call that continues from a checkpoint.
+    """
+    return (
+        f"this {what} has trained in the run {run_id!r} before, so its model is not what a run begins with: "
+        f"{how_to_go_on} goes on from a checkpoint; for another training make a new {what}, with another run_id"
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import sys
 from collections.abc import Iterator
 from itertools import chain
@@ -14,14 +16,18 @@ import shoal
 from shoal.integrations._frameworks import add_loss
 from shoal.integrations.member import Member, own_scaler, own_seed
 from shoal.integrations.mixing import mix, refuse_mixed
-from shoal.integrations.terms import Terms, refuse_processes
+from shoal.integrations.terms import Terms, refuse_plateau, refuse_processes, trained_before
 
 try:
-    from transformers import Trainer, TrainerCallback
+    from transformers import Trainer, TrainerCallback, TrainerState
+    from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
     from transformers.trainer_pt_utils import find_batch_size
     from transformers.trainer_utils import has_length
 except ImportError as error:
     raise ImportError("Transformers is missing, or too old: pip install 'shoal[transformers]'") from error
+
+
+log = logging.getLogger(__name__)
 
 
 def swarm(trainer: Trainer, *, dht: shoal.DHT, run_id: str, target_batch_size: int, **options: Any) -> Trainer:
@@ -47,8 +53,9 @@ def swarm(trainer: Trainer, *, dht: shoal.DHT, run_id: str, target_batch_size: i
         `trainer`, whose class is one that inherits from its class now.
 
     Raises:
-        ValueError: if the Trainer is set up for several processes, has a `shoal.Optimizer`, or was given before; for
-            options that the Trainer gives, or that need a loop of the user's own.
+        ValueError: if the Trainer is set up for several processes or GPUs, has a `shoal.Optimizer`, or was given
+            before; for ReduceLROnPlateau; for options that the Trainer gives, or that need a loop of the user's own.
+            In `train`, if it has trained before, and gets neither a checkpoint nor a new model (`model_init`).
     """
     terms = Terms(dht, run_id, target_batch_size, options)
     if "max_grad_norm" in options:
@@ -56,12 +63,14 @@ def swarm(trainer: Trainer, *, dht: shoal.DHT, run_id: str, target_batch_size: i
     refuse_mixed(trainer, InSwarm)
     accelerator = trainer.accelerator
     refuse_processes(accelerator.num_processes, "the launcher of this Trainer (world_size)")
+    refuse_processes(trainer.args.n_gpu, "this Trainer (it trains on all GPUs that it sees; set CUDA_VISIBLE_DEVICES)")
+    refuse_plateau(trainer.lr_scheduler, trainer.args.lr_scheduler_type)
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise ValueError("DeepSpeed and FSDP own the optimizer, and a run needs it: leave them out")
     mix(trainer, InSwarm)
     trainer._terms, trainer._member = terms, None
     trainer._given = trainer.optimizer, trainer.lr_scheduler
-    trainer._losses, trainer._steps, trainer._kept = 0.0, 0, []
+    trainer._losses, trainer._steps, trainer._kept, trainer._has_trained = 0.0, 0, [], False
     accelerator.dataloader_config.data_seed = own_seed(dht)
     if accelerator.scaler is not None:
         accelerator.scaler = own_scaler(accelerator.scaler, accelerator.device.type)
@@ -78,15 +87,24 @@ class InSwarm(Trainer):
     _losses: torch.Tensor | float  # the sum of this epoch's losses
     _steps: int  # how many they are
     _kept: list[Any]  # the last batches of a stream, where they are too few for a step
+    _has_trained: bool
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; the peer leaves the run at the end, also by an error."""
+        if self._has_trained and self.model_init is None and not resume_from_checkpoint:
+            raise ValueError(trained_before("Trainer", self._terms.run_id, "train(resume_from_checkpoint=True)"))
         self._leave()  # the script may have called `create_optimizer`
         self.optimizer, self.lr_scheduler = self._given
         try:
-            return super().train(*args, **kwargs)
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            self._finish()
+            return output
         finally:
             self._leave()
+
+    def _finish(self) -> None:
+        if self._member is not None:
+            self._member.finish()
 
     def _leave(self) -> None:
         if self._member is not None:
@@ -108,6 +126,39 @@ class InSwarm(Trainer):
         # After all others, also those of the script and of a checkpoint: it has the last word on logging and saving.
         self.callback_handler.callbacks.sort(key=lambda callback: isinstance(callback, Epochs))
         return made
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As the Trainer's. A checkpoint that does not name a state of a run, since it has no optimizer or is from
+        outside, is the state after as many epochs as it has steps."""
+        if checkpoint is None:
+            return
+        schedule, paths = (
+            self.lr_scheduler,
+            [os.path.join(checkpoint, name) for name in (SCHEDULER_NAME, OPTIMIZER_NAME)],
+        )
+        saved = torch.load(paths[0], weights_only=True) if all(map(os.path.isfile, paths)) else {}
+        if saved.keys() == schedule.state_dict().keys():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        epoch = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
+        if saved:
+            self.lr_scheduler = schedule.scheduler
+            super()._load_optimizer_and_scheduler(checkpoint)
+            self.lr_scheduler, schedule.epoch = schedule, schedule.last_epoch
+            log.warning(
+                "%s is from outside of a run: this peer goes on from its model, optimizer and schedule at epoch %d, as "
+                "if each of its steps had had %d samples. Peers that have fewer behind them take over this state",
+                checkpoint, epoch, self._terms.target_batch_size,
+            )  # fmt: skip
+        else:
+            log.warning(
+                "%s has no optimizer (save_only_model=True): this peer goes on from its model at epoch %d of the "
+                "schedule, and what the optimizer keeps (momentum, Adam's averages) begins anew",
+                checkpoint, epoch,
+            )  # fmt: skip
+        assert self._member is not None
+        self._member.begin_at(epoch)
+        schedule.step()
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *rest: Any) -> Any:
         """A step is an epoch of the run, and the run decides how many passes over the data that takes."""
@@ -149,7 +200,7 @@ class InSwarm(Trainer):
 
     def _load_best_model(self) -> None:
         """Leave the run first: these weights are not its state."""
-        self._leave()
+        self._finish()
         super()._load_best_model()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -173,6 +224,7 @@ class Epochs(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin to count losses, and seed the samplers that draw from torch's own generator."""
         self._trainer._losses, self._trainer._steps, self._trainer._kept = 0.0, 0, []
+        self._trainer._has_trained = True
         torch.manual_seed(own_seed(self._trainer._terms.dht))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -646,6 +646,10 @@ class Epoch:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Optimizer`."""
         self.take_result(wait=True)
+        if self.state is EpochState.CLOSED:
+            self._replica.load_state_dict(state_dict)
+            self.applied = self._replica.tip
+            return
         self._accumulation.leave()
         self._accumulation.load_averager_state(state_dict.get("shoal", {}).get("grad_averager", {}))
         self._replica.load_state_dict(state_dict)

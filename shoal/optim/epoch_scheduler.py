@@ -91,7 +91,8 @@ class EpochScheduler(StepCounted, LRScheduler):
         if set(state_dict) != {"epoch", "scheduler"}:
             raise ValueError(
                 f"the state of an EpochScheduler has epoch and scheduler, and this one {', '.join(state_dict)}: load "
-                "that of a plain scheduler into it before it is wrapped"
+                "that of a plain scheduler into it before it is wrapped, or, of a checkpoint that was made outside of "
+                "a run, load the model only"
             )
         self.scheduler.load_state_dict(state_dict["scheduler"])
         self.epoch = state_dict["epoch"]

@@ -427,14 +427,15 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state dict of this class, or of the wrapped optimizer's (then at the present epoch). Load the
         model's parameters first. The dict is copied. Without an averager's state in it, the averager begins as in a new
-        run.
+        run. After `shutdown`, the wrapped optimizer's state and the epoch become those of the dict, for no run.
 
         Raises:
             ValueError: if it is of other parameter groups, as the wrapped optimizer does, or has the state of another
                 averager.
         """
         with self._in_trainer("load_state_dict"):
-            self._check_dht()
+            if not self._closed:
+                self._check_dht()
             self._epoch.load_state_dict(state_dict)
         self.param_groups, self.state = self._groups(), self.optimizer.state
 
@@ -514,9 +515,32 @@ class Optimizer(torch.optim.Optimizer):
         if self.on_event is not None:
             self.on_event(event)
 
+    def finish(self) -> None:
+        """Leave the run at the end of training, when all peers end at the same epoch. A peer that has missed the last
+        rounds would find nobody to download from, and make the last epochs alone. So this one stays until no connected
+        peer is behind its epoch, serves its state, and begins no round. It leaves at once if nobody is behind, and when
+        the run goes on without it.
+
+        It stays for `averaging_timeout` after the last of the others has caught up, left or asked for the state, and
+        for `load_state_timeout` in all, at most. A round in the background is waited for. Otherwise as `shutdown`.
+
+        An error that was raised in the background since the last call is raised, once the run is left.
+        """
+        try:
+            with self._in_trainer("finish"):
+                if self.is_alive() and not self.auxiliary:
+                    self._epoch.take_result(wait=True)
+                    self._run.wait_for_those_behind(self._settings.averaging_timeout, self._settings.load_state_timeout)
+        except AveragingError as error:
+            if not self._run.is_over:
+                raise
+            log.info("%s", error)  # another thread has shut it, or the DHT, down
+        finally:
+            self.shutdown()
+
     def shutdown(self) -> None:
-        """Leave the run; the parameters and the DHT stay usable. A round in the background ends without a result, and a
-        step in the background is waited for and applied. Calling it again does nothing."""
+        """Leave the run now; the parameters and the DHT stay usable. A round in the background ends without a result,
+        and a step in the background is waited for and applied. Calling it again does nothing."""
         if self._closed:
             return
         self._closed = True

@@ -205,6 +205,21 @@ class Run:
 
         self._wait(ask())
 
+    def wait_for_those_behind(self, idle: float, longest: float) -> None:
+        """See `Swarm.wait_for_those_behind`; they are served with this peer's state meanwhile."""
+        donor = self._donor
+
+        def served_at() -> float:
+            return float("-inf") if donor is None else donor.asked_at
+
+        behind = self._wait(self.swarm.wait_for_those_behind(idle, longest, served_at))
+        if behind:
+            log.warning(
+                "left the run while others are behind its last epoch, and did not come within %g s: %s. They end it "
+                "with a state of their own; give a longer averaging_timeout than their longest step",
+                idle, ", ".join(str(member.peer) for member in behind),
+            )  # fmt: skip
+
     def tell_state_changed(self) -> None:
         """Say that this peer's state has another tip than before; in any thread."""
         self.dht.reactor.loop.call_soon_threadsafe(self._state_changed.set)

@@ -80,6 +80,7 @@ class Contacts:
 
     Attributes:
         reports: changes in whom this peer reaches; a reader takes them out, in any thread.
+        told: the state that each member has told of in its last HELLO.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Contacts:
         self._channel, self._peer, self._view = channel, peer, peer.view
         self._directory, self._tensors, self._act = directory, tensors, act
         self.reports: deque[Reachability] = deque(maxlen=MAX_REPORTS)
+        self.told: dict[bytes, Tip] = {}
         self._strangers: dict[bytes, _Stranger] = {}
         self._sparing = Sparing(EXPLAINED, EXPLAINED_SECONDS)
         self._meeting: set[bytes] = set()
@@ -222,6 +224,8 @@ class Contacts:
         for member in new:
             self._channel.node.spawn(self.meet(member))
         self._peer.told(peer.key, hello.tip, self._now())
+        if peer.key in self._view.members:
+            self.told[peer.key] = hello.tip
         seen, self._seen = self._seen, asyncio.Event()
         seen.set()
         self._act()
@@ -304,6 +308,7 @@ class Contacts:
         if not self._channel.is_connected(key):
             self._strangers.pop(key, None)
         known = self._view.lose(key)
+        self.told.pop(key, None)
         if known and was_reached and not is_stranger:
             connected = len(self._view.connected())
             fields = {"shoal": {"event": "lost", "peer": str(PeerID(key)), "members": connected}}

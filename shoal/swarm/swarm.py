@@ -182,6 +182,15 @@ class Swarm:
         """Whether this peer has completed an epoch since it started: then it is no newcomer any more."""
         return self.peer.participant.made
 
+    def members_behind(self) -> list[Member]:
+        """The connected members that train and whose state this peer's outranks, by what they have told in their last
+        HELLO. Members of the round that led here have its result."""
+        commit, told = self.peer.participant.commit, self.contacts.told
+        # A member that was put out of the round is in no view.
+        there = set() if commit is None else {*commit.members} & {member.key for member in commit.view}
+        others = [m for m in self.peer.view.connected() if m.contributes and m.key in told.keys() - there]
+        return [member for member in others if self.tip.outranks(told[member.key])]
+
     @property
     def missed(self) -> bool:
         """Whether the round of this tip was committed, and its result is not here."""
@@ -259,6 +268,38 @@ class Swarm:
     def _now(self) -> float:
         """The loop's time; in any thread once this peer has started."""
         return (self._loop or asyncio.get_running_loop()).time()
+
+    async def wait_for_those_behind(self, idle: float, longest: float, served_at: Callable[[], float]) -> list[Member]:
+        """Wait until no connected member is behind this peer's state (`members_behind`), or the run goes on from it:
+        the next round is called, or others hold a better state.
+
+        Args:
+            idle: seconds without progress after which this peer waits no more: no member has caught up or left, and
+                none is served.
+            longest: seconds that it waits in all.
+            served_at: when a member was last served with the state, on the loop's clock.
+
+        Returns:
+            Those that are behind when it has waited in vain.
+        """
+        began = changed = self._now()
+        tip, behind = self.tip, self.members_behind()
+        for member in behind:  # what is known of them may be old
+            self.node.spawn(self.contacts.meet_peer(member.peer))
+        while behind and self.tip == tip and not (self.called or self.missed or self.behind):
+            until = min(began + longest, max(changed, served_at()) + idle)
+            if self._now() >= until:
+                return behind
+            told = asyncio.ensure_future(self.contacts.seen()), asyncio.ensure_future(self.news())
+            try:  # of those that are lost, nobody tells: look every second
+                await asyncio.wait(told, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in told:
+                    task.cancel()
+            before, behind = behind, self.members_behind()
+            if behind != before:
+                changed = self._now()
+        return []
 
     # -- samples
 

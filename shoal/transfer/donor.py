@@ -124,6 +124,10 @@ class StateDonor:
         priority: of this state among those of others, when it is asked for.
         gate: of a closed run, whose state members get that train.
         line: the lineages that the state went through, see `Offer`.
+
+    Attributes:
+        allow: as given.
+        asked_at: when the state, or a chunk of it, was last asked for, on the loop's clock.
     """
 
     def __init__(
@@ -138,6 +142,7 @@ class StateDonor:
         line: Callable[[], bytes] = bytes,
     ) -> None:
         self.allow, self._gate, self._line = allow, gate, line
+        self.asked_at = float("-inf")
         self._node, self._service = node, transfer_service(service_name, gate)
         self._take_snapshot, self._current_tip, self._priority = take_snapshot, current_tip, priority
         self._held: dict[bytes, _Held] = {}  # by the manifest's id, the oldest first
@@ -156,6 +161,7 @@ class StateDonor:
     def _handle(self, peer: PeerID, message: object, _buffers: object) -> Reply | Coroutine[Any, Any, Reply]:
         if self._gate is not None:
             self._gate.require(peer, *STATES)
+        self.asked_at = now()
         match message:
             case GetManifest():
                 return self._offer(peer) if self.allow else Reply(Withheld())

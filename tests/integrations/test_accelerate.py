@@ -10,11 +10,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.integrations.accelerate import swarm
+from shoal.integrations.member import Member
 from tests.integrations.tiny import inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks
@@ -200,3 +201,41 @@ def test_clipping_that_the_run_does_not_do_is_refused(loop: Loop) -> None:
         loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1.0, norm_type=float("inf"))
     with pytest.raises(ValueError, match="clips each batch of this peer, and a run clips the norm of the average"):
         loop.accelerator.clip_grad_value_(loop.model.parameters(), 1.0)
+
+
+def test_a_schedule_of_a_metric_is_refused_before_the_run_is_joined(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(shoal.Optimizer, "__init__", lambda self, **_: made.append(self))
+    with pytest.raises(ValueError, match="ReduceLROnPlateau follows a metric that each peer measures by itself"):
+        loop.prepare(schedule=ReduceLROnPlateau)
+    assert made == []
+    assert type(loop.accelerator) is Accelerator
+    assert loop.accelerator.step_scheduler_with_optimizer
+
+
+def test_a_state_is_loaded_after_the_training(loop: Loop, tmp_path: Path) -> None:
+    loop.prepare()
+    loop.run(epochs=2)
+    best, rate = loop.model.weight.detach().clone(), loop.schedule.get_last_lr()
+    loop.accelerator.save_state(str(tmp_path))
+    loop.run(epochs=4)
+    loop.accelerator.end_training()
+    assert not torch.equal(loop.model.weight, best)
+    loop.accelerator.load_state(str(tmp_path))
+    assert torch.equal(loop.model.weight, best)
+    assert loop.schedule.get_last_lr() == rate
+    assert loop.optimizer.optimizer.local_epoch == 2
+    with pytest.raises(RuntimeError, match="this optimizer was shut down"):
+        loop.run(epochs=3)
+
+
+def test_a_peer_whose_script_can_not_go_on_leaves_the_run(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[Member] = []
+    monkeypatch.setattr(Member, "leave", lambda member: left.append(member))
+    another = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="the scheduler is of a SGD that no shoal"):
+        loop.prepare(schedule=lambda _: ExponentialLR(another, gamma=0.5))
+    [member] = left
+    member.optimizer.shutdown()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
@@ -175,3 +175,37 @@ def test_options_of_the_script_are_refused(dht: shoal.DHT) -> None:
         SwarmStrategy(dht=dht, run_id="x", target_batch_size=8, max_grad_norm=1.0)
     with pytest.raises(ValueError, match="delay_grad_averaging=True does not work in a framework's training loop"):
         SwarmStrategy(dht=dht, run_id="x", target_batch_size=8, delay_grad_averaging=True)
+
+
+def test_a_schedule_of_a_metric_is_refused_before_the_run_is_joined(fit: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plateau(Module):
+        def configure_optimizers(self) -> Any:
+            made = torch.optim.SGD(self.parameters(), lr=0.01)
+            schedule = {"scheduler": ReduceLROnPlateau(made), "interval": "step", "monitor": "loss"}
+            return {"optimizer": made, "lr_scheduler": schedule}
+
+    made: list[Any] = []
+    monkeypatch.setattr(shoal.Optimizer, "__init__", lambda self, **_: made.append(self))
+    with pytest.raises(ValueError, match="ReduceLROnPlateau follows a metric that each peer measures by itself"):
+        fit(Plateau())
+    assert made == []
+
+
+def test_a_second_fit_needs_a_checkpoint(fit: Make, tmp_path: Path) -> None:
+    module = Module()
+    saved = L.pytorch.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=5)
+    trainer, events = fit(module, callbacks=[saved])
+    trained, loader = module.net.weight.detach().clone(), DataLoader(TensorDataset(inputs(50)), batch_size=4)
+    trainer.fit_loop.epoch_loop.max_steps = 8
+    with pytest.raises(
+        ValueError, match=r"this Trainer has trained in the run .* before.*ckpt_path=…\) goes on from a"
+    ):
+        trainer.fit(module, loader)
+    assert torch.equal(module.net.weight, trained)
+    assert len(samples(events)) == 5
+    trainer.fit(module, loader, ckpt_path=saved.best_model_path)
+    with pytest.raises(ValueError, match="this Trainer has trained"):
+        trainer.fit(module, loader)
+    assert trainer.global_step == 8
+    assert len(samples(events)) == 8
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.01 * 0.5**8

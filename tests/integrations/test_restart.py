@@ -54,6 +54,23 @@ def test_all_are_killed_and_go_on_from_their_checkpoints(framework: str, tmp_pat
         assert peer.done["rates"] == pytest.approx(rates_of(framework, peer.epochs))
 
 
+def test_all_are_killed_and_go_on_from_checkpoints_without_the_optimizer(tmp_path: Path) -> None:
+    own = [{"folder": str(tmp_path / name), "identity": str(tmp_path / f"{name}.key")} for name in "ab"]
+    of_all = {"framework": "transformers", "pause": 0.02, "args": SAVED | {"save_only_model": True}}
+    with training(*own, steps=LAST, **of_all) as before:
+        for index in (0, 1):
+            before.hear_epoch(index, 8)
+    resumed = [peer | {"resume": checkpoint("transformers", peer["folder"], 6)} for peer in own]
+    with training(*resumed, steps=LAST, run=TOGETHER, **of_all) as after:
+        told = after.finish()
+    by_epoch(peer.events for peer in told)
+    for peer in told:
+        assert peer.epochs == list(range(7, LAST + 1))
+        assert peer.downloads == 0
+        assert peer.done["rates"] == pytest.approx(rates_of("transformers", peer.epochs))
+        assert any("has no optimizer (save_only_model=True)" in warning for warning in peer.done["warnings"])
+
+
 def rates_of(framework: str, epochs: list[int]) -> list[float]:
     """With which each epoch's step has to be made."""
     if framework == "transformers":  # the schedule is as long as the training

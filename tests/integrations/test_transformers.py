@@ -247,6 +247,64 @@ def test_it_trains_again_and_from_a_new_model(make: Make) -> None:
     assert trainer.evaluate(eval_dataset=texts(4))["run_epoch"] == 5
 
 
+def test_a_second_training_needs_a_checkpoint_or_a_new_model(make: Make) -> None:
+    trainer = make(save_strategy="steps", save_steps=5)
+    trainer.train()
+    trained = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    trainer.args.max_steps = 8
+    with pytest.raises(
+        ValueError, match=r"this Trainer has trained in the run .* before.*=True\) goes on from a checkpoi"
+    ):
+        trainer.train()
+    assert all(map(torch.equal, trained, trainer.model.parameters()))
+    assert trainer.train(resume_from_checkpoint=True).global_step == 8
+    assert len(samples(trainer)) == 8
+
+
+SAVED = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "warmup_steps": 2}
+
+
+def rates(trainer: Any) -> list[float]:
+    return [log["learning_rate"] for log in trainer.state.log_history if "loss" in log]
+
+
+def test_a_checkpoint_without_the_optimizer_goes_on_at_its_epoch(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(save_only_model=True, **SAVED).train()
+    trainer = make(save_only_model=True, **SAVED)
+    assert trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3")).global_step == 6
+    assert [event.epoch for event in trainer.events] == [4, 5, 6]
+    assert rates(trainer) == pytest.approx([0, 0.005, 0.01, 0.0075, 0.005, 0.0025])
+    [told] = [record.getMessage() for record in caplog.records if "checkpoint-3" in record.getMessage()]
+    assert "has no optimizer (save_only_model=True): this peer goes on from its model at epoch 3" in told
+
+
+def test_a_checkpoint_from_outside_of_a_run_goes_on_as_its_state(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {
+        "output_dir": str(tmp_path), "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "logging_steps": 1, "learning_rate": 0.01, **SAVED,
+    }  # fmt: skip
+    Trainer(language_model(), TrainingArguments(**settings), train_dataset=texts(50)).train()
+    trainer = make(**SAVED)
+    seen: list[Any] = []
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            state = trainer._member.optimizer.state_dict()["state"]
+            seen.append((trainer._member.epoch, state[0]["step"].item(), state[0]["exp_avg"].abs().sum().item() > 0))
+
+    trainer.add_callback(Watch())
+    assert trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3")).global_step == 6
+    assert seen == [(3, 3, True)]
+    assert [event.epoch for event in trainer.events] == [4, 5, 6]
+    assert rates(trainer) == pytest.approx([0, 0.005, 0.01, 0.0075, 0.005, 0.0025])
+    [told] = [record.getMessage() for record in caplog.records if "checkpoint-3" in record.getMessage()]
+    assert "is from outside of a run: this peer goes on from its model, optimizer and schedule at epoch 3" in told
+
+
 def test_it_leaves_the_run_when_training_raises(make: Make, dht: shoal.DHT) -> None:
     class Raises(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -309,3 +367,20 @@ def test_a_shoal_optimizer_of_the_user_is_refused(make: Make, dht: shoal.DHT) ->
     with pytest.raises(ValueError, match="the script makes a shoal"):
         make(optimizers=(own, None)).train()
     own.shutdown()
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_changed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def two_gpus(trainer: Any) -> None:
+        trainer.args._n_gpu = 2
+        given.append(trainer)
+
+    with pytest.raises(ValueError, match=r"one device, and this Trainer .*set CUDA_VISIBLE_DEVICES\) asks for 2"):
+        make(prepare=two_gpus)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau follows a metric that each peer measures by itself"):
+        make(
+            prepare=given.append, lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_dataset=texts(4)
+        )
+    assert [type(trainer) for trainer in given] == [Trainer, Trainer]
+    assert all(trainer.accelerator.dataloader_config.data_seed is None for trainer in given)

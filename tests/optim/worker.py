@@ -320,6 +320,10 @@ def main() -> None:
             case "stop":
                 training.stop(command.get("epoch"))
                 say(**training.state())
+            case "finish":
+                training.stop(command["epoch"])
+                training.optimizer.finish()
+                say(**training.state())
             case "poison":
                 training.poisoned = command["steps"]
                 say(ok=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.integrations.accelerate import swarm
@@ -37,13 +38,21 @@ class ByHand(Module):
     automatic_optimization = False
 
 
-def fit(scene: Scene, module: Module, **given: Any) -> None:
+class Plain(Module):
+    """Without the scheduler."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(scene: Scene, module: Module, **given: Any) -> lightning.Trainer:
     """With Lightning, as a peer."""
     strategy = SwarmStrategy(dht=scene.dht, run_id=scene.run_id, target_batch_size=8, device="cpu")
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     settings = {"max_steps": 1, "accelerator": "cpu", "devices": 1, "enable_checkpointing": False, **quiet, **given}
     trainer = lightning.Trainer(strategy=strategy, **settings)
     trainer.fit(module, batches())
+    return trainer
 
 
 def batches() -> DataLoader[Any]:
@@ -78,6 +87,14 @@ def joins_twice(scene: Scene) -> str:
     return raised(
         lambda: swarm(accelerator, sgd(make_model()), dht=scene.dht, run_id=scene.run_id, target_batch_size=8)
     )
+
+
+@provokes("this Trainer has trained in the run … before")
+def trains_twice(scene: Scene) -> str:
+    module = Plain()
+    with warnings.catch_warnings(action="ignore"):  # of Lightning itself
+        trainer = fit(scene, module)
+    return raised(lambda: trainer.fit(module, batches()))
 
 
 @provokes("the script makes a shoal.Optimizer itself")
@@ -140,6 +157,12 @@ def accumulates_by_hand(scene: Scene) -> str:
 @provokes('a scheduler has interval="epoch" and frequency=N')
 def steps_a_scheduler_after_each_pass(scene: Scene) -> str:
     return raised(lambda: fit(scene, Module()))
+
+
+@provokes("ReduceLROnPlateau follows a metric that each peer measures by itself")
+def schedules_by_a_metric(scene: Scene) -> str:
+    optimizer = sgd(make_model())
+    return raised(lambda: join(scene, optimizer, ReduceLROnPlateau(optimizer)))
 
 
 @provokes('gradient_clip_algorithm="value" clips each batch of this peer')

@@ -1,0 +1,27 @@
+"""A peer that misses the last rounds of a training ends where the others do, with the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.training import by_epoch, training
+
+pytestmark = pytest.mark.alone
+
+LAST = 4
+
+
+@pytest.mark.parametrize("framework", ["transformers", "lightning", "accelerate"])
+def test_a_peer_that_misses_the_last_round_takes_over_the_last_state(framework: str, tmp_path: Path) -> None:
+    own = [{"folder": str(tmp_path / "a"), "pause": 0.05}, {"folder": str(tmp_path / "b"), "pause": 4.0}]
+    run = {"matchmaking_time": 0.5}
+    with training(*own, framework=framework, steps=LAST, run=run) as one:
+        fast, slow = one.finish()
+    by_epoch([fast.events, slow.events])
+    assert fast.epochs[-1] == LAST
+    assert fast.events[-1]["peers"] == 1  # else the slow one has missed nothing
+    assert slow.events[-1]["epoch"] == LAST  # by a download, or the result of a round that it was not in
+    assert fast.done["steps"] == slow.done["steps"] == LAST
+    assert fast.done["parameters"] == slow.done["parameters"]
