@@ -24,7 +24,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.health.metrics import Metrics, families, registry_of
+from shoal.health.metrics import OWN_NAMES, Metrics, families, registry_of
 from shoal.health.record import Health
 from shoal.monitor.history import EVERY_SECONDS, LONGEST, History
 from shoal.monitor.snapshot import Snapshot, Standing
@@ -78,8 +78,7 @@ class Site:
             Route("/history", self._series),
             Route("/metrics", self._metrics),
         ]
-        # A page elsewhere whose name is suddenly that of this machine (DNS rebinding) is told nothing.
-        own_names = [Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])]
+        own_names = [Middleware(TrustedHostMiddleware, allowed_hosts=OWN_NAMES)]
         self.app: ASGIApp = _WithHeaders(Starlette(routes=routes, middleware=own_names, lifespan=self._lifespan))
 
     def stop(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import re
 import shutil
@@ -45,6 +47,21 @@ def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
 def served() -> str:
     with MetricsServer(0, lambda: families("my run", [(PEER, FULL)])) as server:
         return read(server.port)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost:{port}", 200), ("127.0.0.1", 200), ("elsewhere.example", 400), ("elsewhere.example:{port}", 400)],
+)
+def test_only_who_asks_for_this_machine_is_answered(host: str, status: int) -> None:
+    """A page whose name is suddenly that of this machine (DNS rebinding) asks for its own name."""
+    with (
+        MetricsServer(0, lambda: families("my run", [(PEER, FULL)])) as server,
+        contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)) as asking,
+    ):
+        asking.request("GET", "/metrics", headers={"Host": host.format(port=server.port)})
+        answer = asking.getresponse()
+        assert (answer.status, b"shoal_epoch" in answer.read()) == (status, status == 200)
 
 
 def test_every_number_is_the_records() -> None:
