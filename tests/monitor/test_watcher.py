@@ -56,6 +56,21 @@ def test_a_killed_peer_is_lost_within_ten_seconds_and_back_when_it_is_started_an
             assert said[1] == "is back, started anew"
 
 
+def test_a_killed_client_is_lost_within_ten_seconds_too(tmp_path: Path) -> None:
+    """Nobody can dial it: the members that it was connected to tell of it at once."""
+    with trainers(2, period=10.0) as peers:
+        victim = peers.add(client=True, identity=str(tmp_path / "key"))
+        peers.train()
+        with watching(peers) as watcher:
+            wait_until(lambda: watcher.snapshot().epoch >= 2 and "3 of 3 peers" in watcher.snapshot().sentence)
+            victim.kill()
+            assert wait_until(lambda: standing(watcher.snapshot(), victim.peer) is Standing.LOST) < 10.0
+            view = next(view for view in watcher.snapshot().peers if view.id == victim.peer)
+            assert view.why == "2 of 2 members that listen have lost it"
+            peers.add(client=True, identity=str(tmp_path / "key")).ask(do="train")
+            wait_until(lambda: watcher.snapshot().is_well)
+
+
 def test_who_leaves_is_not_lost() -> None:
     with trainers(2) as peers, watching(peers) as watcher:
         leaver = peers.all[1]
