@@ -70,7 +70,7 @@ class Site:
         self._changed = asyncio.Event()
         self._listeners = 0
         self._kept_at = 0.0
-        self._stopped = False
+        self._stopped = self._warned = False
         routes = [Route(path, self._file) for path in FILES]
         routes += [
             Route("/snapshot", self._snapshot),
@@ -103,6 +103,10 @@ class Site:
                 await self._look()
             except RuntimeError as error:  # the DHT was shut down: what was known last stays
                 log.debug("%s", error)
+            except Exception as error:  # the next one may do
+                level = logging.DEBUG if self._warned else logging.WARNING
+                log.log(level, "the run could not be looked at: %r", error, exc_info=error)
+                self._warned = True
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _look(self) -> None:
