@@ -22,6 +22,8 @@ class KnownPeer:
         heard_at: when the newest was published, as far as is known; `read_at`: when it was first read; `first_at`:
             when the first was.
         standing: see `Standing`; `why`: of LOST; `since`: when it got there.
+        clock: by how many seconds, at least, its clock is ahead of this machine's (behind: less than 0), as its last
+            two records show: one may have been long under way. `clock_before`: as the last one does.
         unreachable: why this process can't connect to it; "" if it is connected, or was not tried.
         marks: by epoch.
         losses: what it says of members that it has lost, and when that was first read; by their keys' beginnings, and
@@ -37,6 +39,8 @@ class KnownPeer:
     before: Health | None = None
     standing: Standing = Standing.HERE
     why: str = ""
+    clock: float = 0.0
+    clock_before: float = 0.0
     unreachable: str = ""
     marks: dict[int, Mark] = field(default_factory=dict)
     losses: dict[tuple[bytes, int], float] = field(default_factory=dict)
@@ -44,8 +48,9 @@ class KnownPeer:
     def __post_init__(self) -> None:
         self._hear(self.health, self.read_at)
 
-    def heard(self, health: Health, heard_at: float, now: float) -> None:
-        """A newer record was read."""
+    def heard(self, health: Health, heard_at: float, clock: float, now: float) -> None:
+        """A newer record was read, which shows that about the peer's clock."""
+        self.clock, self.clock_before = min(self.clock_before, clock, key=abs), clock
         self.before, self.health = None if health.started != self.health.started else self.health, health
         self.heard_at, self.read_at = max(self.heard_at, heard_at), now
         if self.before is None:

@@ -54,19 +54,22 @@ class Picture:
             wall: the same by the clock that records are published by.
         """
         for posted in posts:
-            age = min(max(0.0, wall - posted.at), LIFE_SECONDS)
-            self._read(posted, now - age, now, wall)
+            self._read(posted, now - (wall - posted.at), now, wall)
         self._read_at, self._is_first = began, False
         self._hear_of_clients(now, wall)
         self.tick(now, wall)
 
-    def _read(self, posted: Posted, heard_at: float, now: float, wall: float) -> None:
+    def _read(self, posted: Posted, said_at: float, now: float, wall: float) -> None:
+        """A record was read. `said_at`: when its peer says that it has published it."""
         peer, health = posted.peer, posted.health
+        # Not before the last reading began, where it was not there, nor later than now. Else a clock is wrong.
+        heard_at = min(max(said_at, self._read_at, now - LIFE_SECONDS), now)
+        clock = said_at - heard_at if self._read_at > now - LIFE_SECONDS else max(0.0, said_at - now)
         known = self._peers.get(peer)
         if known is None:
             if len(self._peers) >= MAX_MEMBERS and not self._forget_one():
                 return
-            known = self._peers[peer] = KnownPeer(peer, health, heard_at, now, now, now)
+            known = self._peers[peer] = KnownPeer(peer, health, heard_at, now, now, now, clock_before=clock)
             self._named[peer.key[:PREFIX_BYTES]] = peer
             if health.left:
                 known.standing = Standing.LEFT
@@ -78,7 +81,7 @@ class Picture:
         restarted = health.started != known.health.started
         # What was not there when a reading began after the loss was published after it; this may be older.
         may_be_older = known.standing is Standing.LOST and not restarted and self._read_at <= known.since
-        known.heard(health, heard_at, now)
+        known.heard(health, heard_at, clock, now)
         if health.left:
             self._stand(known, Standing.LEFT, "", now)
             self._tell(wall, peer, "has left")

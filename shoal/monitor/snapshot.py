@@ -33,6 +33,7 @@ class Trouble(StrEnum):
     ALONE = "trains alone"
     UNREACHABLE = "can't be reached"
     BEHIND = "is behind"
+    CLOCK = "has another clock"
 
 
 class Finding(msgspec.Struct, frozen=True):

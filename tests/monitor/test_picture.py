@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace as replace_dataclass
 from typing import Any
 
 import pytest
@@ -315,6 +316,40 @@ def test_who_was_put_out_of_a_round_is_told_with_the_reason(world: World) -> Non
         *2 * [f"has put …{name_of(B)} out of a round: no answer to a survey"],
         f"has put …{D.key[:8].hex()} out of a round: it is elsewhere, again",
     ]
+
+
+def run_with_clock(world: World, ahead: float, seconds: int) -> None:
+    """A and B publish every 10 s, and are read every 2 s; B's clock is not this machine's."""
+    for second in range(0, seconds, 2):
+        posts = []
+        if second % 10 == 0:
+            late = world.post(B)
+            posts = [world.post(A), replace_dataclass(late, at=late.at + ahead)]
+        world.read(*posts)
+        world.pass_time(2.0)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "says"),
+    [(-20.0, "at least 18 s behind this machine's"), (20.0, "at least 20 s ahead of this machine's")],
+)
+def test_who_has_another_clock_is_not_silent_but_named_as_that(world: World, ahead: float, says: str) -> None:
+    run_with_clock(world, ahead, 40)
+    assert (world.troubles(A), world.troubles(B)) == ([], [Trouble.CLOCK])
+    assert str(world.view(B).findings[0]) == f"has another clock ({says})"
+    assert world.view(B).seen <= 12.0
+    world.pass_time(LATE_SECONDS)
+    assert world.view(B).standing is Standing.SILENT
+    world.pass_time(15.0)
+    assert world.view(B).standing is Standing.LOST
+
+
+def test_clocks_of_usual_machines_and_one_record_that_came_late_are_nothing(world: World) -> None:
+    run_with_clock(world, -4.0, 40)
+    assert world.snapshot.is_well
+    late = world.post(B)
+    world.read(world.post(A), replace_dataclass(late, at=late.at - 20.0))
+    assert world.snapshot.is_well
 
 
 def test_who_leaves_says_so_and_is_not_missed(world: World) -> None:
