@@ -132,13 +132,16 @@ def test_a_peer_that_writes_nonsense_of_itself_shows_nowhere(value: object) -> N
 
 
 @pytest.mark.parametrize(("size", "ahead"), [(MAX_HEALTH_BYTES, 0.0), (100, 3600.0)], ids=["large", "for an hour"])
-def test_no_node_keeps_a_record_that_would_take_the_place_of_many(size: int, ahead: float) -> None:
+def test_no_node_keeps_a_record_that_would_take_the_place_of_many(
+    size: int, ahead: float, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> None:
         async with nodes(2) as (writer, reader):
             key, until, mine = health_key(RUN), get_dht_time() + LIFE_SECONDS + ahead, owner_marker(writer.peer_id)
             assert not await writer.store(key, bytes(size), until, subkey=mine)
             record = writer._signed(make_record(key, bytes(size), until, mine, until))
             assert not reader._records.is_valid(record)
+            assert "a health record takes 2048 bytes at most, and expires within 90 s" in caplog.text
             assert await writer.store("another key", bytes(size), until, subkey=mine)
 
     asyncio.run(main())
