@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shoal.dht.records import MAX_SECONDS_AHEAD, NO_SUBKEY, DHTRecord, decode_subkey, decode_value
-from shoal.dht.run_keys import is_misplaced
+from shoal.dht.run_keys import is_excessive, is_misplaced
 from shoal.dht.storage import LocalStorage
 from shoal.dht.validation import CompositeValidator
 
@@ -33,7 +33,10 @@ class KeptRecords:
         again."""
         if self.holds(record):
             return True
-        if is_misplaced(record) or record.expiration_time > self._clock() + MAX_SECONDS_AHEAD + CLOCK_DIFFERENCE:
+        now = self._clock()
+        if record.expiration_time > now + MAX_SECONDS_AHEAD + CLOCK_DIFFERENCE:
+            return False
+        if is_misplaced(record) or is_excessive(record, now):
             return False
         if not self._validator.validate(record):
             return False

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from shoal.dht.records import NO_SUBKEY, DHTRecord, key_id, owners_of
+from shoal.dht.run_keys import MAX_HEALTH_RECORDS, is_health
 
 MAX_ENTRY_BYTES = 512 << 10
 """Bytes of all records of one key, so that they fit into one reply."""
@@ -51,6 +52,7 @@ class LocalStorage:
     An owner that has as many records here as one may have gets no further places; it may replace what it has.
 
     When another bound is exceeded, records without owner go first, and of these and of the others what expires soonest.
+    A key of health records (`run_keys`) has places for MAX_HEALTH_RECORDS, and who has one keeps it.
     To store a record takes time that is logarithmic in the number of those that are kept.
 
     Args:
@@ -100,6 +102,8 @@ class LocalStorage:
             return False
         entry = self._entries.get(identifier)
         if entry is not None:
+            if current is None and len(entry.records) >= MAX_HEALTH_RECORDS and is_health(record):
+                return False
             if not _wins(record, entry):
                 return False
             if (NO_SUBKEY in entry.records) != (record.subkey == NO_SUBKEY):

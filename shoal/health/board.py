@@ -11,7 +11,7 @@ import msgspec
 
 from shoal.dht.node import DHTNode
 from shoal.dht.records import get_dht_time
-from shoal.dht.run_keys import health_key
+from shoal.dht.run_keys import MAX_HEALTH_RECORDS, MAX_HEALTH_SECONDS, health_key
 from shoal.dht.validation import owner_marker
 from shoal.health.record import LIFE_SECONDS, Health, decode_health, encode_health
 from shoal.membership.membership import Part
@@ -19,12 +19,10 @@ from shoal.p2p.identity import PeerID
 from shoal.swarm.duties import parts_of
 from shoal.swarm.gate import Document
 from shoal.swarm.gates import gate_of
-from shoal.swarm.protocol.view import MAX_MEMBERS
 
 log = logging.getLogger(__name__)
 
-SHARDED_FROM = 256  # members, from which on records are under 16 keys: a node keeps 512 KiB under one
-CLOCKS_DIFFER = 60.0  # seconds by which a peer's clock may be ahead of the reader's
+SHARDED_FROM = MAX_HEALTH_RECORDS  # members, from which on records are under 16 keys
 _MARKER = "[owner:"
 
 
@@ -74,7 +72,7 @@ class HealthBoard:
         )
 
     async def read(self, members: int) -> list[Posted]:
-        """The records that are there now, of MAX_MEMBERS peers at most; those that break a rule are left out.
+        """The records that are there now; those that break a rule are left out.
 
         Args:
             members: how many the run has, as far as the reader knows.
@@ -91,11 +89,11 @@ class HealthBoard:
                     before = newest.get(posted.peer)
                     if before is None or posted.health.order > before.health.order:
                         newest[posted.peer] = posted
-        return list(newest.values())[:MAX_MEMBERS]
+        return list(newest.values())
 
     def _posted(self, subkey: object, record: Any, expiration: float) -> Posted | None:
         """What one record says; None for one that counts for nothing."""
-        latest = self._clock() + LIFE_SECONDS + CLOCKS_DIFFER
+        latest = self._clock() + MAX_HEALTH_SECONDS
         if not (isinstance(subkey, str) and isinstance(record, bytes) and expiration <= latest):
             return None
         try:

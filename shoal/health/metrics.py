@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import start_http_server
+from prometheus_client import make_wsgi_app
 from prometheus_client.core import (
     CollectorRegistry,
     CounterMetricFamily,
@@ -15,15 +16,22 @@ from prometheus_client.core import (
     InfoMetricFamily,
     SummaryMetricFamily,
 )
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from shoal.health.record import Health, name_of
 from shoal.p2p.identity import PeerID
 
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
 Metrics = list[Metric]
 LABELS = ["run", "peer"]
 LOOPBACK = "127.0.0.1"
+# What a browser may call this machine: a page elsewhere whose name is suddenly that of this machine (DNS rebinding) is
+# told nothing.
+OWN_NAMES = [LOOPBACK, "localhost"]
 
 
 def families(run_id: str, records: Iterable[tuple[PeerID, Health]]) -> Metrics:
@@ -96,16 +104,28 @@ def registry_of(collect: Callable[[], Metrics]) -> CollectorRegistry:
     return registry
 
 
-class _Server(Protocol):
-    server_port: int
+def _only_by_own_names(app: WSGIApplication) -> WSGIApplication:
+    """The app, for those who ask for this machine by one of OWN_NAMES."""
 
-    def shutdown(self) -> None: ...
+    def checked(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ.get("HTTP_HOST", "").partition(":")[0] in OWN_NAMES:
+            return app(environ, start_response)
+        start_response("400 Bad Request", [("Content-Type", "text/plain")])
+        return [b"Invalid host header"]
 
-    def server_close(self) -> None: ...
+    return checked
+
+
+class _Silent(WSGIRequestHandler):
+    """Logs no requests."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
 
 class MetricsServer:
-    """Serves `/metrics` over HTTP on loopback, in a thread of its own, until it is closed.
+    """Serves `/metrics` over HTTP on loopback, to who asks for it by OWN_NAMES, in a thread of its own, until it is
+    closed.
 
     Args:
         port: to listen on; 0 for any free one.
@@ -119,9 +139,11 @@ class MetricsServer:
     """
 
     def __init__(self, port: int, collect: Callable[[], Metrics]) -> None:
-        server, self._thread = start_http_server(port, addr=LOOPBACK, registry=registry_of(collect))
-        self._server: _Server = server
-        self.port = server.server_port
+        app = _only_by_own_names(make_wsgi_app(registry_of(collect)))
+        self._server = make_server(LOOPBACK, port, app, ThreadingWSGIServer, _Silent)
+        self.port = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="shoal-metrics", daemon=True)
+        self._thread.start()
         self._lock = threading.Lock()
         self._closed = False
 

@@ -13,9 +13,9 @@ from shoal.swarm.protocol.view import Role
 
 PERIOD_SECONDS = 10.0  # between two records of a peer
 LIFE_SECONDS = 30.0  # of a record in the DHT
-MAX_BYTES = 1280  # of an encoded record, without membership and signature; a usual one takes 400 to 600
+MAX_BYTES = 1536  # of an encoded record, without membership and signature; a usual one takes 400 to 600
 MAX_TEXT, MAX_REASON = 64, 160  # characters
-MAX_UNREACHED = 4  # members that one record names
+MAX_UNREACHED = MAX_LOST = 4  # members that one record names
 PREFIX_BYTES = 8  # of hashes and keys: enough to tell apart what nobody has forged
 MARK_EVERY = (1, 4, 16, 64, 256, 1024)  # see `Health.marks`
 
@@ -114,6 +114,28 @@ class Refused(msgspec.Struct, array_like=True, frozen=True):
     difference: Reason
 
 
+class Lost(msgspec.Struct, array_like=True, frozen=True):
+    """A member whose connection to this peer ended less than LIFE_SECONDS ago, and that did not say that it leaves.
+
+    Attributes:
+        key: of it.
+        number: how many members this peer had lost before, since it started: tells two losses of one member apart.
+        coordinated: whether it coordinated this peer's round, or was to call the next one.
+    """
+
+    key: Prefix
+    number: Count
+    coordinated: bool
+
+
+class PutOut(msgspec.Struct, array_like=True, frozen=True):
+    """A member that this peer, as the coordinator, has put out of a round, and why; `number` as in `Lost`."""
+
+    key: Prefix
+    number: Count
+    reason: Reason
+
+
 class Health(msgspec.Struct, array_like=True, frozen=True, tag=1):
     """One peer, now.
 
@@ -143,6 +165,8 @@ class Health(msgspec.Struct, array_like=True, frozen=True, tag=1):
         unreached: the known members that it can't reach.
         refused: a peer of the run with other terms; None if there is none now.
         cpu_seconds, memory: of the process; bytes.
+        lost: the members that were lost last. A record that names another one is published at once.
+        put_out: the last member that was put out of a round; None before the first.
     """
 
     started: Time
@@ -175,6 +199,8 @@ class Health(msgspec.Struct, array_like=True, frozen=True, tag=1):
     refused: Refused | None
     cpu_seconds: Amount
     memory: Count
+    lost: Annotated[tuple[Lost, ...], msgspec.Meta(max_length=MAX_LOST)] = ()
+    put_out: PutOut | None = None
 
     @property
     def order(self) -> tuple[float, int]:

@@ -12,6 +12,7 @@ from shoal.monitor.snapshot import Finding, Standing, Trouble
 from shoal.p2p.identity import PeerID
 
 TOLD_SECONDS = 600.0  # for which it is told that a peer was lost
+CLOCK_SECONDS = 10.0  # by which two clocks may differ: records live 30 s, by the clock of who has written them
 ALONE_SECONDS = 2 * PERIOD_SECONDS  # that two peers have to meet
 NOT_COMPARED = bytes(PREFIX_BYTES)  # a digest that is not to be compared
 
@@ -56,6 +57,9 @@ def findings_of(peers: Iterable[KnownPeer], now: float) -> tuple[dict[PeerID, li
             add(Finding(Trouble.UNREACHABLE, f"from here: {known.unreachable}"))
         if health.newest > health.epoch + 1:
             add(Finding(Trouble.BEHIND, f"in epoch {health.epoch}, where others are in {health.newest}"))
+        if abs(known.clock) > CLOCK_SECONDS:
+            side = "ahead of" if known.clock > 0 else "behind"
+            add(Finding(Trouble.CLOCK, f"at least {abs(known.clock):.0f} s {side} this machine's"))
     return found, alike
 
 

@@ -1,11 +1,13 @@
-"""What a run was like: snapshots in an SQLite file, fewer of them the older they are."""
+"""What a run was like: snapshots in an SQLite file, fewer of them the older they are.
+
+A row is of the run, and not of a peer: the file's size is bounded by time alone, whoever publishes health records.
+"""
 
 from __future__ import annotations
 
 import math
 import sqlite3
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,13 +31,12 @@ LEVELS = (Level(3600, 60), Level(86400, 600))
 LONGEST = 90 * 86400  # seconds for which anything is kept
 FOLD_SECONDS = 600  # between two times of making old points fewer
 
-RUN_COLUMNS = (
+COLUMNS = (
     "epoch", "samples_behind", "loss", "samples_per_second", "epoch_seconds", "peers", "computing", "waiting",
     "matchmaking", "exchange", "step"
 )  # fmt: skip
-PEER_COLUMNS = ("epoch", "loss", "samples_per_second", "up", "down")
 HIGHEST = ("epoch", "samples_behind")  # of several points in one; of the others the mean
-TABLES = {"run": ("at", RUN_COLUMNS), "points": ("at, peer", PEER_COLUMNS)}
+MEANS = ", ".join(f"max({name})" if name in HIGHEST else f"avg({name})" for name in COLUMNS)
 
 Series = dict[str, list[float | None]]
 
@@ -74,20 +75,19 @@ class History:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.execute("CREATE TABLE IF NOT EXISTS about (format INTEGER, run TEXT)")
-        columns = ", ".join(f"{name} REAL" for name in RUN_COLUMNS)
+        columns = ", ".join(f"{name} REAL" for name in COLUMNS)
         self._db.execute(f"CREATE TABLE IF NOT EXISTS run (at INTEGER PRIMARY KEY, {columns})")
-        columns = ", ".join(f"{name} REAL" for name in PEER_COLUMNS)
-        self._db.execute(
-            f"CREATE TABLE IF NOT EXISTS points (at INTEGER, peer INTEGER, {columns}, PRIMARY KEY (at, peer)) "
-            "WITHOUT ROWID"
-        )
-        self._db.execute("CREATE TABLE IF NOT EXISTS peers (peer INTEGER PRIMARY KEY, name TEXT UNIQUE)")
         self._db.execute("CREATE TABLE IF NOT EXISTS folded (step INTEGER PRIMARY KEY, until INTEGER)")
         about = self._db.execute("SELECT format, run FROM about").fetchone()
         if about is None:
             self._db.execute("INSERT INTO about VALUES (?, ?)", (FORMAT, run_id))
         elif about != (FORMAT, run_id):
             raise ValueError(f"has the history of the run {about[1]!r}, in format {about[0]}")
+        if self._db.execute("SELECT name FROM sqlite_master WHERE name = 'points'").fetchone() is not None:
+            # Earlier versions wrote a row for each peer, which nobody read.
+            self._db.execute("DROP TABLE points")
+            self._db.execute("DROP TABLE IF EXISTS peers")
+            self._db.execute("VACUUM")
 
     def close(self) -> None:
         """Close the file. Calling it again does nothing."""
@@ -112,27 +112,18 @@ class History:
         here = [peer for peer in snapshot.peers if peer.standing is Standing.HERE]
         if not here:
             return
-        times = [None] * 5 if phases is None else [getattr(phases, name) for name in RUN_COLUMNS[-5:]]
+        times = [None] * 5 if phases is None else [getattr(phases, name) for name in COLUMNS[-5:]]
         run = [at, snapshot.epoch, snapshot.samples_behind, snapshot.loss, snapshot.samples_per_second]
         run += [snapshot.epoch_seconds or None, len(here), *times]
         try:
             with self._lock, self._db:
                 self._db.execute("BEGIN")
-                self._insert("run", [run])
-                names = [(peer.name,) for peer in here]
-                self._db.executemany("INSERT OR IGNORE INTO peers (name) VALUES (?)", names)
-                known = dict(self._db.execute("SELECT name, peer FROM peers"))
-                self._insert(
-                    "points", [[at, known[p.name], p.epoch, p.loss, p.samples_per_second, p.up, p.down] for p in here]
-                )
+                self._db.execute(f"INSERT OR REPLACE INTO run VALUES ({', '.join('?' * len(run))})", run)
             if snapshot.at >= self._folded_at + FOLD_SECONDS:
                 self._folded_at = snapshot.at
                 self.fold(snapshot.at)
         except sqlite3.Error as error:
             raise OSError(f"the history can't be kept: {error}") from error
-
-    def _insert(self, table: str, rows: Sequence[Sequence[float | None]]) -> None:
-        self._db.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows)
 
     def fold(self, now: float) -> None:
         """Make old points fewer, and drop the oldest. Done by itself every FOLD_SECONDS."""
@@ -142,23 +133,18 @@ class History:
                 done = self._db.execute("SELECT until FROM folded WHERE step = ?", (level.step,)).fetchone()
                 since, until = 0 if done is None else done[0], int(now - level.age) // level.step * level.step
                 if until > since:
-                    for table in TABLES:
-                        self._fold_table(table, level.step, since, until)
+                    self._fold(level.step, since, until)
                     self._db.execute("INSERT OR REPLACE INTO folded VALUES (?, ?)", (level.step, until))
-            for table in TABLES:
-                self._db.execute(f"DELETE FROM {table} WHERE at < ?", (int(now - LONGEST),))
-            self._db.execute("DELETE FROM peers WHERE peer NOT IN (SELECT peer FROM points)")
+            self._db.execute("DELETE FROM run WHERE at < ?", (int(now - LONGEST),))
 
-    def _fold_table(self, table: str, step: int, since: int, until: int) -> None:
-        key, columns = TABLES[table]
-        keys = key.replace("at", f"at / {step} * {step}")
+    def _fold(self, step: int, since: int, until: int) -> None:
+        begins, span = f"at / {step} * {step}", (since, until)
         self._db.execute(
-            f"CREATE TEMP TABLE fewer AS SELECT {keys}, {_means(columns)} FROM {table} WHERE at >= ? AND at < ? "
-            f"GROUP BY {keys}",
-            (since, until),
+            f"CREATE TEMP TABLE fewer AS SELECT {begins}, {MEANS} FROM run WHERE at >= ? AND at < ? GROUP BY {begins}",
+            span,
         )
-        self._db.execute(f"DELETE FROM {table} WHERE at >= ? AND at < ?", (since, until))
-        self._db.execute(f"INSERT OR REPLACE INTO {table} SELECT * FROM fewer")
+        self._db.execute("DELETE FROM run WHERE at >= ? AND at < ?", span)
+        self._db.execute("INSERT OR REPLACE INTO run SELECT * FROM fewer")
         self._db.execute("DROP TABLE fewer")
 
     def series(self, now: float, seconds: float) -> Series:
@@ -166,12 +152,8 @@ class History:
         step = max(1, math.ceil(seconds / (MAX_POINTS - 1)))
         with self._lock:
             rows = self._db.execute(
-                f"SELECT max(at), {_means(RUN_COLUMNS)} FROM run WHERE at >= ? GROUP BY at / {step} ORDER BY at",
+                f"SELECT max(at), {MEANS} FROM run WHERE at >= ? GROUP BY at / {step} ORDER BY at",
                 (int(now - seconds),),
             ).fetchall()
-        columns = list(zip(*rows, strict=True)) or [()] * (1 + len(RUN_COLUMNS))
-        return {name: list(column) for name, column in zip(("at", *RUN_COLUMNS), columns, strict=True)}
-
-
-def _means(columns: Sequence[str]) -> str:
-    return ", ".join(f"max({name})" if name in HIGHEST else f"avg({name})" for name in columns)
+        columns = list(zip(*rows, strict=True)) or [()] * (1 + len(COLUMNS))
+        return {name: list(column) for name, column in zip(("at", *COLUMNS), columns, strict=True)}

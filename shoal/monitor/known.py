@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from shoal.health.record import Health, Mark
 from shoal.monitor.snapshot import Standing
 from shoal.p2p.identity import PeerID
+from shoal.swarm.protocol.view import Role
+
+MAX_MARKS = 64  # of one peer
 
 
 @dataclass(slots=True)
@@ -16,23 +19,55 @@ class KnownPeer:
     Attributes:
         peer: who it is.
         health: its newest record; `before`: the one before it, of the same start.
-        heard_at: when the newest was published, as far as is known; `first_at`: when the first was seen.
+        heard_at: when the newest was published, as far as is known; `read_at`: when it was first read; `first_at`:
+            when the first was.
         standing: see `Standing`; `why`: of LOST; `since`: when it got there.
+        clock: by how many seconds, at least, its clock is ahead of this machine's (behind: less than 0), as its last
+            two records show: one may have been long under way. `clock_before`: as the last one does.
         unreachable: why this process can't connect to it; "" if it is connected, or was not tried.
         marks: by epoch.
+        losses: what it says of members that it has lost, and when that was first read; by their keys' beginnings, and
+            the numbers of the losses.
     """
 
     peer: PeerID
     health: Health
     heard_at: float
+    read_at: float
     first_at: float
     since: float
     before: Health | None = None
     standing: Standing = Standing.HERE
     why: str = ""
+    clock: float = 0.0
+    clock_before: float = 0.0
     unreachable: str = ""
     marks: dict[int, Mark] = field(default_factory=dict)
+    losses: dict[tuple[bytes, int], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._hear(self.health, self.read_at)
+
+    def heard(self, health: Health, heard_at: float, clock: float, now: float) -> None:
+        """A newer record was read, which shows that about the peer's clock."""
+        self.clock, self.clock_before = min(self.clock_before, clock, key=abs), clock
+        self.before, self.health = None if health.started != self.health.started else self.health, health
+        self.heard_at, self.read_at = max(self.heard_at, heard_at), now
+        if self.before is None:
+            self.marks, self.losses = {}, {}
+        self._hear(health, now)
+
+    def _hear(self, health: Health, now: float) -> None:
+        self.marks |= {mark.epoch: mark for mark in health.marks}
+        for epoch in sorted(self.marks)[:-MAX_MARKS]:
+            del self.marks[epoch]
+        said = [(loss.key, loss.number) for loss in health.lost]
+        self.losses = {loss: self.losses.get(loss, now) for loss in said}
 
     @property
     def is_there(self) -> bool:
         return self.standing in (Standing.HERE, Standing.SILENT)
+
+    @property
+    def is_client(self) -> bool:
+        return self.health.role is Role.CLIENT

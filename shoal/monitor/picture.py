@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from shoal.health.board import Posted
-from shoal.health.record import LIFE_SECONDS, PERIOD_SECONDS, Health, name_of, printable
+from shoal.health.record import LIFE_SECONDS, PERIOD_SECONDS, PREFIX_BYTES, Health, name_of, printable
 from shoal.monitor.advice import advice_of
 from shoal.monitor.findings import common_epoch, findings_of, is_told, refused_ones
 from shoal.monitor.known import KnownPeer
@@ -19,10 +19,9 @@ from shoal.monitor.snapshot import Happening, Snapshot, Standing
 from shoal.monitor.verdict import sentence_of
 from shoal.monitor.views import loss_of, mean_of, view_of
 from shoal.p2p.identity import PeerID
-from shoal.swarm.protocol.view import MAX_MEMBERS, Role
+from shoal.swarm.protocol.view import MAX_MEMBERS
 
 LATE_SECONDS = 1.5 * PERIOD_SECONDS  # without a record, and a peer is silent
-MAX_MARKS = 64  # of one peer
 MAX_HAPPENINGS = 200
 MAX_WHY = 400  # bytes of a reason why a connection ended or was not made: parts of it are what the peer has answered
 
@@ -37,6 +36,8 @@ class Picture:
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         self._peers: dict[PeerID, KnownPeer] = {}
+        self._named: dict[bytes, PeerID] = {}  # by the beginnings of their keys
+        self._coordinators: dict[bytes, float] = {}  # those of which it was told that they were lost, and when
         self._happenings: deque[Happening] = deque(maxlen=MAX_HAPPENINGS)
         self._read_at = float("-inf")  # when the last reading of the board began
         self._is_first = True  # what is read first has happened before
@@ -53,19 +54,23 @@ class Picture:
             wall: the same by the clock that records are published by.
         """
         for posted in posts:
-            age = min(max(0.0, wall - posted.at), LIFE_SECONDS)
-            self._read(posted, now - age, now, wall)
+            self._read(posted, now - (wall - posted.at), now, wall)
         self._read_at, self._is_first = began, False
+        self._hear_of_clients(now, wall)
         self.tick(now, wall)
 
-    def _read(self, posted: Posted, heard_at: float, now: float, wall: float) -> None:
+    def _read(self, posted: Posted, said_at: float, now: float, wall: float) -> None:
+        """A record was read. `said_at`: when its peer says that it has published it."""
         peer, health = posted.peer, posted.health
+        # Not before the last reading began, where it was not there, nor later than now. Else a clock is wrong.
+        heard_at = min(max(said_at, self._read_at, now - LIFE_SECONDS), now)
+        clock = said_at - heard_at if self._read_at > now - LIFE_SECONDS else max(0.0, said_at - now)
         known = self._peers.get(peer)
         if known is None:
             if len(self._peers) >= MAX_MEMBERS and not self._forget_one():
                 return
-            known = self._peers[peer] = KnownPeer(peer, health, heard_at, now, now)
-            known.marks = {mark.epoch: mark for mark in health.marks}
+            known = self._peers[peer] = KnownPeer(peer, health, heard_at, now, now, now, clock_before=clock)
+            self._named[peer.key[:PREFIX_BYTES]] = peer
             if health.left:
                 known.standing = Standing.LEFT
             elif not self._is_first:
@@ -73,15 +78,10 @@ class Picture:
             return
         if health.order <= known.health.order:
             return
-        last, restarted = known.health, health.started != known.health.started
+        restarted = health.started != known.health.started
         # What was not there when a reading began after the loss was published after it; this may be older.
         may_be_older = known.standing is Standing.LOST and not restarted and self._read_at <= known.since
-        known.before, known.health, known.heard_at = None if restarted else last, health, max(known.heard_at, heard_at)
-        known.marks |= {mark.epoch: mark for mark in health.marks}
-        for epoch in sorted(known.marks)[:-MAX_MARKS]:
-            del known.marks[epoch]
-        if restarted:
-            known.marks = {mark.epoch: mark for mark in health.marks}
+        known.heard(health, heard_at, clock, now)
         if health.left:
             self._stand(known, Standing.LEFT, "", now)
             self._tell(wall, peer, "has left")
@@ -106,6 +106,31 @@ class Picture:
         refused = health.refused
         if refused is not None and (before is None or before.refused is None):
             self._tell(wall, peer, f"refuses a peer with other terms: {refused.difference}")
+        out = health.put_out
+        if out is not None and out != (None if before is None else before.put_out):
+            self._tell(wall, peer, f"has put …{self._name(out.key)} out of a round: {out.reason}")
+        lost = [loss.key for loss in health.lost if loss.coordinated and (before is None or loss not in before.lost)]
+        # Others say the same: it is told once.
+        self._coordinators = {key: at for key, at in self._coordinators.items() if at > wall - LIFE_SECONDS}
+        if lost and lost[-1] in self._named and lost[-1] not in self._coordinators:
+            self._coordinators[lost[-1]] = wall
+            self._tell(wall, peer, f"has lost the coordinator, …{self._name(lost[-1])}")
+
+    def _hear_of_clients(self, now: float, wall: float) -> None:
+        """A client, which nobody can dial, is lost when those say so that held a connection to it: more than half of
+        them, and two at least where two members listen. What was said before its newest record was read is void."""
+        listening = [k for k in self._peers.values() if k.standing is Standing.HERE and not k.is_client]
+        tellers: dict[PeerID, set[PeerID]] = {}
+        for teller in listening:
+            for (key, _), since in teller.losses.items():
+                client = self._peers[self._named[key]] if key in self._named else teller
+                if client.is_client and client.is_there and since >= client.read_at:
+                    tellers.setdefault(client.peer, set()).add(teller.peer)
+        for peer, say_so in tellers.items():
+            client = self._peers[peer]
+            held_by = min(len(listening), max(1, client.health.members - 1))
+            if len(say_so) >= max(held_by // 2 + 1, min(2, len(listening))):
+                self._lose(client, f"{len(say_so)} of {len(listening)} members that listen have lost it", now, wall)
 
     def connected(self, peer: PeerID) -> None:
         """This process has a connection to that peer."""
@@ -117,8 +142,7 @@ class Picture:
         """The connection to that peer has ended, and another one could not be made."""
         known = self._peers.get(peer)
         if known is not None and known.is_there:
-            self._stand(known, Standing.LOST, printable(reason, MAX_WHY), now)
-            self._tell(wall, peer, f"was lost: {known.why}")
+            self._lose(known, printable(reason, MAX_WHY), now, wall)
 
     def unreachable(self, peer: PeerID, reason: str) -> None:
         """That peer was dialled in vain."""
@@ -131,10 +155,13 @@ class Picture:
         for known in self._peers.values():
             age = now - known.heard_at
             if known.is_there and age > LIFE_SECONDS:
-                self._stand(known, Standing.LOST, f"it has said nothing for {age:.0f} s", now)
-                self._tell(wall, known.peer, f"was lost: {known.why}")
+                self._lose(known, f"it has said nothing for {age:.0f} s", now, wall)
             elif known.standing is Standing.HERE and age > LATE_SECONDS:
                 self._stand(known, Standing.SILENT, "", now)
+
+    def _lose(self, known: KnownPeer, why: str, now: float, wall: float) -> None:
+        self._stand(known, Standing.LOST, why, now)
+        self._tell(wall, known.peer, f"was lost: {why}")
 
     @staticmethod
     def _stand(known: KnownPeer, standing: Standing, why: str, now: float) -> None:
@@ -148,14 +175,20 @@ class Picture:
         gone = [known for known in self._peers.values() if not known.is_there]
         if not gone:
             return False
-        del self._peers[min(gone, key=lambda known: known.since).peer]
+        peer = min(gone, key=lambda known: known.since).peer
+        del self._peers[peer]
+        self._named.pop(peer.key[:PREFIX_BYTES], None)
         return True
+
+    def _name(self, key: bytes) -> str:
+        """How a peer is named of which others tell the beginning of its key."""
+        return name_of(self._named[key]) if key in self._named else key.hex()
 
     # -- what is known
 
     def expected(self) -> list[PeerID]:
         """The peers that are there, and listen: those to be connected to."""
-        return [k.peer for k in self._peers.values() if k.is_there and k.health.role is not Role.CLIENT]
+        return [k.peer for k in self._peers.values() if k.is_there and not k.is_client]
 
     def records(self) -> list[tuple[PeerID, Health]]:
         """The newest record of each peer that is there."""

@@ -10,8 +10,9 @@ import msgspec
 class Standing(StrEnum):
     """Whether a peer is there.
 
-    To LOST from HERE and SILENT, by a connection that ends and can't be made again, or by a record that expires; to
-    HERE from all others, by a newer record; LEFT is what a peer says in its last record.
+    To LOST from HERE and SILENT, by a connection that ends and can't be made again (of a client: by what the members
+    say that held it), or by a record that expires; to HERE from all others, by a newer record; LEFT is what a peer says
+    in its last record.
     """
 
     HERE = "here"
@@ -32,6 +33,7 @@ class Trouble(StrEnum):
     ALONE = "trains alone"
     UNREACHABLE = "can't be reached"
     BEHIND = "is behind"
+    CLOCK = "has another clock"
 
 
 class Finding(msgspec.Struct, frozen=True):

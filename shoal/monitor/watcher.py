@@ -143,9 +143,9 @@ class Watcher:
         return self._picture.snapshot(now, wall)
 
     async def _keep_watching(self) -> None:
-        members, list_at = 0, _now()
+        members, list_at, has_failed = 0, _now(), False
         while True:
-            began = _now()
+            began, has_read = _now(), False
             try:
                 if began >= list_at:
                     listed = await self._directory.read()
@@ -157,7 +157,10 @@ class Watcher:
                 has_read = True
             except (P2PError, TimeoutError) as error:
                 log.debug("the records could not be read: %s", error)
-                has_read = False
+            except Exception as error:  # the next reading may do
+                level = logging.DEBUG if has_failed else logging.WARNING
+                log.log(level, "the records could not be read: %r", error, exc_info=error)
+                has_failed = True
             self._connect()
             if has_read and not self._ready.is_set():
                 if self._dialling:

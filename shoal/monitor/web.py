@@ -24,7 +24,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.health.metrics import Metrics, families, registry_of
+from shoal.health.metrics import OWN_NAMES, Metrics, families, registry_of
 from shoal.health.record import Health
 from shoal.monitor.history import EVERY_SECONDS, LONGEST, History
 from shoal.monitor.snapshot import Snapshot, Standing
@@ -70,7 +70,7 @@ class Site:
         self._changed = asyncio.Event()
         self._listeners = 0
         self._kept_at = 0.0
-        self._stopped = False
+        self._stopped = self._warned = False
         routes = [Route(path, self._file) for path in FILES]
         routes += [
             Route("/snapshot", self._snapshot),
@@ -78,8 +78,7 @@ class Site:
             Route("/history", self._series),
             Route("/metrics", self._metrics),
         ]
-        # A page elsewhere whose name is suddenly that of this machine (DNS rebinding) is told nothing.
-        own_names = [Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])]
+        own_names = [Middleware(TrustedHostMiddleware, allowed_hosts=OWN_NAMES)]
         self.app: ASGIApp = _WithHeaders(Starlette(routes=routes, middleware=own_names, lifespan=self._lifespan))
 
     def stop(self) -> None:
@@ -104,6 +103,10 @@ class Site:
                 await self._look()
             except RuntimeError as error:  # the DHT was shut down: what was known last stays
                 log.debug("%s", error)
+            except Exception as error:  # the next one may do
+                level = logging.DEBUG if self._warned else logging.WARNING
+                log.log(level, "the run could not be looked at: %r", error, exc_info=error)
+                self._warned = True
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _look(self) -> None:

@@ -23,6 +23,7 @@ from shoal.dht.records import get_dht_time
 from shoal.health.board import HealthBoard
 from shoal.health.record import (
     MARK_EVERY,
+    MAX_LOST,
     MAX_REASON,
     MAX_TEXT,
     MAX_UNREACHED,
@@ -30,7 +31,9 @@ from shoal.health.record import (
     PREFIX_BYTES,
     FaultKind,
     Health,
+    Lost,
     Mark,
+    PutOut,
     Refused,
     Round,
     Totals,
@@ -47,6 +50,7 @@ from shoal.swarm.protocol.messages import Terms
 log = logging.getLogger(__name__)
 
 RECENT_EPOCHS = 8  # whose mean time is told
+AT_ONCE_SECONDS = 2.0  # between two records, where one is published at once, since a member was lost
 GOODBYE_SECONDS = 0.5  # that the last record may take: nobody waits for it longer
 NOT_COMPARED = bytes(PREFIX_BYTES)  # in place of a digest that may differ between peers that are well
 
@@ -79,6 +83,7 @@ class Vitals:
         self._losses: list[float] = []  # since the last record
         self._loss: float | None = None  # their mean before
         self._publishing: asyncio.Task[None] | None = None
+        self._warned = False  # of an unexpected error
 
     # -- in the trainer's thread
 
@@ -94,6 +99,12 @@ class Vitals:
 
     def heard(self, event: Event) -> None:
         """The optimizer tells its user of something."""
+        try:
+            self._gather(event)
+        except Exception as error:  # noqa: BLE001 (whatever is wrong here, no training ends for it)
+            self._failed(error)
+
+    def _gather(self, event: Event) -> None:
         tip, machine = self._epoch.applied, _prefix(self._epoch.machine.encode())
         with self._lock:
             match event:
@@ -128,7 +139,8 @@ class Vitals:
         tip, local, all_peers = self._epoch.applied, self._tracker.local_progress, self._tracker.global_progress
         counts, fault = run.faults.so_far()
         missing = [peer.key[:PREFIX_BYTES] for peer in swarm.contacts.missing()[:MAX_UNREACHED]]
-        refused = swarm.contacts.refused()
+        refused, losses = swarm.contacts.refused(), swarm.contacts.losses
+        lost, out = losses.told(MAX_LOST, asyncio.get_running_loop().time()), losses.last_out
         with self._lock:
             totals, marks, ends = self._totals, dict(self._marks), list(self._ends)
             loss = sum(self._losses) / len(self._losses) if self._losses else self._loss
@@ -170,22 +182,41 @@ class Vitals:
             refused=None if refused is None else Refused(refused[0][:PREFIX_BYTES], printable(refused[1], MAX_REASON)),
             cpu_seconds=time.process_time(),
             memory=_memory(),
+            lost=tuple(Lost(loss.key[:PREFIX_BYTES], loss.number, loss.coordinated) for loss in lost),
+            put_out=None
+            if out is None
+            else PutOut(out.key[:PREFIX_BYTES], out.number, printable(out.reason, MAX_REASON)),
         )
 
     async def _publish(self, board: HealthBoard, *, left: bool = False) -> None:
-        health = self.health(left=left)
-        self._number += 1
-        with self._lock:
-            self._loss, self._losses = health.loss, []
+        self._run.swarm.contacts.losses.news.clear()
         try:
+            health = self.health(left=left)
+            self._number += 1
+            with self._lock:
+                self._loss, self._losses = health.loss, []
             await board.publish(health, len(self._run.swarm.peer.view.members))
         except (P2PError, TimeoutError) as error:
             log.debug("this peer's health record could not be published: %s", error)
+        except Exception as error:  # noqa: BLE001 (the next one may be published)
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        """Say once that something is wrong here, which is nobody's but this program's fault."""
+        level = logging.DEBUG if self._warned else logging.WARNING
+        self._warned = True
+        log.log(level, "what this peer says of itself may be missing where it is watched: %r", error, exc_info=error)
 
     async def _keep_publishing(self, board: HealthBoard) -> None:
+        """Publish a record every PERIOD_SECONDS, and at once when a member was lost."""
+        news = self._run.swarm.contacts.losses.news
         while True:
             await self._publish(board)
-            await asyncio.sleep(PERIOD_SECONDS)
+            soonest = min(AT_ONCE_SECONDS, PERIOD_SECONDS)
+            await asyncio.sleep(soonest)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PERIOD_SECONDS - soonest):
+                    await news.wait()
 
     # -- life
 

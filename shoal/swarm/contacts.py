@@ -16,6 +16,7 @@ from shoal.p2p.node import Reply
 from shoal.p2p.transport import Buffer, Movement
 from shoal.swarm.channel import Channel
 from shoal.swarm.directory import REFRESH_SECONDS, Directory
+from shoal.swarm.losses import Losses
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.errors import Rejected
@@ -81,6 +82,7 @@ class Contacts:
     Attributes:
         reports: changes in whom this peer reaches; a reader takes them out, in any thread.
         told: the state that each member has told of in its last HELLO.
+        losses: the members that were lost, for who watches.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Contacts:
         self._directory, self._tensors, self._act = directory, tensors, act
         self.reports: deque[Reachability] = deque(maxlen=MAX_REPORTS)
         self.told: dict[bytes, Tip] = {}
+        self.losses = Losses()
         self._strangers: dict[bytes, _Stranger] = {}
         self._sparing = Sparing(EXPLAINED, EXPLAINED_SECONDS)
         self._meeting: set[bytes] = set()
@@ -234,6 +237,7 @@ class Contacts:
     def spoke(self, member: Member) -> None:
         """A member has spoken, so it is there, whatever was known of it before."""
         if self._reach.reached(member):
+            self.losses.back(member.key)
             self._channel.learn(member)
             self._reach_changed.set()
         if self._view.returned(member):
@@ -307,15 +311,21 @@ class Contacts:
         is_stranger = key in self._strangers
         if not self._channel.is_connected(key):
             self._strangers.pop(key, None)
+        coordinated = was_reached and key in self._coordinators()
         known = self._view.lose(key)
         self.told.pop(key, None)
         if known and was_reached and not is_stranger:
-            connected = len(self._view.connected())
-            fields = {"shoal": {"event": "lost", "peer": str(PeerID(key)), "members": connected}}
-            log.info("%s is lost; members connected, with this peer: %d", PeerID(key), connected, extra=fields)
+            connected, epoch = len(self._view.connected()), self._peer.tip.epoch
+            self.losses.add(key, coordinated=coordinated, connected=connected, epoch=epoch, now=self._now())
         if known:
             self._changed()
         return known
+
+    def _coordinators(self) -> list[bytes]:
+        """Who coordinates the round that this peer is in, if it is in one, and who calls the next round of its tip."""
+        participant = self._peer.participant
+        in_round = [] if participant.begin is None else [participant.ballot.coordinator]
+        return [*in_round, participant.coordinator().key]
 
     def _changed(self) -> None:
         self._peer.members_changed(self._now())

@@ -559,6 +559,7 @@ class Swarm:
         """Something has happened: perform what the machine has decided, and wake those that wait for it."""
         self._perform()
         peer, participant = self.peer, self.peer.participant
+        self.contacts.losses.look(peer.lead)
         if peer.news != self._news_told:
             self._tell_news()
         if peer.changes != self._changes_seen:

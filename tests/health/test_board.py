@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from shoal.dht import DHTNode, get_dht_time
 from shoal.dht.records import DHTRecord, make_record
-from shoal.dht.run_keys import health_key
-from shoal.dht.validation import owner_marker
+from shoal.dht.run_keys import MAX_HEALTH_BYTES, MAX_HEALTH_RECORDS, MAX_HEALTH_SECONDS, health_key
+from shoal.dht.validation import SignatureValidator, owner_marker
 from shoal.health.board import SHARDED_FROM, HealthBoard
 from shoal.health.record import LIFE_SECONDS, MAX_BYTES, encode_health
 from shoal.membership import Part
@@ -108,25 +109,72 @@ def test_a_record_of_another_run_or_an_old_one_is_no_record_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "ahead"),
+    "value",
     [
-        (bytes(encode_health(WELL)) + b"\x00", 0.0),
-        (b"x" * (MAX_BYTES + 1), 0.0),
-        (msgspec.msgpack.encode(health(loss=float("nan"))), 0.0),
-        (msgspec.msgpack.encode(health(samples=float("inf"))), 0.0),
-        ("a text", 0.0),
-        (17, 0.0),
-        (bytes(encode_health(WELL)), 3600.0),  # it would stay for an hour
+        bytes(encode_health(WELL)) + b"\x00",
+        b"x" * (MAX_BYTES + 1),
+        msgspec.msgpack.encode(health(loss=float("nan"))),
+        msgspec.msgpack.encode(health(samples=float("inf"))),
+        "a text",
+        17,
     ],
-    ids=["longer", "oversized", "NaN", "infinite", "text", "number", "for an hour"],
+    ids=["longer", "oversized", "NaN", "infinite", "text", "number"],
 )
-def test_a_peer_that_writes_nonsense_of_itself_shows_nowhere(value: object, ahead: float) -> None:
+def test_a_peer_that_writes_nonsense_of_itself_shows_nowhere(value: object) -> None:
     async def main() -> None:
         async with nodes(2) as (writer, reader):
-            until = get_dht_time() + LIFE_SECONDS + ahead
+            until = get_dht_time() + LIFE_SECONDS
             assert await writer.store(health_key(RUN), value, until, subkey=owner_marker(writer.peer_id))
             await HealthBoard(reader, RUN).publish(health(number=2), 2)
             assert said(await HealthBoard(reader, RUN).read(2)) == [2]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("size", "ahead"), [(MAX_HEALTH_BYTES, 0.0), (100, 3600.0)], ids=["large", "for an hour"])
+def test_no_node_keeps_a_record_that_would_take_the_place_of_many(
+    size: int, ahead: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with nodes(2) as (writer, reader):
+            key, until, mine = health_key(RUN), get_dht_time() + LIFE_SECONDS + ahead, owner_marker(writer.peer_id)
+            assert not await writer.store(key, bytes(size), until, subkey=mine)
+            record = writer._signed(make_record(key, bytes(size), until, mine, until))
+            assert not reader._records.is_valid(record)
+            assert "a health record takes 2048 bytes at most, and expires within 90 s" in caplog.text
+            assert await writer.store("another key", bytes(size), until, subkey=mine)
+
+    asyncio.run(main())
+
+
+def test_strangers_make_nobody_go_who_is_there() -> None:
+    """In an open run anybody may write records, of as many peers as they like. Those that are there first stay."""
+
+    def theirs(now: float) -> list[DHTRecord]:
+        until = now + MAX_HEALTH_SECONDS - 1.0  # honest ones expire sooner
+        made = []
+        for number in range(MAX_HEALTH_RECORDS + 50):
+            identity = Identity(number.to_bytes(32, "big"))
+            record = make_record(
+                health_key(RUN), bytes(encode_health(WELL)), until, owner_marker(identity.peer_id), now
+            )
+            made.append(replace(record, value=SignatureValidator(identity).sign_value(record)))
+        return made
+
+    async def main() -> None:
+        async with nodes(3) as made:
+            boards = [HealthBoard(node, RUN) for node in made[:2]]
+            for board in boards:
+                assert await board.publish(health(number=1), 2)
+            liar, flood = made[2], theirs(get_dht_time())
+            kept = await liar._store_records(flood)
+            assert 200 < sum(kept.values()) < MAX_HEALTH_RECORDS
+            for board in boards:
+                assert await board.publish(health(number=2), 2)
+            for node in made:
+                read = {posted.peer: posted.health.number for posted in await HealthBoard(node, RUN).read(2)}
+                assert [read.get(honest.peer_id) for honest in made[:2]] == [2, 2]
+            assert not await HealthBoard(liar, RUN).publish(health(number=3), 2)  # all places are taken
 
     asyncio.run(main())
 

@@ -8,10 +8,13 @@ import pytest
 from shoal.health.record import (
     MARK_EVERY,
     MAX_BYTES,
+    MAX_LOST,
     MAX_REASON,
     MAX_UNREACHED,
     Fault,
     FaultKind,
+    Lost,
+    PutOut,
     Refused,
     decode_health,
     encode_health,
@@ -30,6 +33,8 @@ FULL = health(
     refused=Refused(b"12345678", "d" * MAX_REASON),
     cpu_seconds=1e9,
     memory=2**40,
+    lost=(Lost(b"12345678", 2**40, True),) * MAX_LOST,
+    put_out=PutOut(b"12345678", 2**40, "r" * MAX_REASON),
 )
 
 
@@ -57,6 +62,8 @@ def test_a_record_is_small() -> None:
         {"version": "\x1b[2J"},
         {"device": "left\u202eright"},
         {"unreached": (b"12345678",) * (MAX_UNREACHED + 1)},
+        {"lost": (Lost(b"12345678", 1, False),) * (MAX_LOST + 1)},
+        {"put_out": PutOut(b"12345678", 1, "two\nlines")},
         {"marks": tuple(mark(epoch) for epoch in range(len(MARK_EVERY) + 1))},
         {"fault": Fault(FaultKind.ROUND, "r" * (MAX_REASON + 1), 1.0)},
         {"fault": Fault(FaultKind.ROUND, "two\nlines", 1.0)},
@@ -80,6 +87,7 @@ def test_what_is_no_record_at_all_is_refused(record: bytes) -> None:
 def test_a_record_with_more_behind_it_counts_up_to_the_bound() -> None:
     """A later version may say more; but not without end."""
     fields = msgspec.to_builtins(WELL, builtin_types=(bytes,))
+    assert decode_health(msgspec.msgpack.encode(fields[:-2])) == WELL  # an earlier one said less
     assert decode_health(msgspec.msgpack.encode([*fields, "more"])) == WELL
     with pytest.raises(ValueError, match=f"at most {MAX_BYTES} count"):
         decode_health(msgspec.msgpack.encode([*fields, bytes(MAX_BYTES)]))

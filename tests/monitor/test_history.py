@@ -96,21 +96,49 @@ def test_what_is_no_history_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_day_of_64_peers_is_small(tmp_path: Path) -> None:
+def test_a_day_is_small_whoever_says_how_it_is(tmp_path: Path) -> None:
+    """In an open run a stranger may publish records of 64 peers, and ten seconds later of 64 others."""
     file = tmp_path / "history.sqlite"
     one = snapshot_of(64)
     with History(file, "my run") as history:
         for number in range(0, DAY, EVERY_SECONDS):
-            history.add(later(one, NOW + number, epoch=number, loss=1 / (1 + number), samples_per_second=number / 7))
-        most = sum(path.stat().st_size for path in tmp_path.iterdir())
+            peers = tuple(replace(peer, name=f"{number}.{index}") for index, peer in enumerate(one.peers))
+            history.add(replace(one, at=NOW + number, peers=peers, epoch=number, loss=1 / (1 + number)))
+        most = size_of(tmp_path)
         series = history.series(NOW + DAY, DAY)
-    size = sum(path.stat().st_size for path in tmp_path.iterdir())
-    print(f"a day of 64 peers takes {size / 1e6:.1f} MB, {most / 1e6:.1f} MB while it is written")
-    assert most < 200e6
+    print(f"a day takes {size_of(tmp_path) / 1e6:.1f} MB, {most / 1e6:.1f} MB while it is written")
+    assert most < 10e6
     assert 500 < len(series["at"]) <= 1000
-    with sqlite3.connect(file) as db:
-        assert db.execute("SELECT count(DISTINCT peer) FROM points").fetchone() == (64,)
-    db.close()
+    assert set(series["peers"]) == {64}
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_nothing_is_written_of_a_peer(tmp_path: Path) -> None:
+    """So the file does not grow with the number of those who say that they are in the run."""
+    sizes = []
+    for peers in (1, 200):
+        folder = tmp_path / str(peers)
+        with History(folder / "history.sqlite", "my run") as history:
+            history.add(replace(snapshot_of(peers), at=NOW))
+        sizes.append(size_of(folder))
+    assert sizes[0] == sizes[1]
+
+
+def test_what_earlier_versions_wrote_of_each_peer_is_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "history.sqlite"
+    with History(file, "my run") as history:
+        history.add(replace(snapshot_of(3), at=NOW))
+    with contextlib.closing(sqlite3.connect(file)) as db, db:
+        db.execute("CREATE TABLE peers (peer INTEGER PRIMARY KEY, name TEXT UNIQUE)")
+        db.execute("CREATE TABLE points (at INTEGER, peer INTEGER, epoch REAL, PRIMARY KEY (at, peer)) WITHOUT ROWID")
+        db.executemany("INSERT INTO points VALUES (?, ?, 1)", [(NOW, number) for number in range(20000)])
+    before = size_of(tmp_path)
+    with History(file, "my run") as history:
+        assert history.series(NOW + 1, HOUR)["peers"] == [3]
+    assert size_of(tmp_path) < before / 2
 
 
 def test_a_file_that_can_no_longer_be_written_is_an_error_of_the_system(tmp_path: Path) -> None:
@@ -118,18 +146,6 @@ def test_a_file_that_can_no_longer_be_written_is_an_error_of_the_system(tmp_path
     with History(file, "my run") as history:
         history.add(replace(snapshot_of(1), at=NOW))
         with contextlib.closing(sqlite3.connect(file)) as other:
-            other.execute("DROP TABLE points")
+            other.execute("DROP TABLE run")
         with pytest.raises(OSError, match="the history can't be kept: no such table"):
             history.add(replace(snapshot_of(1), at=NOW + 10))
-        assert history.series(NOW + 11, HOUR)["at"] == [NOW], "nothing of what failed is kept"
-
-
-def test_names_of_peers_that_are_long_gone_are_dropped(tmp_path: Path) -> None:
-    file = tmp_path / "history.sqlite"
-    with History(file, "my run") as history:
-        history.add(replace(snapshot_of(3), at=NOW))
-        history.add(later(snapshot_of(2), NOW + 60 * DAY))
-        history.fold(NOW + 91 * DAY)
-        with contextlib.closing(sqlite3.connect(file)) as other:
-            assert other.execute("SELECT count(*) FROM peers").fetchone() == (2,)
-        history.add(later(snapshot_of(3), NOW + 91 * DAY))

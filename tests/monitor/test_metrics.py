@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import re
 import shutil
@@ -47,6 +49,21 @@ def served() -> str:
         return read(server.port)
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost:{port}", 200), ("127.0.0.1", 200), ("elsewhere.example", 400), ("elsewhere.example:{port}", 400)],
+)
+def test_only_who_asks_for_this_machine_is_answered(host: str, status: int) -> None:
+    """A page whose name is suddenly that of this machine (DNS rebinding) asks for its own name."""
+    with (
+        MetricsServer(0, lambda: families("my run", [(PEER, FULL)])) as server,
+        contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)) as asking,
+    ):
+        asking.request("GET", "/metrics", headers={"Host": host.format(port=server.port)})
+        answer = asking.getresponse()
+        assert (answer.status, b"shoal_epoch" in answer.read()) == (status, status == 200)
+
+
 def test_every_number_is_the_records() -> None:
     found = samples(served())
     assert found["shoal_epoch"] == [({"run": "my run", "peer": name_of(PEER)}, 16.0)]
@@ -87,6 +104,42 @@ def test_every_query_of_grafana_names_what_there_is(path: Path) -> None:
     assert legends <= {*LABELS, "phase", "direction", "kind"}
     places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
     assert len(set(places)) == len({panel["id"] for panel in dashboard["panels"]}) == len(places)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "grafana").glob("*.json")), ids=lambda path: path.name)
+def test_prometheus_understands_every_query_of_grafana(path: Path, tmp_path: Path) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not here: it is in Debian's package prometheus")
+    queries = [target["expr"] for panel in json.loads(path.read_text())["panels"] for target in panel["targets"]]
+    asked = [re.sub(r"\$\w+", "1m", query) for query in queries]
+    rules = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(asked)]
+    file = tmp_path / "rules.yml"
+    file.write_text(json.dumps({"groups": [{"name": "queries", "rules": rules}]}))  # which is YAML, too
+    done = subprocess.run(["promtool", "check", "rules", str(file)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "grafana").glob("*.json")), ids=lambda path: path.name)
+def test_grafanas_own_types_know_every_field(path: Path) -> None:
+    """What they do not know is lost when they read it and write it again. The two fields are for the import only."""
+    needed = "pip install grafana-foundation-sdk has Grafana's types, against which the dashboard is checked"
+    types = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason=needed)
+    pytest.importorskip("grafana_foundation_sdk.cog.plugins").register_default_plugins()
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder").JSONEncoder
+    dashboard = json.loads(path.read_text())
+    written = json.loads(encoder().encode(types.Dashboard.from_json(dashboard)))
+    assert {name for name in dashboard if name.startswith("__")} == {"__inputs", "__requires"}
+    assert lost({name: value for name, value in dashboard.items() if not name.startswith("__")}, written, "") == []
+
+
+def lost(given: Any, written: Any, place: str) -> list[str]:
+    """Where something of `given` is missing from `written`, or is another."""
+    if isinstance(given, dict) and isinstance(written, dict):
+        return [one for name in given for one in lost(given[name], written.get(name), f"{place}.{name}")]
+    if isinstance(given, list) and isinstance(written, list) and len(given) == len(written):
+        pairs = zip(given, written, strict=True)
+        return [one for index, pair in enumerate(pairs) for one in lost(*pair, f"{place}[{index}]")]
+    return [] if given == written else [place]
 
 
 def make(dht: shoal.DHT, **arguments: Any) -> shoal.Optimizer:

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from shoal.monitor.web import MAX_LISTENERS
 from tests.monitor.browser import Browser, browser
 from tests.monitor.pages import monitor
 from tests.monitor.processes import trainers, wait_until
@@ -54,6 +56,34 @@ def keep(page: Browser, name: str) -> None:
     """A picture, where somebody wants to look at it."""
     if folder := os.environ.get("SHOAL_PICTURES"):
         page.picture(Path(folder) / f"{name}.png")
+
+
+def about(page: Browser) -> str:
+    return str(page.run("return document.getElementById('about').textContent"))
+
+
+def test_who_comes_when_too_many_look_sees_the_run_and_is_told_why_it_is_slower(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        peers = stack.enter_context(trainers(1))
+        peers.train()
+        address = stack.enter_context(monitor(peers, tmp_path / "h.sqlite"))
+        page = stack.enter_context(browser(tmp_path))
+        for _ in range(MAX_LISTENERS):
+            stack.enter_context(urllib.request.urlopen(f"{address}/events", timeout=20)).readline()
+        page.open(address)
+        wait_until(lambda: sentence(page).startswith("1 peer in epoch"))
+        assert "many look at this run, so this page asks every 5 s" in about(page)
+        first = sentence(page)
+        wait_until(lambda: sentence(page) != first)  # it goes on
+        assert page.run("return document.getElementById('sentence').className") == "well"
+
+
+def test_a_page_whose_monitor_has_ended_says_so(tmp_path: Path) -> None:
+    with trainers(1) as peers, browser(tmp_path) as page:
+        with monitor(peers, tmp_path / "h.sqlite") as address:
+            page.open(address)
+            wait_until(lambda: sentence(page).startswith("1 peer in epoch"))
+        wait_until(lambda: about(page) == "The monitor does not answer: what follows is how the run was.")
 
 
 def test_three_peers_and_one_is_killed(tmp_path: Path) -> None:

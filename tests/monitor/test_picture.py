@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace as replace_dataclass
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from shoal.health.board import Posted
-from shoal.health.record import Fault, FaultKind, Refused, Totals, name_of
+from shoal.health.record import Fault, FaultKind, Lost, PutOut, Refused, Totals, name_of
 from shoal.monitor.findings import ALONE_SECONDS, TOLD_SECONDS
 from shoal.monitor.picture import LATE_SECONDS, Picture
 from shoal.monitor.snapshot import PeerView, Snapshot, Standing, Trouble
@@ -236,6 +237,119 @@ def test_who_says_nothing_is_silent_and_then_lost(world: World) -> None:
     world.read(world.post(A))
     assert world.view(C).standing is Standing.LOST
     assert world.happenings(C) == ["was lost: it has said nothing for 31 s"]
+
+
+def lost(*peers: PeerID, number: int = 0, coordinated: bool = False) -> dict[str, Any]:
+    return {"lost": tuple(Lost(peer.key[:8], number, coordinated) for peer in peers)}
+
+
+def with_client(world: World, *, members: int = 4) -> None:
+    """Three members that listen, and a client of them."""
+    world.read(*(world.post(peer) for peer in (A, B, C)), world.post(D, role=Role.CLIENT, members=members))
+
+
+def test_a_client_is_lost_when_most_of_those_say_so_that_held_it(world: World) -> None:
+    with_client(world)
+    world.pass_time(2.0)
+    world.read(world.post(A, **lost(D)))
+    assert world.view(D).standing is Standing.HERE
+    world.pass_time(2.0)
+    world.read(world.post(B, **lost(D)))
+    assert world.view(D).why == "2 of 3 members that listen have lost it"
+    assert world.happenings(D) == ["was lost: 2 of 3 members that listen have lost it"]
+    world.pass_time(2.0)
+    world.read(world.post(A, **lost(D)), world.post(B, **lost(D)))
+    world.pass_time(2.0)
+    world.read(world.post(D, role=Role.CLIENT), world.post(A, **lost(D)), world.post(B, **lost(D)))
+    assert world.view(D).standing is Standing.HERE  # what was said before it spoke is void
+    assert world.happenings(D)[1:] == ["is back"]
+    world.pass_time(2.0)
+    world.read(world.post(A, **lost(D, number=1)), world.post(C, **lost(D)))
+    assert world.view(D).standing is Standing.LOST
+
+
+def test_one_liar_makes_no_client_lost(world: World) -> None:
+    with_client(world)
+    for number in range(20):
+        world.pass_time(2.0)
+        more = [world.post(D, role=Role.CLIENT)] if number % 5 == 0 else []
+        world.read(world.post(A, lost=lost(D, number=number)["lost"] * 4), world.post(B), world.post(C), *more)
+        assert world.view(D).standing is Standing.HERE
+
+
+def test_who_listens_is_not_lost_for_what_others_say(world: World) -> None:
+    with_client(world)
+    world.read(*(world.post(peer, **lost(C)) for peer in (A, B)), world.post(D, role=Role.CLIENT, **lost(C)))
+    assert world.view(C).standing is Standing.HERE
+
+
+def test_clients_have_no_say(world: World) -> None:
+    world.read(world.post(A), *(world.post(peer, role=Role.CLIENT) for peer in (B, C, D)))
+    world.read(*(world.post(peer, role=Role.CLIENT, **lost(D)) for peer in (B, C)))
+    assert world.view(D).standing is Standing.HERE
+    world.read(world.post(A, **lost(D)))  # the only one that can hold it
+    assert world.view(D).standing is Standing.LOST
+
+
+def test_a_client_that_knows_two_members_is_lost_when_both_have_lost_it(world: World) -> None:
+    """Of three that listen: it could not reach the third."""
+    with_client(world, members=3)
+    world.read(world.post(A, **lost(D)), world.post(B, **lost(D)))
+    assert world.view(D).standing is Standing.LOST
+
+
+def test_that_the_coordinator_was_lost_is_told_once(world: World) -> None:
+    world.read(*(world.post(peer) for peer in (A, B, C)))
+    for _ in range(2):
+        world.pass_time(2.0)
+        world.read(*(world.post(peer, **lost(C, coordinated=True)) for peer in (A, B)))
+    assert world.happenings(A) == [f"has lost the coordinator, …{name_of(C)}"]
+    assert world.happenings(B) == []
+
+
+def test_who_was_put_out_of_a_round_is_told_with_the_reason(world: World) -> None:
+    world.read(world.post(A), world.post(B))
+    for number in (0, 0, 1):
+        world.read(world.post(A, put_out=PutOut(B.key[:8], number, "no answer to a survey")))
+    world.read(world.post(A, put_out=PutOut(D.key[:8], 2, "it is elsewhere, again")))
+    assert world.happenings(A) == [
+        *2 * [f"has put …{name_of(B)} out of a round: no answer to a survey"],
+        f"has put …{D.key[:8].hex()} out of a round: it is elsewhere, again",
+    ]
+
+
+def run_with_clock(world: World, ahead: float, seconds: int) -> None:
+    """A and B publish every 10 s, and are read every 2 s; B's clock is not this machine's."""
+    for second in range(0, seconds, 2):
+        posts = []
+        if second % 10 == 0:
+            late = world.post(B)
+            posts = [world.post(A), replace_dataclass(late, at=late.at + ahead)]
+        world.read(*posts)
+        world.pass_time(2.0)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "says"),
+    [(-20.0, "at least 18 s behind this machine's"), (20.0, "at least 20 s ahead of this machine's")],
+)
+def test_who_has_another_clock_is_not_silent_but_named_as_that(world: World, ahead: float, says: str) -> None:
+    run_with_clock(world, ahead, 40)
+    assert (world.troubles(A), world.troubles(B)) == ([], [Trouble.CLOCK])
+    assert str(world.view(B).findings[0]) == f"has another clock ({says})"
+    assert world.view(B).seen <= 12.0
+    world.pass_time(LATE_SECONDS)
+    assert world.view(B).standing is Standing.SILENT
+    world.pass_time(15.0)
+    assert world.view(B).standing is Standing.LOST
+
+
+def test_clocks_of_usual_machines_and_one_record_that_came_late_are_nothing(world: World) -> None:
+    run_with_clock(world, -4.0, 40)
+    assert world.snapshot.is_well
+    late = world.post(B)
+    world.read(world.post(A), replace_dataclass(late, at=late.at - 20.0))
+    assert world.snapshot.is_well
 
 
 def test_who_leaves_says_so_and_is_not_missed(world: World) -> None:

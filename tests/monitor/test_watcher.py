@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 
 import shoal
+from shoal.health.board import HealthBoard, Posted
 from shoal.membership import Part
 from shoal.monitor import Snapshot, Watcher
+from shoal.monitor import watcher as watcher_module
 from shoal.monitor.snapshot import Standing, Trouble
 from tests.monitor.processes import Trainers, trainers, wait_until
 from tests.optim.closed_runs import Club
@@ -54,6 +57,40 @@ def test_a_killed_peer_is_lost_within_ten_seconds_and_back_when_it_is_started_an
             said = [each.what for each in watcher.snapshot().happenings if each.peer == view.name]
             assert said[0].startswith("was lost")
             assert said[1] == "is back, started anew"
+
+
+def test_a_killed_client_is_lost_within_ten_seconds_too(tmp_path: Path) -> None:
+    """Nobody can dial it: the members that it was connected to tell of it at once."""
+    with trainers(2, period=10.0) as peers:
+        victim = peers.add(client=True, identity=str(tmp_path / "key"))
+        peers.train()
+        with watching(peers) as watcher:
+            wait_until(lambda: watcher.snapshot().epoch >= 2 and "3 of 3 peers" in watcher.snapshot().sentence)
+            victim.kill()
+            assert wait_until(lambda: standing(watcher.snapshot(), victim.peer) is Standing.LOST) < 10.0
+            view = next(view for view in watcher.snapshot().peers if view.id == victim.peer)
+            assert view.why == "2 of 2 members that listen have lost it"
+            peers.add(client=True, identity=str(tmp_path / "key")).ask(do="train")
+            wait_until(lambda: watcher.snapshot().is_well)
+
+
+def test_an_unexpected_error_is_one_warning_and_it_watches_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, failing = HealthBoard.read, [ZeroDivisionError("first"), KeyError("second")]
+
+    async def breaks_twice(self: HealthBoard, members: int) -> list[Posted]:
+        if failing:
+            raise failing.pop(0)
+        return await read(self, members)
+
+    monkeypatch.setattr(HealthBoard, "read", breaks_twice)
+    monkeypatch.setattr(watcher_module, "SHORTEST", 0.05)
+    with shoal.DHT(start=True) as dht, Watcher(dht, "test") as watcher:
+        assert watcher.wait_until_ready(30.0)
+    assert failing == []
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said == ["the records could not be read: ZeroDivisionError('first')"]
 
 
 def test_who_leaves_is_not_lost() -> None:

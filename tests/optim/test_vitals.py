@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -12,9 +14,13 @@ from torch import nn
 
 import shoal
 from shoal.dht.records import get_dht_time
+from shoal.health import record
 from shoal.health.board import HealthBoard, Posted
 from shoal.health.record import FaultKind, Health
+from shoal.optim import vitals
 from shoal.optim.vitals import NOT_COMPARED
+from shoal.swarm.losses import PutOut
+from tests.monitor.processes import wait_until
 from tests.optim.conftest import Alone
 from tests.optim.models import backward, fixed_batch, make_model
 
@@ -121,6 +127,68 @@ def test_it_is_published_from_the_start_and_said_when_it_leaves(alone: Alone) ->
         (last,) = posts(other, optimizer.run_id)
         assert last.health.left
         assert last.health.order > found[0].health.order
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_an_unexpected_error_is_one_warning_and_the_next_record_is_published(
+    alone: Alone, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, failing = HealthBoard.publish, [ZeroDivisionError("first"), KeyError("second")]
+    published = threading.Event()
+
+    async def breaks_twice(self: HealthBoard, health: Health, members: int) -> bool:
+        if failing:
+            raise failing.pop(0)
+        kept = await publish(self, health, members)
+        published.set()
+        return kept
+
+    monkeypatch.setattr(HealthBoard, "publish", breaks_twice)
+    monkeypatch.setattr(vitals, "PERIOD_SECONDS", 0.05)
+    optimizer = alone(make_model(), optimizer=sgd, **GIVEN)
+    assert published.wait(30.0)
+    assert failing == []
+    assert warnings(caplog) == [
+        "what this peer says of itself may be missing where it is watched: ZeroDivisionError('first')"
+    ]
+    assert posts(optimizer.dht, optimizer.run_id)
+
+
+def test_no_training_ends_for_an_error_in_what_it_says_of_itself(
+    alone: Alone, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(event: object) -> None:
+        raise ZeroDivisionError("nobody expects it")
+
+    monkeypatch.setattr(vitals, "_round_of", breaks)
+    model = make_model()
+    optimizer = alone(model, optimizer=sgd, **GIVEN)
+    train(optimizer, model, 2)
+    assert len(warnings(caplog)) == 1
+    assert health(optimizer).epoch == 2
+
+
+def test_a_lost_member_is_told_of_at_once(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vitals, "PERIOD_SECONDS", 1e6)
+    monkeypatch.setattr(vitals, "AT_ONCE_SECONDS", 0.0)
+    optimizer = alone(make_model(), optimizer=sgd, **GIVEN)
+    losses = optimizer._run.swarm.contacts.losses
+    key = bytes(range(32))
+
+    def lose() -> None:
+        now = asyncio.get_running_loop().time()
+        losses.add(key, coordinated=True, connected=1, epoch=0, now=now)
+        losses.last_out = PutOut(key, 0, "it owes\na chunk")
+
+    wait_until(lambda: bool(posts(optimizer.dht, optimizer.run_id)))
+    optimizer._run.call(lose)
+    wait_until(lambda: bool(posts(optimizer.dht, optimizer.run_id)[0].health.lost))
+    (told,) = posts(optimizer.dht, optimizer.run_id)
+    assert told.health.lost == (record.Lost(key[:8], 0, True),)
+    assert told.health.put_out == record.PutOut(key[:8], 0, "it owes a chunk")
 
 
 def test_epochs_and_faults_are_log_records_with_fields(alone: Alone, caplog: pytest.LogCaptureFixture) -> None:

@@ -189,11 +189,31 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 
 // -- what the monitor sends
 
+const ASK_SECONDS = 5;
 const events = new EventSource("/events");
 events.onmessage = (event) => show(JSON.parse(event.data));
 events.onerror = () => {
+  // Who is refused, since as many look already as the monitor sends events to, asks instead.
+  if (events.readyState === EventSource.CLOSED) ask();
+  else away();
+};
+
+function away() {
   at("sentence").className = "unknown";
   at("about").textContent = "The monitor does not answer: what follows is how the run was.";
-};
+}
+
+async function ask() {
+  try {
+    const run = await (await fetch("/snapshot")).json();
+    if (run) {
+      show(run);
+      at("about").append(` · many look at this run, so this page asks every ${ASK_SECONDS} s`);
+    }
+  } catch {
+    away();
+  }
+  setTimeout(ask, 1000 * ASK_SECONDS);
+}
 load();
 setInterval(load, 10000);

@@ -1,0 +1,103 @@
+"""What a peer sees happen to other members: whom it has lost, and whom it puts out of rounds as their coordinator. For
+the log, and for who watches the run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from shoal.p2p.identity import PeerID
+from shoal.swarm.protocol.coordinator import Coordinator
+from shoal.swarm.protocol.view import MAX_MEMBERS
+
+log = logging.getLogger(__name__)
+
+TOLD_SECONDS = 30.0  # for which it is told that a member was lost: as long as the last record of its own lives
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A member whose connection ended, and that did not say that it leaves.
+
+    Attributes:
+        key: of it.
+        number: how many members this peer had lost before.
+        coordinated: whether it coordinated this peer's round, or was to call the next one.
+    """
+
+    key: bytes
+    number: int
+    coordinated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PutOut:
+    """A member that this peer has put out of a round.
+
+    Attributes:
+        key: of it.
+        number: how many this peer had put out before.
+        reason: why.
+    """
+
+    key: bytes
+    number: int
+    reason: str
+
+
+class Losses:
+    """Keeps account of lost members for TOLD_SECONDS, and of the one that was put out last.
+
+    Attributes:
+        last_out: that one; None before the first.
+        news: set when a member was lost. Who has told of it clears it.
+    """
+
+    def __init__(self) -> None:
+        self.last_out: PutOut | None = None
+        self.news = asyncio.Event()
+        self._lost: dict[bytes, tuple[Loss, float]] = {}  # each with the time until which it is told
+        self._count = 0
+        self._lead: Coordinator | None = None
+        self._out: set[bytes] = set()  # of the round that `_lead` coordinates, and told of
+
+    def add(self, key: bytes, *, coordinated: bool, connected: int, epoch: int, now: float) -> None:
+        """A member was lost. `connected`: how many members are left, with this peer; `epoch`: of this peer."""
+        peer = PeerID(key)
+        fields: dict[str, object] = {"event": "lost", "peer": str(peer), "members": connected}
+        log.info("%s is lost; members connected, with this peer: %d", peer, connected, extra={"shoal": fields})
+        if coordinated:
+            fields = {"event": "coordinator lost", "peer": str(peer), "epoch": epoch}
+            log.info("the coordinator of epoch %d, %s, is lost", epoch, peer, extra={"shoal": fields})
+        self._lost.pop(key, None)
+        self._lost[key] = Loss(key, self._count, coordinated), now + TOLD_SECONDS
+        self._count += 1
+        if len(self._lost) > MAX_MEMBERS:
+            del self._lost[next(iter(self._lost))]
+        self.news.set()
+
+    def back(self, key: bytes) -> None:
+        """A member has spoken, so it is not lost."""
+        self._lost.pop(key, None)
+
+    def told(self, most: int, now: float) -> list[Loss]:
+        """The members that were lost in the last TOLD_SECONDS; of more than `most` those that were lost last."""
+        while self._lost and next(iter(self._lost.values()))[1] <= now:
+            del self._lost[next(iter(self._lost))]
+        return [loss for loss, _ in self._lost.values()][-most:]
+
+    def look(self, lead: Coordinator) -> None:
+        """See whom this peer, as the coordinator of its round, has put out of it since it last looked."""
+        if lead is not self._lead:
+            # Who takes a round over begins with those that are out already.
+            self._lead, self._out = lead, set(lead.out) if lead.took_over else set()
+        for key in lead.out.keys() - self._out if len(lead.out) > len(self._out) else ():
+            self._out.add(key)
+            number = 0 if self.last_out is None else self.last_out.number + 1
+            self.last_out = PutOut(key, number, lead.out[key])
+            peer, reason = PeerID(key), lead.out[key]
+            fields = {"event": "put out", "peer": str(peer), "reason": reason, "epoch": lead.tip.epoch}
+            log.info(
+                "%s is put out of the round of epoch %d: %s", peer, lead.tip.epoch, reason, extra={"shoal": fields}
+            )
