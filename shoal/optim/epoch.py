@@ -230,12 +230,11 @@ class Accumulation:
         samples = self.samples
         usable = self.gradients.close(1.0 if self._scaler is None else self._scaler.get_scale())
         if usable < samples:
-            what = "gradients are" if self.drift is None else "model is"
-            then = (
-                "it joins without them" if self.drift is None else "it goes back to the anchor, without these samples"
-            )
-            fields = self._run.faults.add(FaultKind.NOT_FINITE, f"this peer's {what} not finite")
-            log.warning("this peer's %s not finite (NaN or infinity): %s", what, then, extra=fields)
+            what, then = "gradients", "it joins without them"
+            if self.drift is not None:
+                what, then = "inner steps", "it goes back to the anchor, and joins without them"
+            fields = self._run.faults.add(FaultKind.NOT_FINITE, f"this peer's {what} have NaN or infinity")
+            log.warning("this peer's %s are not finite (NaN or infinity): %s", what, then, extra=fields)
         return usable
 
     # -- gradients with rounds of their own

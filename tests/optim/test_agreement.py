@@ -33,6 +33,7 @@ DIFFERING: dict[str, Any] = {
     "extra_tensors": [torch.zeros(3)],
     "max_grad_norm": 1.0,
     "min_peers": 2,
+    "outer": shoal.DiLoCo(),
 }
 FREE: dict[str, Any] = {
     "batch_size_per_step": 4,
