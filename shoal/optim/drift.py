@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.averaging.exchange import Vector
 from shoal.compression import Compression, TensorRole, plan_codecs
 from shoal.flat import Layout, holders_of, is_finite, pick_kernels
-from shoal.optim._torch import foreach_copy_
+from shoal.optim._torch import foreach_copy_, mark_as_stepped
 from shoal.optim.accumulator import clip, in_grad
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.exact_norm import norm_of
@@ -45,6 +45,8 @@ class InnerSchedule:
             for group, rate in zip(self.scheduler.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate
             self._at = 0
+        if position > self._at:
+            mark_as_stepped(self.scheduler.optimizer)  # by other peers, if not here
         for _ in range(position - self._at):
             self.scheduler.step()
         self._at = position

@@ -66,7 +66,12 @@ def swarm(count: int, options: dict[str, Any], *own: dict[str, Any]) -> Iterator
     addresses: list[str] = []
     try:
         for number in range(count):
-            given = {"initial_peers": addresses, "seed": number, **options, **(own[number] if number < len(own) else {})}
+            given = {
+                "initial_peers": addresses,
+                "seed": number,
+                **options,
+                **(own[number] if number < len(own) else {}),
+            }
             peers.append(Peer(given, **given.pop("environment", {})))
             if not addresses:
                 addresses = peers[0].hear()["addresses"]
