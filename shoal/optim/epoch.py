@@ -369,6 +369,8 @@ class Epoch:
         if not self._follow_pin():
             return
         if self.is_behind:
+            if self._drift is not None and self._drift.has_moved and batch_size:
+                self._accumulation.add(batch_size, grad_scaler)  # which stays, as what came before
             self._synchronise()
         elif batch_size:
             computed_at, accumulation = self.applied, self._accumulation

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import random
 import sys
+import threading
 import time
 from typing import Any
 
@@ -82,13 +84,29 @@ class Trainer:
             **options.get("arguments", {}),
         )
         self.optimizer.on_event = self.heard
-        self.steps = 0
+        self.steps, self.weights, self.last = 0, dict[str, float](), 1 << 31
+        self.calls = 0  # of `step`, of which a newcomer's first one downloads
+        self.optimizer.optimizer.register_step_post_hook(self.made)
+        average = self.optimizer._epoch._round.average
+
+        def remembered(samples: float) -> Any:
+            averaged = average(samples)
+            if averaged is not None and averaged.outcome is not None:
+                begin = averaged.outcome.begin
+                self.weights = {str(m.peer): w for m, w in zip(begin.members, begin.weights, strict=True)}
+            return averaged
+
+        self.optimizer._epoch._round.average = remembered  # type: ignore[method-assign]
+
+    def made(self, *_: Any) -> None:
+        self.steps += 1
 
     def heard(self, event: Any) -> None:
         if isinstance(event, shoal.EpochReport):
             say(
                 event="epoch", epoch=event.epoch, digest=event.state_digest, samples=event.samples,
                 peers=event.num_peers, sent=event.bytes_sent, time=time.time(), steps=self.steps,
+                weights=self.weights,
             )  # fmt: skip
         elif isinstance(event, shoal.DownloadReport):
             say(event="download", epoch=event.epoch, digest=event.state_digest, steps=self.steps, **self.state())
@@ -111,33 +129,35 @@ class Trainer:
         else:
             backward(self.model, draw)
         time.sleep(self.options.get("pause", 0.0))
+        self.calls += 1
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.steps += 1
 
     def train(self, *, steps: int = 0, epochs: int = 0) -> None:
         """So many steps, or to that epoch."""
         draw = random.Random(self.options["seed"])
         history = []
-        while self.steps < steps or self.optimizer.local_epoch < epochs:
+        while self.steps < steps or self.optimizer.local_epoch < min(epochs, self.last):
             if self.is_scalar:
                 history.append([float(parameter.detach()) for parameter in self.model.parameters()])
             self.step(draw)
-        say(event="end", history=history, steps=self.steps, **self.state())
+        drift = self.optimizer._replica.drift
+        assert drift is not None
+        say(event="end", history=history, steps=self.steps, calls=self.calls, pending=drift.samples, **self.state())
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    logging.basicConfig(level=logging.ERROR)
     trainer = Trainer(json.loads(sys.argv[1]))
     say(addresses=[str(a) for a in trainer.dht.get_visible_maddrs()], peer=str(trainer.dht.peer_id))
     for line in sys.stdin:
         command = json.loads(line)
-        if command["do"] == "end":
-            trainer.optimizer.shutdown()
-            trainer.dht.shutdown()
-            say(event="left")
-            return
-        trainer.train(steps=command.get("steps", 0), epochs=command.get("epochs", 0))
+        if command["do"] == "stop":  # while it trains
+            trainer.last = command["epoch"]
+        else:
+            arguments = {"steps": command.get("steps", 0), "epochs": command.get("epochs", 0)}
+            threading.Thread(target=trainer.train, kwargs=arguments, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
@@ -38,7 +40,8 @@ class Peer:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.lines.put(json.loads(line))
+            with contextlib.suppress(ValueError):  # one that was killed has not ended its last line
+                self.lines.put(json.loads(line))
         self.lines.put(None)
 
     def hear(self, event: str = "", timeout: float = 120.0) -> dict[str, Any]:
@@ -54,6 +57,13 @@ class Peer:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """SIGKILL; what it has said is still heard."""
+        self.process.kill()
+        self.process.wait()
+        while (line := self.lines.get(timeout=10)) is not None:
+            self.seen.append(line)
 
     def epochs(self) -> dict[int, dict[str, Any]]:
         return {line["epoch"]: line for line in self.seen if line.get("event") == "epoch"}
@@ -176,3 +186,56 @@ def test_a_newcomer_has_the_anchor_and_the_momentum_of_the_others_and_no_drift()
         finally:
             newcomer.process.kill()
             newcomer.process.communicate()
+
+
+KILLS = 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", [None, "free"])
+def test_a_killed_peer_costs_no_survivor_an_inner_step(overlap: str | None) -> None:
+    """In each of 20 epochs one of four is killed at a random moment, and another comes in its place."""
+    draw = random.Random(18)
+    diloco = {"inner_steps": 8, "overlap": overlap, "mix": "keep"}
+    options = {"diloco": diloco, "arguments": PATIENT, "pause": 0.1}
+    with swarm(4, options) as peers:
+        everyone, living = list(peers), list(peers)
+        addresses = [address for peer in peers for address in peer.seen[0]["addresses"]]
+        names = {id(peer): peer.seen[0]["peer"] for peer in peers}
+        first = set(names.values())
+        for peer in peers:
+            peer.tell(do="train", epochs=1 << 30)
+        for number in range(KILLS):
+            witness = living[0]
+            witness.hear("epoch")
+            time.sleep(draw.uniform(0.0, 0.8))
+            victim = living.pop(draw.randrange(1, len(living)))
+            victim.kill()
+            newcomer = Peer({"initial_peers": addresses, "seed": 100 + number, **options})
+            peers.append(newcomer)  # so that it is ended with them
+            everyone.append(newcomer)
+            names[id(newcomer)] = newcomer.hear()["peer"]
+            newcomer.tell(do="train", epochs=1 << 30)
+            living.append(newcomer)
+        last = max(living[0].epochs()) + 4
+        for peer in living:
+            peer.tell(do="stop", epoch=last)
+        ends = {names[id(peer)]: peer.hear("end") for peer in living}
+        weights: dict[int, dict[str, float]] = {}
+        digests: dict[int, set[str]] = {}
+        for peer in everyone:
+            for epoch, line in peer.epochs().items():
+                weights.setdefault(epoch, line["weights"])
+                digests.setdefault(epoch, set()).add(line["digest"])
+        assert all(len(found) == 1 for found in digests.values())
+        assert len({tuple(end["anchor"]) for end in ends.values()}) == 1
+        for name, end in ends.items():
+            brought = sum(line.get(name, 0.0) for line in weights.values())
+            assert brought + end["pending"] == end["steps"] * worker.BATCH
+            assert end["calls"] - end["steps"] == (name not in first), "only a newcomer's first gradient is of no use"
+        for line in living[0].epochs().values():
+            assert line["samples"] == sum(weights[line["epoch"]].values())
+        times = [line["time"] for line in living[0].epochs().values()]
+        gaps = sorted(after - before for before, after in itertools.pairwise(times))
+        print(f"epochs: {len(times)}; seconds: median {gaps[len(gaps) // 2]:.2f}, longest {gaps[-1]:.2f}")
+        assert gaps[-1] < gaps[len(gaps) // 2] + 3.0
