@@ -93,6 +93,10 @@ class Drift:
             layout = Layout.of([self._anchors[number] for number in numbers]).on("cpu")
             codecs = plan_codecs(compression, layout, TensorRole.GRADIENT)
             self.vectors.append(Vector(layout, codecs, pinned=pinned))
+        stepped = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
+        # With an inner optimizer on the host: what it steps in place of the model, from which it is taken when stale.
+        self._on_host = [] if all(a is b for a, b in zip(stepped, self._model, strict=True)) else stepped
+        self._is_stale = True
         self.samples, self.steps = 0.0, 0
         self._brought = self._in_flight = (0.0, 0)
         self._epoch = 0
@@ -120,12 +124,23 @@ class Drift:
 
     def accumulate(self, batch_size: float) -> None:
         """Make a step of the inner optimizer with the parameters' `.grad`, the mean over `batch_size` samples."""
-        if all(parameter.device.type == "cpu" for parameter in self._model):
+        if self._on_host:
+            self._take_to_host()
+        if self._on_host or all(parameter.device.type == "cpu" for parameter in self._model):
             pick_kernels(self.inner)
         self.inner.step()
+        for model, host in zip(self._model, self._on_host, strict=False):  # or none
+            model.copy_(host)
         self.samples += batch_size
         self.steps += 1
         self._follow()
+
+    def _take_to_host(self) -> None:
+        for host, model in zip(self._on_host, self._model, strict=True):
+            if self._is_stale:
+                host.copy_(model)
+            host.grad = None if model.grad is None else model.grad.to("cpu")
+        self._is_stale = False
 
     def begin(self, epoch: int) -> None:
         """What is made from now on belongs to that epoch."""
@@ -180,6 +195,7 @@ class Drift:
 
     def reset(self) -> None:
         """Drop what the model has moved: `publish` sets it to the anchor."""
+        self._is_stale = True
         self._in_flight, self.samples, self.steps, self._before = (0.0, 0), 0.0, 0, None
 
     def average(self, timeout: float, over: Callable[[], Future[None]]) -> bytes:
@@ -219,7 +235,7 @@ class Drift:
     @torch.no_grad()
     def publish(self) -> None:
         """Have the model follow the anchors. What it has moved from those that were remembered stays."""
-        before, self._before = self._before, None
+        before, self._before, self._is_stale = self._before, None, True
         for number, (model, anchor) in enumerate(zip(self._model, self._anchors, strict=True)):
             if before is None:
                 model.copy_(anchor)
@@ -238,6 +254,7 @@ class Drift:
             self.take_back()
             self.publish()
             return
+        self._is_stale = True
         mix, numbers = self.choice.mix, self.fragments[self._closed]
         for place, number in enumerate(numbers):
             model, anchor = self._model[number], self._anchors[number]

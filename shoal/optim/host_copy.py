@@ -21,6 +21,7 @@ class HostCopy:
         params: what an optimizer takes: tensors, (name, tensor) pairs or parameter groups of either. They move into
             flat memory.
         precise: keep in float32 what the model has in fewer bits.
+        memory: the flat memory in which the parameters are already; None: they move into it now.
 
     Attributes:
         groups: the same parameter groups with the parameters on the host, from which the optimizer is made.
@@ -33,13 +34,13 @@ class HostCopy:
         ValueError: for what is not a tensor, and as `FlatBuffer.adopt`.
     """
 
-    def __init__(self, params: Iterable[Any], *, precise: bool = False) -> None:
+    def __init__(self, params: Iterable[Any], *, precise: bool = False, memory: FlatBuffer | None = None) -> None:
         given, self._precise = list(params), precise
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         self.model: list[Tensor] = []
         self.groups = [{**group, "params": self._hosts(group["params"])} for group in groups]
         self.pinned = any(tensor.device.type == "cuda" for tensor in self.model)
-        self.memory = FlatBuffer.adopt(self.model)
+        self.memory = FlatBuffer.adopt(self.model) if memory is None else memory
         self.aside: list[dict[str, Any]] | None = None
         self.lock = threading.Lock()
 

@@ -138,7 +138,7 @@ class Optimizer(torch.optim.Optimizer):
             end of an epoch averages how far the models have drifted. The scheduler is stepped once per inner step where
             these are counted, else once per epoch. `max_grad_norm` is of the average drift, `grad_compression` of the
             drifts. What the peers share, compare and download is the anchor, on the host, with the outer optimizer's
-            state; each peer keeps its own inner optimizer's.
+            state; each peer keeps its own inner optimizer's, with `offload_optimizer` on the host, too.
         metrics_port: serve this peer's metrics for Prometheus on this port of 127.0.0.1, at `/metrics`; 0 for any free
             one (see `metrics_port`); None for none.
 
@@ -221,8 +221,8 @@ class Optimizer(torch.optim.Optimizer):
             self.optimizer, self.scheduler, self._host = made
             host, shared = self._host, (self.optimizer, self.scheduler)
         else:
-            self.optimizer, self.scheduler, host, self.outer_optimizer = make_outer(
-                settings.outer, optimizer, params, scheduler
+            self.optimizer, self.scheduler, self._host, host, self.outer_optimizer = make_outer(
+                settings.outer, optimizer, params, scheduler, on_host=settings.offload_optimizer
             )
             shared = self.outer_optimizer, None
         wrapped = self.optimizer

@@ -300,23 +300,26 @@ def make_trained(
 
 
 def make_outer(
-    outer: DiLoCo, optimizer: AnyOptimizer, params: Params | None, scheduler: AnyScheduler | None
-) -> tuple[torch.optim.Optimizer, LRScheduler | None, HostCopy, torch.optim.Optimizer]:
-    """The inner optimizer and its scheduler, the anchor, and the outer optimizer.
+    outer: DiLoCo, optimizer: AnyOptimizer, params: Params | None, scheduler: AnyScheduler | None, *, on_host: bool
+) -> tuple[torch.optim.Optimizer, LRScheduler | None, HostCopy | None, HostCopy, torch.optim.Optimizer]:
+    """The inner optimizer, its scheduler and, `on_host`, the copy of the parameters that it steps; the anchor, and the
+    outer optimizer.
 
     Raises:
         ValueError: as `make_trained`, and if `outer.optimizer` makes no optimizer.
     """
-    inner = _make_optimizer(optimizer, params)
+    inner, schedule, host = make_trained(optimizer, params, scheduler, on_host=on_host)
+    model = iter([p for group in inner.param_groups for p in group["params"]] if host is None else host.model)
     groups = []
     for group in inner.param_groups:
+        tensors = [next(model) for _ in group["params"]]
         names = group.get("param_names")
-        groups.append({"params": list(zip(names, group["params"], strict=True)) if names else list(group["params"])})
-    host = HostCopy(groups, precise=True)
-    made = outer.optimizer(host.groups)
+        groups.append({"params": list(zip(names, tensors, strict=True)) if names else tensors})
+    anchor = HostCopy(groups, precise=True, memory=None if host is None else host.memory)
+    made = outer.optimizer(anchor.groups)
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"DiLoCo(optimizer=…) made {type(made).__name__}, which is not a torch.optim.Optimizer")
-    return inner, _make_scheduler(scheduler, inner), host, made
+    return inner, schedule, host, anchor, made
 
 
 def _make_optimizer(optimizer: AnyOptimizer, params: Params | None) -> torch.optim.Optimizer:

@@ -62,9 +62,13 @@ def reference(steps: int, inner_steps: int, rule: dict[str, Any], max_norm: floa
     ids=["nesterov", "sgd", "torch"],
 )
 @pytest.mark.parametrize("max_norm", [None, 0.05])
-def test_the_model_is_that_of_torch(alone: Alone, outer: Any, rule: dict[str, Any], max_norm: float | None) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_model_is_that_of_torch(
+    alone: Alone, outer: Any, rule: dict[str, Any], max_norm: float | None, offload: bool
+) -> None:
     model = make_model()
-    optimizer = make(alone, model, outer=shoal.DiLoCo(inner_steps=4, optimizer=outer), max_grad_norm=max_norm)
+    choice = shoal.DiLoCo(inner_steps=4, optimizer=outer)
+    optimizer = make(alone, model, outer=choice, max_grad_norm=max_norm, offload_optimizer=offload)
     for number in range(20):
         step(model, optimizer, number)
     assert optimizer.local_epoch == 5
