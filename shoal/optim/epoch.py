@@ -450,7 +450,7 @@ class Epoch:
         """End the epoch if its round is due, after reporting `samples` if they are given."""
         try:
             if samples is not None:
-                self._tracker.report(samples)
+                self._tracker.report(samples, behind=self._accumulation.samples)
                 self._wait_for_the_slower()
             if self._tracker.ready_to_update_epoch:
                 if self.is_busy:
