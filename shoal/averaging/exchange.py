@@ -270,8 +270,8 @@ class Exchange:
             if book.receives[book.me]:
                 self._received(chunk, out)
             if self._errors is not None and keeps and book.me in contributions:
-                weight = sum(weight for _, weight in contributions.values()) / contributions[book.me][1]
-                self._errors.reduced(chunk, mean.sub_(out).mul_(weight), book.digests[chunk])
+                weights = [weight for _, weight in contributions.values()]
+                self._errors.reduced(chunk, mean.sub_(out), book.digests[chunk], book.weights[book.me], weights)
 
     def _contributions(self, chunk: int) -> dict[bytes, tuple[torch.Tensor, float]]:
         """(tensor, weight) by member, in member order, so that the sum does not depend on the order of arrival."""

@@ -9,7 +9,9 @@ With d what a peer contributes, e its residual, Q(x) what is decoded of x, and w
 and when it is committed, e becomes c - Q(c), or for a chunk that this peer has reduced itself (W / w) (mean - result):
 so the error of a result comes back too, in the next part of the peer that made it. With beta = 1 the sum of all results
 differs from the sum of the exact means by the weighted mean of the residuals that are left, however many rounds there
-were. (With weights that change between rounds, an error comes back with the next weight.)
+were. Where weights change between rounds, an error comes back with the next weight. So that a peer which brings little
+once does not overshoot when it brings more, W / w is taken for 4 times the number of contributions if it is more: who
+brings less than a quarter of the mean weight makes up for a part of its results' errors.
 
 Source: Tang et al. 2019, "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-Pass Error-Compensated
 Compression" (arXiv 1905.05957), algorithm 1. There one server has the error of all results; here each reducer carries
@@ -28,12 +30,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from shoal.flat import is_finite
 from shoal.swarm.protocol.book import Book
+
+MOST_SHARES: Final = 4  # of the errors of results, by the number of contributions
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +82,10 @@ class Errors:
         _, to = self._sent.get(chunk, (error, {}))
         self._sent[chunk] = error, {**to, reducer: None}
 
-    def reduced(self, chunk: int, error: Tensor, digest: bytes) -> None:
-        """This peer has reduced a chunk, its own part among others. The result has that digest, and with it this peer
-        has to make up for that error."""
-        self._reduced[chunk] = error, digest
+    def reduced(self, chunk: int, error: Tensor, digest: bytes, own: float, weights: Sequence[float]) -> None:
+        """This peer has reduced a chunk. The result has this error and that digest; `weights` are those of what it is
+        the mean of, and among them is this peer's own."""
+        self._reduced[chunk] = error.mul_(min(sum(weights) / own, MOST_SHARES * len(weights))), digest
 
     def settle(self) -> None:
         """The round was committed: its errors are the residuals."""

@@ -30,7 +30,6 @@ CASES: dict[str, Compression] = {
 }
 
 
-
 class Rounds:
     """Rounds of peers that each contribute the same direction, and noise, in every one.
 
@@ -145,7 +144,7 @@ def test_a_constant_is_wrong_by_the_same_in_every_round_without_feedback() -> No
 def test_a_part_of_the_residual_is_made_up_for() -> None:
     tensors, made = started(2, compression=Blockwise4Bit(), error_feedback=0.5)
     with made as peers:
-        first, second = Rounds(peers, tensors, [1.0, 1.0]), []
+        first = Rounds(peers, tensors, [1.0, 1.0])
         first.one()
         before = [first.residual(number).clone() for number in range(2)]
         second = first.fill()
@@ -171,13 +170,14 @@ def test_rounding_to_a_narrow_dtype_comes_back_too(dtype: torch.dtype) -> None:
                 future.result(60)
             missing -= tensors[0][0].double()
         residuals = [peer._vector.residuals[0] for peer in peers]
-        owed = sum(one.values.double() / 2 for one in residuals if one is not None)[:20_000]
+        owed = torch.stack([one.values.double() / 2 for one in residuals if one is not None]).sum(0)[:20_000]
     assert torch.allclose(missing, owed, atol=1e-4)
     assert missing.abs().max() < 1
 
 
 def test_a_round_that_fails_changes_no_residual(monkeypatch: pytest.MonkeyPatch) -> None:
-    perform, lost = Swarm._do, []
+    perform = Swarm._do
+    lost: list[Any] = []
 
     def losing(self: Swarm, action: Any) -> None:
         if lost and isinstance(action, Send) and isinstance(action.message, Done):
@@ -256,18 +256,20 @@ def test_gradients_have_feedback_too() -> None:
             for model, dht in zip(models, (first, second), strict=True)
         ]
         try:
-            missing = 0.0
+            missing = torch.zeros(100, 100, dtype=torch.float64)
             for _ in range(10):
                 for number, (model, averager) in enumerate(zip(models, made, strict=True)):
                     model.zero_grad()
                     model(torch.full((1, 100), 0.1 * number + 0.3)).square().sum().backward()
                     averager.accumulate_grads_(batch_size=1)
-                    missing = missing + model.weight.grad.double() / 2
+                    assert model.weight.grad is not None
+                    missing += model.weight.grad.double() / 2
                 for control in [averager.step(wait=False) for averager in made]:
                     control.result(60)
                 with made[0].use_averaged_gradients() as (weight, _):
-                    missing = missing - weight.double()
-            owed = sum(averager._vector.residuals[0].values[:10_000].double() / 2 for averager in made)
+                    missing -= weight.double()
+            residuals = [averager._vector.residuals[0] for averager in made]
+            owed = torch.stack([one.values[:10_000].double() / 2 for one in residuals if one is not None]).sum(0)
             assert torch.allclose(missing, owed.view(100, 100), atol=1e-5)
         finally:
             for averager in made:
