@@ -23,7 +23,7 @@ from shoal.p2p.leases import Expected, Leases
 from shoal.swarm.protocol.book import Book, RuleBroken
 from shoal.swarm.protocol.contribution import Fault, Outcome, SendTo
 from shoal.swarm.protocol.messages import Begin, Carries, Part, Repair, Result, Source, name_of
-from shoal.swarm.protocol.plan import chunk_table
+from shoal.swarm.protocol.plan import ChunkSpan, chunk_table
 
 Flat = Sequence[torch.Tensor]
 Infos = Sequence[CompressionInfo]
@@ -69,10 +69,9 @@ class Exchange:
             raise RuleBroken(f"BEGIN divides {begin.starts[-1]} chunks; the vector has {len(chunks)}")
         self.book, self.progressed = Book(me, begin, chunks), 0
         self._inputs, self._outputs = inputs, outputs
-        self._codecs, self._result_codecs = (
-            [plan.codec_of(chunk.buffer, chunk.start, chunk.stop) for chunk in chunks]
-            for plan in (codecs, codecs.results)
-        )
+        self._codecs = self._result_codecs = _codecs_of(codecs, chunks)
+        if codecs.results is not codecs:
+            self._result_codecs = _codecs_of(codecs.results, chunks)
         self._errors = Errors(residuals, self.book) if any(residuals) else None
         self._send, self._fault = send, fault
         self._started = False
@@ -307,6 +306,10 @@ def _weighted_mean(contributions: dict[bytes, tuple[torch.Tensor, float]], out: 
             accumulator.copy_(tensor).mul_(weight / total)
     if accumulator is not out:
         out.copy_(accumulator)
+
+
+def _codecs_of(plan: CodecPlan, chunks: Sequence[ChunkSpan]) -> list[Codec]:
+    return [plan.codec_of(chunk.buffer, chunk.start, chunk.stop) for chunk in chunks]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
