@@ -24,7 +24,7 @@ from shoal.averaging.control import AveragingStage, Gathered, Hold, RoundReport,
 from shoal.averaging.exchange import Infos, Vector, compute_serially, exchange_of, plan_of
 from shoal.averaging.options import described, term_of
 from shoal.averaging.runs import Runs, next_bits
-from shoal.compression import Compression, NoCompression
+from shoal.compression import Compression, NoCompression, check_for_state
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.flat import FlatBuffer, Layout
@@ -168,8 +168,6 @@ class DecentralizedAverager:
         shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in averaged_tensors]
         if tensor_infos is not None and [(info.shape, info.dtype) for info in tensor_infos] != shapes:
             raise ValueError("tensor_infos must have one for each of averaged_tensors, of its shape and dtype")
-        if state_compression is not None and state_compression.parts is not state_compression.results:
-            raise ValueError("state_compression has parts and results (Compression.of), and a state has neither")
         if error_feedback is not None and type(self)._aggregate is not DecentralizedAverager._aggregate:
             raise ValueError(f"error_feedback={error_feedback} has no effect on the rounds of a {type(self).__name__}")
         for index, (_, dtype) in enumerate(shapes):
@@ -220,7 +218,7 @@ class DecentralizedAverager:
         self._turn = asyncio.Lock()  # one step at a time: steps share the memory, and this peer's place in a round
         self._joining: tuple[StepControl, Contribution, Swarm] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._state_compression = state_compression or NoCompression()
+        self._state_compression = check_for_state("state_compression", state_compression or NoCompression())
         self._shares_state = not client_mode and not auxiliary if allow_state_sharing is None else allow_state_sharing
         self._donor: StateDonor | None = None
         if start:

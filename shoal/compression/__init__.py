@@ -36,7 +36,7 @@ from shoal.compression.info import CompressionInfo, TensorRole
 from shoal.compression.none import NoCompression
 from shoal.compression.plan import CodecPlan, CodecSpan, PiecewiseCodec, plan_codecs
 from shoal.compression.quantile8bit import Quantile8BitQuantization
-from shoal.compression.registry import codec_by_name, compression_by_spec
+from shoal.compression.registry import check_for_state, codec_by_name, compression_by_spec
 from shoal.compression.scaled_float16 import ScaledFloat16Compression
 from shoal.compression.top_k import TopK
 from shoal.compression.uniform8bit import Uniform8BitQuantization
@@ -62,6 +62,7 @@ __all__ = [
     "TensorRole",
     "TopK",
     "Uniform8BitQuantization",
+    "check_for_state",
     "codec_by_name",
     "compression_by_spec",
     "plan_codecs",

@@ -57,6 +57,23 @@ def codec_by_name(name: str) -> Codec:
     return KindCodec(codec, int(parts["kind"])) if parts["kind"] else codec
 
 
+def check_for_state(option: str, compression: Compression) -> Compression:
+    """Returns the compression of an option that says how a state is downloaded.
+
+    Raises:
+        ValueError: that names the option, if the compression has parts and results, or is a codec with options, which
+            a manifest can't say.
+    """
+    if compression.parts is not compression.results:
+        raise ValueError(f"{option} has parts and results (Compression.of), and a state has neither: give one for both")
+    if isinstance(compression, Codec):
+        try:
+            codec_by_name(compression.name)
+        except ValueError as error:
+            raise ValueError(f"{option}={compression!r} can't bring a state: {error}") from error
+    return compression
+
+
 def compression_by_spec(spec: str) -> Compression:
     """The compression whose `spec` that is, adaptive or not, for specs that arrive from the network.
 
