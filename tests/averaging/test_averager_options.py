@@ -111,13 +111,13 @@ def test_who_owes_too_long_is_left_out(kind: type, option: str, monkeypatch: pyt
         silent = peers[2].peer_id.key
 
         def init(self: Exchange, me: bytes, *given: Any) -> None:
-            *rest, send, fault = given
+            *rest, send, fault, residuals = given
 
             def keeping(keys: Any, message: Any, buffers: Any, name: bytes) -> None:
                 if not (me == silent and isinstance(message, kind)):
                     send(keys, message, buffers, name)
 
-            original(self, me, *rest, keeping, fault)  # type: ignore[call-arg]
+            original(self, me, *rest, keeping, fault, residuals)  # type: ignore[call-arg]
 
         monkeypatch.setattr(Exchange, "__init__", init)
         began = time.monotonic()
