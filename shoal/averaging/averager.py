@@ -24,7 +24,7 @@ from shoal.averaging.control import AveragingStage, Gathered, Hold, RoundReport,
 from shoal.averaging.exchange import Infos, Vector, compute_serially, exchange_of, plan_of
 from shoal.averaging.options import described, term_of
 from shoal.averaging.runs import Runs, next_bits
-from shoal.compression import Compression, NoCompression, check_for_state
+from shoal.compression import Compression, NoCompression, TensorRole, check_for_state
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.flat import FlatBuffer, Layout
@@ -52,6 +52,7 @@ DEFAULT_TIMEOUT = 60.0  # of a step, in seconds beyond the time at which it is s
 REQUEST_TIMEOUT = 10.0
 HOLD_SECONDS = 1.0  # that a result waits at least for the tensors
 RETRY_SECONDS = 0.05  # after a round that failed, so that rounds that fail at once do not keep the reactor busy
+STATE_ROLES = (TensorRole.PARAMETER, TensorRole.OPTIMIZER)
 NOT_STARTED = "this averager was not started, or was shut down"
 SHUT_DOWN = "the averager was shut down"
 
@@ -170,6 +171,8 @@ class DecentralizedAverager:
             raise ValueError("tensor_infos must have one for each of averaged_tensors, of its shape and dtype")
         if error_feedback is not None and type(self)._aggregate is not DecentralizedAverager._aggregate:
             raise ValueError(f"error_feedback={error_feedback} has no effect on the rounds of a {type(self).__name__}")
+        if error_feedback is not None and any(info.role in STATE_ROLES for info in tensor_infos or ()):
+            raise ValueError(f"error_feedback={error_feedback} is for what is new in each round, not for a state")
         for index, (_, dtype) in enumerate(shapes):
             if not dtype.is_floating_point:
                 raise ValueError(f"averaged_tensors[{index}] is of {dtype}: only floating point can be averaged")

@@ -239,6 +239,15 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         for case, why in (("top k, four bits", "has parts and results"), ("top k", r"state_compression=TopK.* can't")):
             with pytest.raises(ValueError, match=why):
                 DecentralizedAverager([torch.zeros(3)], dht, prefix="a", start=False, state_compression=CASES[case])
+        with pytest.raises(ValueError, match=r"error_feedback=1\.0 is for what is new in each round, not for a state"):
+            shoal.TrainingStateAverager(
+                dht=dht,
+                prefix="a",
+                start=False,
+                params=[torch.nn.Parameter(torch.zeros(3))],
+                optimizer=torch.optim.SGD,
+                error_feedback=1.0,
+            )
         with pytest.raises(ValueError, match="no effect on the rounds of a PowerSGDGradientAverager"):
             shoal.PowerSGDGradientAverager(
                 [torch.zeros(30, 30)], averager_rank=1, dht=dht, prefix="a", start=False, error_feedback=1.0

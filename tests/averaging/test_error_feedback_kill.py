@@ -36,8 +36,13 @@ def error_of(codec: Codec, values: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("parts", "where", "number"),
-    [(Blockwise4Bit(), "result", 4), (TopK(512), "result", 4), (Blockwise4Bit(), "part", 6), (TopK(512), "part", 6)],
-    ids=["4 bits, has sent half of its results", "top k, the same", "4 bits, has sent some parts", "top k, the same"],
+    [
+        (Blockwise4Bit(), "result", 4),  # has sent half of its results
+        pytest.param(TopK(512), "result", 4, marks=pytest.mark.long),
+        pytest.param(Blockwise4Bit(), "part", 6, marks=pytest.mark.long),  # has sent some of its parts
+        (TopK(512), "part", 6),
+    ],
+    ids=["4 bits, result", "top k, result", "4 bits, part", "top k, part"],
 )
 def test_a_reducer_that_is_killed_costs_no_more_than_a_round(
     parts: Codec, where: str, number: int, tmp_path: Path
