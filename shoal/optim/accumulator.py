@@ -140,6 +140,7 @@ class EpochGradients(Vector):
         parameters: those that get gradients.
         compression: how gradients travel; the flags always travel exactly.
         apart: accumulate in memory of its own, so that the next epoch can begin while the mean of this one is averaged.
+        error_feedback: see `Vector`.
         reuse: accumulate in the parameters' `.grad`. They hold the sum over the steps, and each step counts alike,
             whatever its samples.
 
@@ -148,14 +149,20 @@ class EpochGradients(Vector):
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], compression: Compression, *, apart: bool = False, reuse: bool = False
+        self,
+        parameters: Sequence[torch.Tensor],
+        compression: Compression,
+        *,
+        apart: bool = False,
+        reuse: bool = False,
+        error_feedback: float | None = None,
     ) -> None:
         self._warned = False  # that all gradients are zero
         devices = {parameter.device.type for parameter in parameters}
         flags = torch.zeros(len(parameters), dtype=torch.float32, device="cpu")
         layout = Layout.of([*parameters, flags]).on("cpu")
         codecs = plan_codecs(compression, layout, TensorRole.GRADIENT, exact=[len(parameters)])
-        super().__init__(layout, codecs, pinned="cuda" in devices)
+        super().__init__(layout, codecs, pinned="cuda" in devices, error_feedback=error_feedback)
         *self._mean, self._used = self.inputs.views()
         *_, self._used_by_any = self.outputs.views()
         # Gradients are accumulated beside the parameters. On the host, that memory may be the memory that is sent.

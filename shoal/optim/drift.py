@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.exchange import Vector
+from shoal.averaging.residual import Residual
 from shoal.compression import Compression, TensorRole, plan_codecs
 from shoal.flat import Layout, holders_of, is_finite, pick_kernels
 from shoal.optim._torch import foreach_copy_, mark_as_stepped
@@ -66,6 +67,7 @@ class Drift:
         anchors: the anchor of each: on the host, float32 for what is less exact.
         outer: the optimizer of the anchors.
         compression: how drifts travel.
+        error_feedback: see `Vector`.
 
     Attributes:
         fragments: the numbers of the parameters that are averaged together, for each vector.
@@ -82,6 +84,7 @@ class Drift:
         anchors: Sequence[Tensor],
         outer: torch.optim.Optimizer,
         compression: Compression,
+        error_feedback: float | None = None,
     ) -> None:
         self.choice, self.inner, self._model, self._anchors = choice, inner, list(model), list(anchors)
         self.schedule = None if scheduler is None else InnerSchedule(scheduler)
@@ -92,7 +95,7 @@ class Drift:
         for numbers in self.fragments:
             layout = Layout.of([self._anchors[number] for number in numbers]).on("cpu")
             codecs = plan_codecs(compression, layout, TensorRole.GRADIENT)
-            self.vectors.append(Vector(layout, codecs, pinned=pinned))
+            self.vectors.append(Vector(layout, codecs, pinned=pinned, error_feedback=error_feedback))
         stepped = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
         # With an inner optimizer on the host: what it steps in place of the model, from which it is taken when stale.
         self._on_host = [] if all(a is b for a, b in zip(stepped, self._model, strict=True)) else stepped
@@ -278,6 +281,7 @@ class Drift:
             "anchor": [anchor.detach().clone() for anchor in self._anchors],
             "samples": self.samples + self._in_flight[0],
             "steps": self.steps + self._in_flight[1],
+            "residuals": [residual.values.clone() for residual in self._residuals()],
         }
 
     @torch.no_grad()
@@ -287,6 +291,11 @@ class Drift:
         for anchor, saved in zip(self._anchors, state["anchor"], strict=True):
             anchor.copy_(saved)
         self.samples, self.steps = float(state["samples"]), int(state["steps"])
+        for residual, saved in zip(self._residuals(), state.get("residuals", []), strict=False):  # or none was kept
+            residual.values.copy_(saved)
+
+    def _residuals(self) -> list[Residual]:
+        return [residual for vector in self.vectors for residual in vector.residuals if residual is not None]
 
 
 def as_model_has(anchor: Tensor, model: Tensor) -> Tensor:

@@ -57,11 +57,13 @@ def make_gradients(
         return None
     if settings.outer is not None:
         trained = replica.trained, replica.stepped
-        return Drift(settings.outer, optimizer, scheduler, *trained, replica.optimizer, settings.grad_compression)
+        codec, feedback = settings.grad_compression, settings.error_feedback
+        return Drift(settings.outer, optimizer, scheduler, *trained, replica.optimizer, codec, feedback)
     parameters = replica.trained
     if settings.grad_averager_factory is None:
         apart, reuse = settings.delay_optimizer_step, settings.reuse_grad_buffers
-        return EpochGradients(parameters, settings.grad_compression, apart=apart, reuse=reuse)
+        codec, feedback = settings.grad_compression, settings.error_feedback
+        return EpochGradients(parameters, codec, apart=apart, reuse=reuse, error_feedback=feedback)
     same = ("allreduce_timeout", "next_chunk_timeout", "shutdown_timeout", "client_mode", "reuse_grad_buffers")
     options = {name: getattr(settings, name) for name in same} | {
         "prefix": f"{settings.run_id}/grad",
@@ -316,6 +318,8 @@ class EpochRound:
                 log.warning("%s: trying again", error, extra=fields)
                 continue
             self._tell_cost(outcome)
+            if self._gradients is not None and not isinstance(self._gradients, AveragerGradients):
+                self._gradients.vector(before.epoch).settle(outcome)
             donors = (
                 self._of_other_gradients(outcome, gradients.hex())
                 or self._disagrees_with(outcome, machine)

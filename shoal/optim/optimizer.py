@@ -139,6 +139,9 @@ class Optimizer(torch.optim.Optimizer):
             these are counted, else once per epoch. `max_grad_norm` is of the average drift, `grad_compression` of the
             drifts. What the peers share, compare and download is the anchor, on the host, with the outer optimizer's
             state; each peer keeps its own inner optimizer's, with `offload_optimizer` on the host, too.
+        error_feedback: how much of what a lossy `grad_compression` has lost of this peer's gradients (or drifts) in the
+            rounds before is added to its next ones: over 0.0 and at most 1.0, which is all (Karimireddy et al. 2019,
+            arXiv 1901.09847). Takes memory of the gradients' size, twice that during a round. None: nothing.
         metrics_port: serve this peer's metrics for Prometheus on this port of 127.0.0.1, at `/metrics`; 0 for any free
             one (see `metrics_port`); None for none.
 
@@ -204,6 +207,7 @@ class Optimizer(torch.optim.Optimizer):
         kept_state_dir: str | os.PathLike[str] | None = None,
         metrics_port: int | None = None,
         outer: DiLoCo | None = None,
+        error_feedback: float | None = None,
     ) -> None:
         client_mode = dht.client_mode if client_mode is None else client_mode
         if dht.client_mode and not client_mode:

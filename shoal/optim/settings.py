@@ -15,7 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.averaging.options import term_of
-from shoal.compression import Compression, NoCompression
+from shoal.compression import Compression, NoCompression, check_for_state
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.host_copy import HostCopy
 
@@ -95,7 +95,7 @@ MODES = (
 )  # fmt: skip
 WITHOUT_LOCAL_UPDATES = (
     "reuse_grad_buffers", "delay_grad_averaging", "delay_optimizer_step", "offload_optimizer", "grad_averager_factory",
-    "max_grad_norm", "outer"
+    "max_grad_norm", "outer", "error_feedback"
 )  # fmt: skip
 WITHOUT_OUTER = (
     "reuse_grad_buffers", "delay_grad_averaging", "delay_optimizer_step", "grad_averager_factory",
@@ -163,6 +163,7 @@ class Settings:
     kept_state_dir: Annotated[str | os.PathLike[str] | None, FOLDER]
     metrics_port: Annotated[int | None, PORT]
     outer: Annotated[DiLoCo | None, OUTER]
+    error_feedback: Annotated[float | None, FRACTION]
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
@@ -186,6 +187,10 @@ class Settings:
         if self.use_local_updates and (unused := [name for name in WITHOUT_LOCAL_UPDATES if getattr(self, name)]):
             raise ValueError(f"use_local_updates=True steps at once, and leaves no use for {unused[0]}: leave one out")
         self._check_target()
+        for name in COMPRESSIONS[1:]:
+            check_for_state(name, getattr(self, name))
+        if self.error_feedback is not None and self.grad_averager_factory is not None:
+            raise ValueError("error_feedback is of the optimizer's own rounds: give it to the averager of the factory")
         if self.outer is not None and (unused := [name for name in WITHOUT_OUTER if getattr(self, name)]):
             instead = "; DiLoCo(overlap=…) hides the round" if unused[0].startswith("delay") else ""
             raise ValueError(f"outer=DiLoCo(…) averages no gradients, and leaves no use for {unused[0]}{instead}")

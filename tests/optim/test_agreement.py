@@ -52,6 +52,7 @@ FREE: dict[str, Any] = {
     "tracker_opts": {"min_refresh_period": 0.25},
     "performance_ema_alpha": 0.2,
     "metrics_port": 0,
+    "error_feedback": 1.0,
     "kept_state_dir": "no folder is made before a state is kept",
 }
 
