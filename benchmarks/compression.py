@@ -25,6 +25,7 @@ CODECS = (
     "BlockwiseQuantization",
 )
 LOSSY = CODECS[1:]
+OURS = ("Blockwise4Bit", "TopK")  # hivemind has none like them
 VALUES = ("normal", "heavy", "sparse", "shifted")
 CHUNK = 1 << 18  # elements: 1 MiB of float32
 TIMEOUT = 300.0  # seconds for one answer
@@ -38,12 +39,13 @@ Errors = dict[tuple[str, str, str], Measured]  # codec, values, side
 def time_all(sides: dict[str, Worker], sizes: list[int], rounds: int) -> Times:
     """Medians over the rounds of what each side measures in its turn."""
     times: Times = {}
-    for codec in CODECS:
+    for codec in CODECS + OURS:
         for elements in sizes:
             print(f"{codec}: {elements} elements", file=sys.stderr, flush=True)
-            turns: dict[str, list[Measured]] = {side: [] for side in sides}
+            turns: dict[str, list[Measured]] = {side: [] for side in sides if has(side, codec)}
             for _ in range(rounds):
-                for side, worker in sides.items():
+                for side in turns:
+                    worker = sides[side]
                     repeats = 15 if elements <= CHUNK else 3
                     turns[side].append(
                         worker.ask("measure", TIMEOUT, codec=codec, values="normal", elements=elements, repeats=repeats)
@@ -54,16 +56,23 @@ def time_all(sides: dict[str, Worker], sizes: list[int], rounds: int) -> Times:
     return times
 
 
+def has(side: str, codec: str) -> bool:
+    """Whether that side has the codec."""
+    return side == "shoal" or codec not in OURS
+
+
 def time_table(times: Times, sizes: list[int], sides: dict[str, Worker]) -> str:
     """MB of float32 per second."""
     rows = []
-    for codec in CODECS:
+    for codec in CODECS + OURS:
+        compares = "hivemind" in sides and has("hivemind", codec)
         for elements in sizes:
             row = [f"{codec}, {elements:,}"]
             for what in ("encode", "decode"):
-                row += [report.number(elements * 4e-6 / times[codec, elements, side][what], 0) for side in sides]
-                row.append(report.number(ratio(times, codec, elements, (what,)) if "hivemind" in sides else None))
-            row.append(report.number(ratio(times, codec, elements, ("encode", "decode")) if len(sides) > 1 else None))
+                measured = [times.get((codec, elements, side)) for side in sides]
+                row += [report.number(None if one is None else elements * 4e-6 / one[what], 0) for one in measured]
+                row.append(report.number(ratio(times, codec, elements, (what,)) if compares else None))
+            row.append(report.number(ratio(times, codec, elements, ("encode", "decode")) if compares else None))
             rows.append(row)
     head = ["codec, elements"]
     for what in ("encode", "decode"):
@@ -79,12 +88,19 @@ def ratio(times: Times, codec: str, elements: int, parts: tuple[str, ...]) -> fl
 
 def error_table(errors: Errors, sides: dict[str, Worker]) -> str:
     """What each codec loses."""
+
+    def of(what: str, style: str, codec: str, values: str) -> list[str]:
+        measured = [errors.get((codec, values, side)) for side in sides]
+        return [report.number(None) if one is None else format(one[what], style) for one in measured]
+
     rows = [
-        [f"{codec}, {values}"]
-        + [f"{errors[codec, values, side]['mean_square']:.2e}" for side in sides]
-        + [f"{errors[codec, values, side]['largest']:.2g}" for side in sides]
-        + [f"{errors[codec, values, side]['bytes_per_element']:.4f}" for side in sides]
-        for codec in LOSSY
+        [
+            f"{codec}, {values}",
+            *of("mean_square", ".2e", codec, values),
+            *of("largest", ".2g", codec, values),
+            *of("bytes_per_element", ".4f", codec, values),
+        ]
+        for codec in LOSSY + OURS
         for values in VALUES
     ]
     head = [f"{what} {side}" for what in ("mean square error", "largest error", "bytes an element") for side in sides]
@@ -151,9 +167,10 @@ def main() -> None:
         times = time_all(sides, sizes, options.rounds)
         errors: Errors = {
             (codec, values, side): worker.ask("errors", TIMEOUT, codec=codec, values=values, elements=CHUNK)
-            for codec in LOSSY
+            for codec in LOSSY + OURS
             for values in VALUES
             for side, worker in sides.items()
+            if has(side, codec)
         }
         parts: list[str] = [
             "# Codecs",

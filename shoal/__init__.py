@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal import compression as compression
+    from shoal import outer as outer
     from shoal.averaging.averager import DecentralizedAverager as DecentralizedAverager
     from shoal.averaging.control import AveragingStage as AveragingStage
     from shoal.averaging.control import RoundReport as RoundReport
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from shoal.functional.qhm_optimizer import QHM as QHM
     from shoal.functional.registry import functional_optim_map as functional_optim_map
     from shoal.functional.registry import register_functional_optimizer as register_functional_optimizer
+    from shoal.optim.diloco import DiLoCo as DiLoCo
     from shoal.optim.epoch_scheduler import EpochScheduler as EpochScheduler
     from shoal.optim.grad_averager import GradientAverager as GradientAverager
     from shoal.optim.grad_scaler import GradScaler as GradScaler
@@ -50,6 +52,7 @@ _HOMES = {
     "ContiguousParams": "shoal.flat.contiguous",
     "DHT": "shoal.dht.dht",
     "DecentralizedAverager": "shoal.averaging.averager",
+    "DiLoCo": "shoal.optim.diloco",
     "DistributedOptimizer": "shoal.remote.optimizer",
     "DownloadReport": "shoal.optim.reports",
     "EpochReport": "shoal.optim.reports",
@@ -78,9 +81,9 @@ _HOMES = {
 }
 _ROOMS = (
     "averaging", "compression", "dht", "flat", "functional", "health", "integrations", "membership", "monitor", "optim",
-    "p2p", "remote", "sharding", "simulation"
+    "outer", "p2p", "remote", "sharding", "simulation"
 )  # fmt: skip
-__all__ = ["__version__", "compression", *_HOMES]
+__all__ = ["__version__", "compression", "outer", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,9 +9,9 @@ What this room promises to `optim`:
 - one lost peer, in any role and at any moment, costs the time to notice it and the chunks that only it had;
 - a peer that breaks the rules is left out and told the reason, and the round of the others continues.
 
-How to read it: `exchange.py` moves and sums the bytes of a round; `averager.py` and `control.py` are the public
-classes; `runs.py` has the runs that an averager joins for one round, and `options.py` what averagers compare when they
-meet. The protocol is in `shoal.swarm`.
+How to read it: `exchange.py` moves and sums the bytes of a round, and `residual.py` keeps what lossy codecs have lost
+of them; `averager.py` and `control.py` are the public classes; `runs.py` has the runs that an averager joins for one
+round, and `options.py` what averagers compare when they meet. The protocol is in `shoal.swarm`.
 """
 
 from __future__ import annotations

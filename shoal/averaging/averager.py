@@ -24,7 +24,7 @@ from shoal.averaging.control import AveragingStage, Gathered, Hold, RoundReport,
 from shoal.averaging.exchange import Infos, Vector, compute_serially, exchange_of, plan_of
 from shoal.averaging.options import described, term_of
 from shoal.averaging.runs import Runs, next_bits
-from shoal.compression import Compression, NoCompression
+from shoal.compression import Compression, NoCompression, TensorRole, check_for_state
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.flat import FlatBuffer, Layout
@@ -52,6 +52,7 @@ DEFAULT_TIMEOUT = 60.0  # of a step, in seconds beyond the time at which it is s
 REQUEST_TIMEOUT = 10.0
 HOLD_SECONDS = 1.0  # that a result waits at least for the tensors
 RETRY_SECONDS = 0.05  # after a round that failed, so that rounds that fail at once do not keep the reactor busy
+STATE_ROLES = (TensorRole.PARAMETER, TensorRole.OPTIMIZER)
 NOT_STARTED = "this averager was not started, or was shut down"
 SHUT_DOWN = "the averager was shut down"
 
@@ -91,8 +92,12 @@ class DecentralizedAverager:
             when None.
         sender_timeout: the same for members that owe parts; `next_chunk_timeout` when None.
         reducer_timeout: the same for members that owe averages; twice `sender_timeout` when None.
-        compression: how chunks travel; equal on all peers.
-        state_compression: how `load_state_from_peers` sends tensors.
+        compression: how chunks travel; equal on all peers. `Compression.of` takes one for parts and one for results.
+        error_feedback: how much of what a lossy `compression` has lost of this peer's tensors in the rounds before is
+            added to them on their way: 1 for all, None for nothing. For tensors that are new in each round, such as
+            gradients: then nothing is lost for ever. It changes only when a round has succeeded, takes 4 bytes an
+            element on the host, and as much again during a round. Each peer may choose it for itself.
+        state_compression: how `load_state_from_peers` sends tensors; without parts and results.
         tensor_infos: name and role of each tensor, for a `compression` that chooses by them; equal on all peers.
         bandwidth: of this peer, in any unit that all peers share. A peer reduces in proportion to it.
         min_vector_size: members that would reduce fewer elements than this reduce none.
@@ -139,6 +144,7 @@ class DecentralizedAverager:
         sender_timeout: float | None = None,
         reducer_timeout: float | None = None,
         compression: Compression | None = None,
+        error_feedback: float | None = None,
         state_compression: Compression | None = None,
         tensor_infos: Infos | None = None,
         bandwidth: float | None = None,
@@ -163,6 +169,10 @@ class DecentralizedAverager:
         shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in averaged_tensors]
         if tensor_infos is not None and [(info.shape, info.dtype) for info in tensor_infos] != shapes:
             raise ValueError("tensor_infos must have one for each of averaged_tensors, of its shape and dtype")
+        if error_feedback is not None and type(self)._aggregate is not DecentralizedAverager._aggregate:
+            raise ValueError(f"error_feedback={error_feedback} has no effect on the rounds of a {type(self).__name__}")
+        if error_feedback is not None and any(info.role in STATE_ROLES for info in tensor_infos or ()):
+            raise ValueError(f"error_feedback={error_feedback} is for what is new in each round, not for a state")
         for index, (_, dtype) in enumerate(shapes):
             if not dtype.is_floating_point:
                 raise ValueError(f"averaged_tensors[{index}] is of {dtype}: only floating point can be averaged")
@@ -191,7 +201,8 @@ class DecentralizedAverager:
         self._tensors = tuple(averaged_tensors)
         self._memory = FlatBuffer.adopt(self._tensors)
         self._compression = compression or NoCompression()
-        self._vector = Vector(layout, plan_of(self._compression, layout, tensor_infos))
+        codecs = plan_of(self._compression, layout, tensor_infos)
+        self._vector = Vector(layout, codecs, error_feedback=error_feedback)
         if self._memory.layout == layout:  # on the host
             self._vector.inputs = self._memory
         names = [info.key if isinstance(info.key, str) else "" for info in tensor_infos or ()]
@@ -210,7 +221,7 @@ class DecentralizedAverager:
         self._turn = asyncio.Lock()  # one step at a time: steps share the memory, and this peer's place in a round
         self._joining: tuple[StepControl, Contribution, Swarm] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._state_compression = state_compression or NoCompression()
+        self._state_compression = check_for_state("state_compression", state_compression or NoCompression())
         self._shares_state = not client_mode and not auxiliary if allow_state_sharing is None else allow_state_sharing
         self._donor: StateDonor | None = None
         if start:
@@ -515,6 +526,7 @@ class DecentralizedAverager:
         outcome = await self._average(swarm, control, contribution, deadline)
         await self._hold_until(deadline, control, hold)  # a round that was missed has not taken the tensors
         if not self.auxiliary:
+            self._vector.settle(outcome)
             self._write(self._vector.outputs)
         return outcome
 

@@ -2,7 +2,8 @@
 
 In a round of N bytes and n members with equal spans, each member encodes, sends, receives and decodes 2(n-1)/n N,
 writes its span once and reads it n times, and hashes N. Averages that no codec has changed are received where they
-belong. Nothing else is done per byte.
+belong. Nothing else is done per byte. (With error feedback, each member also adds its residual to its part, and decodes
+the part that it sends: see `residual`.)
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from functools import cached_property
 import torch
 from blake3 import blake3
 
-from shoal.compression import CodecPlan, Compression, CompressionInfo, NoCompression, plan_codecs
+from shoal.averaging.residual import Errors, Residual, check_error_feedback
+from shoal.compression import Codec, CodecPlan, Compression, CompressionInfo, NoCompression, plan_codecs
 from shoal.flat import FlatBuffer, Layout, bytes_of, is_finite
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Expected, Leases
 from shoal.swarm.protocol.book import Book, RuleBroken
-from shoal.swarm.protocol.contribution import Fault, SendTo
+from shoal.swarm.protocol.contribution import Fault, Outcome, SendTo
 from shoal.swarm.protocol.messages import Begin, Carries, Part, Repair, Result, Source, name_of
-from shoal.swarm.protocol.plan import chunk_table
+from shoal.swarm.protocol.plan import ChunkSpan, chunk_table
 
 Flat = Sequence[torch.Tensor]
 Infos = Sequence[CompressionInfo]
@@ -38,6 +40,7 @@ class Exchange:
         codecs: of all elements; equal at all members.
         send: sends a message with buffers to members.
         fault: called with a member that broke a rule, and the reason.
+        residuals: of each flat buffer, for error feedback, or None; changed by `settle` only.
 
     Attributes:
         book: who owes which chunk to whom.
@@ -48,7 +51,15 @@ class Exchange:
     """
 
     def __init__(
-        self, me: bytes, begin: Begin, inputs: Flat, outputs: Flat, codecs: CodecPlan, send: SendTo, fault: Fault
+        self,
+        me: bytes,
+        begin: Begin,
+        inputs: Flat,
+        outputs: Flat,
+        codecs: CodecPlan,
+        send: SendTo,
+        fault: Fault,
+        residuals: Sequence[Residual | None] = (),
     ) -> None:
         try:
             chunks = chunk_table([tensor.numel() for tensor in inputs], begin.chunk_elements)
@@ -58,7 +69,10 @@ class Exchange:
             raise RuleBroken(f"BEGIN divides {begin.starts[-1]} chunks; the vector has {len(chunks)}")
         self.book, self.progressed = Book(me, begin, chunks), 0
         self._inputs, self._outputs = inputs, outputs
-        self._codecs = [codecs.codec_of(chunk.buffer, chunk.start, chunk.stop) for chunk in chunks]
+        self._codecs = self._result_codecs = _codecs_of(codecs, chunks)
+        if codecs.results is not codecs:
+            self._result_codecs = _codecs_of(codecs.results, chunks)
+        self._errors = Errors(residuals, self.book) if any(residuals) else None
         self._send, self._fault = send, fault
         self._started = False
         self._expected = Expected(Leases())  # output memory in which chunks of others are received
@@ -92,7 +106,7 @@ class Exchange:
         if not self.book.part_arrived(sender, chunk, part.plan, part.weight):
             return
         if buffers:
-            self._check_size(chunk, buffers[0])
+            self._check_size(chunk, buffers[0], self._codecs[chunk])
             # While this peer's user lets the round wait, its parts must not occupy the memory in which chunks arrive.
             payload = buffers[0] if self._started else memoryview(bytearray(buffers[0]))
             self._payloads.setdefault(chunk, {})[sender] = payload
@@ -110,11 +124,15 @@ class Exchange:
         if self.book.result_arrived(sender, chunk, result.plan):
             if len(buffers) != 1:
                 raise RuleBroken(f"a result with {len(buffers)} payloads")
-            self._check_size(chunk, buffers[0])
+            codec = self._result_codecs[chunk]
+            self._check_size(chunk, buffers[0], codec)
             self.progressed += 1
             in_place, out = self._expected.stop(chunk), self._slice(self._outputs, chunk)
             if not in_place:
-                out.copy_(self._codecs[chunk].decode(buffers[0], out.dtype, out.numel()))
+                try:
+                    out.copy_(codec.decode(buffers[0], out.dtype, out.numel()))
+                except ValueError as error:
+                    raise RuleBroken(f"the result of chunk {chunk} can't be decoded: {error}") from error
             self._received(chunk, out)
         self._send_parts()
 
@@ -160,6 +178,13 @@ class Exchange:
         self.progressed += 1
         self.book.received(chunk, digest)
 
+    def settle(self) -> None:
+        """The round was committed, and its result is used: update the residuals. Does nothing without error feedback,
+        and when called again."""
+        if self._errors is not None:
+            self._errors.settle()
+            self._errors = None
+
     def close(self) -> None:
         """Nothing is written into the output any more, whatever still arrives."""
         self._expected.close()
@@ -185,34 +210,55 @@ class Exchange:
 
     def _expect_results(self) -> None:
         for chunk, owner in self.book.awaited.items() if self._started else ():
-            if isinstance(self._codecs[chunk], NoCompression) and chunk not in self._expected:
+            if isinstance(self._result_codecs[chunk], NoCompression) and chunk not in self._expected:
                 self._expect(chunk, owner, Carries.RESULT)
 
-    def _check_size(self, chunk: int, data: memoryview) -> None:
+    def _check_size(self, chunk: int, data: memoryview, codec: Codec) -> None:
         span = self.book.chunks[chunk]
-        expected = self._codecs[chunk].encoded_nbytes(span.stop - span.start, self._outputs[span.buffer].dtype)
+        expected = codec.encoded_nbytes(span.stop - span.start, self._outputs[span.buffer].dtype)
         if data.nbytes != expected:
             raise RuleBroken(f"chunk {chunk} came as {data.nbytes} bytes instead of {expected}")
 
     def _send_parts(self) -> None:
         for owner, chunk in self.book.next_parts() if self._started else ():
             weight = self.book.weights[self.book.me]
-            payload = [self._codecs[chunk].encode(self._slice(self._inputs, chunk))] if weight > 0 else []
+            payload = [self._encoded(chunk, owner)] if weight > 0 else []
             message = Part(self.book.begin.round, chunk, self.book.plan, weight)
             self._send([owner], message, payload, self._name(Carries.PART, chunk) if payload else b"")
+
+    def _encoded(self, chunk: int, reducer: bytes) -> memoryview:
+        """This member's part of a chunk, as it is sent to that reducer."""
+        part, codec = self._part(chunk), self._codecs[chunk]
+        if self._errors is None or not self._errors.keeps(chunk):
+            return codec.encode(part)
+        narrow = part.to(self._slice(self._inputs, chunk).dtype)
+        encoded = codec.encode(narrow)
+        decoded = codec.decode(encoded, narrow.dtype, narrow.numel())
+        self._errors.sent(chunk, part - decoded, reducer)  # apart: the payload may be the part's memory
+        return encoded
+
+    def _part(self, chunk: int) -> torch.Tensor:
+        """This member's part of a chunk, before it is encoded."""
+        mine = self._slice(self._inputs, chunk)
+        return self._errors.corrected(chunk, mine) if self._errors is not None and self._errors.keeps(chunk) else mine
 
     def _reduce(self, chunks: Sequence[int]) -> None:
         book = self.book
         for chunk in chunks if self._started else ():
-            out, codec = self._slice(self._outputs, chunk), self._codecs[chunk]
+            out, codec = self._slice(self._outputs, chunk), self._result_codecs[chunk]
             contributions = self._contributions(chunk)
-            _weighted_mean(contributions, out)
-            if not is_finite(out):
+            keeps = self._errors is not None and self._errors.keeps(chunk)
+            mean = torch.empty_like(out, dtype=_wide(out.dtype)) if keeps else out
+            _weighted_mean(contributions, mean)
+            if not is_finite(mean):
                 finite = {key: pair for key, pair in contributions.items() if is_finite(pair[0])}
                 for key in contributions:
                     if key not in finite:
                         self._fault(key, f"its chunk {chunk} has values that are not finite (NaN or infinity)")
-                _weighted_mean(finite, out)
+                contributions = finite
+                _weighted_mean(contributions, mean)
+            if mean is not out:
+                out.copy_(mean)
             encoded = codec.encode(out)
             if codec.lossy:
                 out.copy_(codec.decode(encoded, out.dtype, out.numel()))
@@ -222,15 +268,23 @@ class Exchange:
             self._send(book.recipients(), message, [encoded], self._name(Carries.RESULT, chunk))
             if book.receives[book.me]:
                 self._received(chunk, out)
+            if self._errors is not None and keeps and book.me in contributions:
+                weights = [weight for _, weight in contributions.values()]
+                self._errors.reduced(chunk, mean.sub_(out), book.digests[chunk], book.weights[book.me], weights)
 
     def _contributions(self, chunk: int) -> dict[bytes, tuple[torch.Tensor, float]]:
         """(tensor, weight) by member, in member order, so that the sum does not depend on the order of arrival."""
         book, codec, mine = self.book, self._codecs[chunk], self._slice(self._inputs, chunk)
-        payloads = self._payloads.get(chunk, {}).items()
-        came = {key: payload for key, payload in payloads if key not in book.parted}
-        tensors = {key: codec.decode(payload, mine.dtype, mine.numel()) for key, payload in came.items()}
+        tensors: dict[bytes, torch.Tensor] = {}
+        for key, payload in self._payloads.get(chunk, {}).items():
+            if key in book.parted:
+                continue
+            try:
+                tensors[key] = codec.decode(payload, mine.dtype, mine.numel())
+            except ValueError as error:
+                self._fault(key, f"its chunk {chunk} can't be decoded: {error}")
         if book.weights[book.me] > 0 and book.receives[book.me]:
-            tensors[book.me] = mine
+            tensors[book.me] = self._part(chunk)
         return {key: (tensors[key], book.weights[key]) for key in book.keys if key in tensors}
 
     def _received(self, chunk: int, out: torch.Tensor) -> None:
@@ -240,7 +294,7 @@ class Exchange:
 def _weighted_mean(contributions: dict[bytes, tuple[torch.Tensor, float]], out: torch.Tensor) -> None:
     """Write the weighted mean into `out`, summed in order, in float32 (float64 for float64). The mean of none is 0."""
     total = sum(weight for _, weight in contributions.values())
-    accumulator = out if out.dtype in (torch.float32, torch.float64) else torch.empty_like(out, dtype=torch.float32)
+    accumulator = out if out.dtype is _wide(out.dtype) else torch.empty_like(out, dtype=torch.float32)
     if not contributions:
         accumulator.zero_()
     for number, (tensor, weight) in enumerate(contributions.values()):
@@ -254,6 +308,15 @@ def _weighted_mean(contributions: dict[bytes, tuple[torch.Tensor, float]], out: 
         out.copy_(accumulator)
 
 
+def _codecs_of(plan: CodecPlan, chunks: Sequence[ChunkSpan]) -> list[Codec]:
+    return [plan.codec_of(chunk.buffer, chunk.start, chunk.stop) for chunk in chunks]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype values of this one are summed."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
 class Vector:
     """A vector that rounds average, or a part of one. Inputs and outputs are apart: a round that fails has changed no
     input. Memory is allocated where it is first used.
@@ -262,14 +325,25 @@ class Vector:
         layout: on the host.
         codecs: how the tensors travel.
         pinned: allocate the inputs so that a GPU can reach them directly.
+        error_feedback: how much of what lossy codecs have lost of this peer's parts its next parts make up for: over 0
+            and at most 1, or None (see `residual`). The residual takes 4 bytes an element, on the host, from the first
+            round on, and as much again from the first part of a round until `settle` or the next round. Whoever
+            averages the vector calls `settle` after each round whose result it uses.
 
     Attributes:
-        layout, codecs: as given.
+        layout, codecs, error_feedback: as given.
         sizes: elements of each flat buffer.
+
+    Raises:
+        ValueError: for another `error_feedback`.
     """
 
-    def __init__(self, layout: Layout, codecs: CodecPlan, *, pinned: bool = False) -> None:
+    def __init__(
+        self, layout: Layout, codecs: CodecPlan, *, pinned: bool = False, error_feedback: float | None = None
+    ) -> None:
         self.layout, self.sizes, self.codecs, self._pinned = layout, layout.sizes, codecs, pinned
+        self.error_feedback = check_error_feedback(error_feedback)
+        self._exchange: Exchange | None = None  # of the last round, with error feedback
 
     @cached_property
     def inputs(self) -> FlatBuffer:
@@ -281,12 +355,41 @@ class Vector:
         """The average."""
         return FlatBuffer(self.layout)
 
+    @cached_property
+    def residuals(self) -> list[Residual | None]:
+        """Of each flat buffer: what was lost of this peer's parts and has not come back. None without error feedback,
+        and for a buffer that is not of floating point."""
+        if (beta := self.error_feedback) is None:
+            return [None] * len(self.sizes)
+        return [
+            Residual(torch.zeros(buffer.numel, dtype=torch.float32, device="cpu"), beta)
+            if buffer.dtype.is_floating_point
+            else None
+            for buffer in self.layout.buffers
+        ]
+
+    def opened(self, exchange: Exchange) -> None:
+        """An exchange of this vector has begun; what the one before has lost is forgotten."""
+        self._exchange = exchange if self.error_feedback is not None else None
+
+    def settle(self, outcome: Outcome) -> None:
+        """The result of that round is used. With error feedback, what was lost in the round becomes the residual. A
+        round that this peer has missed, and whose result it has fetched, changes nothing."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None and exchange.book.begin.round == outcome.begin.round:
+            exchange.settle()
+
 
 def exchange_of(parts: Sequence[Vector], me: bytes, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
     """The exchange of a round of these vectors, one after the other."""
     inputs = [flat for part in parts for flat in part.inputs.flat]
     outputs = [flat for part in parts for flat in part.outputs.flat]
-    return Exchange(me, begin, inputs, outputs, sum((part.codecs for part in parts), CodecPlan((), 0)), send, fault)
+    codecs = sum((part.codecs for part in parts), CodecPlan((), 0))
+    residuals = [residual for part in parts for residual in part.residuals]
+    exchange = Exchange(me, begin, inputs, outputs, codecs, send, fault, residuals)
+    for part in parts:
+        part.opened(exchange)
+    return exchange
 
 
 def plan_of(compression: Compression, layout: Layout, infos: Infos | None = None) -> CodecPlan:

@@ -3,7 +3,8 @@
 What this room promises to ``averaging`` and ``optim``:
 
 * The size of a payload follows from the number of elements and their dtype, so a receiver can refuse a payload before
-  it decodes anything. A payload of any other size raises ValueError, whatever its content.
+  it decodes anything. A payload of any other size raises ValueError, whatever its content. So does one of the right
+  size that nobody can have encoded, where a codec has such (`TopK`, whose indices ascend).
 * Decoding never runs code and never allocates more than the chunk needs. The same bytes give the same numbers on every
   machine, and the same numbers give the same bytes.
 * A value that is not finite never becomes finite, with one exception: `Float16Compression` clamps infinities. The
@@ -12,10 +13,11 @@ What this room promises to ``averaging`` and ``optim``:
   keeps only a few constant tables, which are made when they are first used.
 * Importing it is cheap. It imports torch and nothing else of Shoal.
 
-A `Codec` encodes chunks. Options take a `Compression`: a codec, or an adaptive compression, which chooses a codec for
-each tensor. `plan_codecs` gives the codecs of all elements of a layout, and so of every chunk of it (see
-``shoal.compression.plan``). In a plan, values of different kinds share no block, and statistics of optimizers that are
-positive stay positive (``kind``, ``statistic``): no compression can make a step explode.
+A `Codec` encodes chunks. Options take a `Compression`: a codec, an adaptive compression, which chooses a codec for
+each tensor, or what `Compression.of` makes of one for parts and one for results. `plan_codecs` gives the codecs of all
+elements of a layout, and so of every chunk of it (see ``shoal.compression.plan``). In a plan, values of different kinds
+share no block, and statistics of optimizers that are positive stay positive (``kind``, ``statistic``): no compression
+can make a step explode.
 """
 
 from __future__ import annotations
@@ -26,19 +28,22 @@ from shoal.compression.adaptive import (
     RoleAdaptiveCompression,
     SizeAdaptiveCompression,
 )
+from shoal.compression.blockwise4bit import Blockwise4Bit
 from shoal.compression.blockwise8bit import BlockwiseQuantization
-from shoal.compression.codec import Codec, Compression
+from shoal.compression.codec import Codec, Compression, PartsAndResults
 from shoal.compression.float16 import Float16Compression
 from shoal.compression.info import CompressionInfo, TensorRole
 from shoal.compression.none import NoCompression
 from shoal.compression.plan import CodecPlan, CodecSpan, PiecewiseCodec, plan_codecs
 from shoal.compression.quantile8bit import Quantile8BitQuantization
-from shoal.compression.registry import codec_by_name, compression_by_spec
+from shoal.compression.registry import check_for_state, codec_by_name, compression_by_spec
 from shoal.compression.scaled_float16 import ScaledFloat16Compression
+from shoal.compression.top_k import TopK
 from shoal.compression.uniform8bit import Uniform8BitQuantization
 
 __all__ = [
     "AdaptiveCompression",
+    "Blockwise4Bit",
     "BlockwiseQuantization",
     "Codec",
     "CodecPlan",
@@ -47,6 +52,7 @@ __all__ = [
     "CompressionInfo",
     "Float16Compression",
     "NoCompression",
+    "PartsAndResults",
     "PerTensorCompression",
     "PiecewiseCodec",
     "Quantile8BitQuantization",
@@ -54,7 +60,9 @@ __all__ = [
     "ScaledFloat16Compression",
     "SizeAdaptiveCompression",
     "TensorRole",
+    "TopK",
     "Uniform8BitQuantization",
+    "check_for_state",
     "codec_by_name",
     "compression_by_spec",
     "plan_codecs",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from shoal.compression.codec import Codec, Compression
+from shoal.compression.codec import Codec, Compression, PartsAndResults
 from shoal.compression.info import CompressionInfo, TensorRole
 from shoal.compression.none import NoCompression
 
@@ -27,6 +27,11 @@ def _check(given: Mapping[str, object]) -> None:
     for name, one in given.items():
         if not isinstance(one, Compression):
             raise ValueError(f"{name}={one!r:.60}: give a compression, such as shoal.compression.Float16Compression()")
+        if isinstance(one, PartsAndResults):
+            raise ValueError(
+                f"{name} is made by Compression.of, which goes around: "
+                "Compression.of(parts=…, results=…) of two adaptive compressions"
+            )
 
 
 @dataclass(frozen=True, slots=True)

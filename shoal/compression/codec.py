@@ -1,15 +1,17 @@
 """What a compression is, and what a codec is: the compression that encodes.
 
 Both are here because each needs the other: a compression chooses a codec for each tensor, and a codec is the
-compression that chooses itself. `payload_of` and `elements_of` are what codecs are made with. They are less strict than
-`shoal.flat.memory_views`, since the bytes come from the network: these start at any address, may be read-only, and have
-any values.
+compression that chooses itself. So is `PartsAndResults`, which `Compression.of` makes. `payload_of` and `elements_of`
+are what codecs are made with. They are less strict than `shoal.flat.memory_views`, since the bytes come from the
+network: these start at any address, may be read-only, and have any values.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -43,6 +45,77 @@ class Compression(ABC):
         Raises:
             ValueError: if this compression has no codec for it.
         """
+
+    @property
+    def parts(self) -> Compression:
+        """How parts travel, from members to the reducer of a chunk: as this compression says, unless it is made by
+        `of`."""
+        return self
+
+    @property
+    def results(self) -> Compression:
+        """How results travel, from the reducer to all members: as this compression says, unless it is made by `of`."""
+        return self
+
+    @staticmethod
+    def of(*, parts: Compression, results: Compression) -> Compression:
+        """One compression for parts and another for results.
+
+        >>> shoal.compression.Compression.of(parts=TopK(), results=Blockwise4Bit())
+
+        Raises:
+            ValueError: if one of them is no compression, or made by `of` itself.
+        """
+        made = PartsAndResults(parts, results)
+        return parts if parts == results else made
+
+
+@dataclass(frozen=True, slots=True)
+class PartsAndResults(Compression):
+    """One compression for parts, which members send to the reducer of a chunk, and another for results, the averages
+    that come back. Made by :meth:`Compression.of`.
+
+    Only rounds have both, so it can't be what a state is downloaded with. Each of the two may be adaptive; it can't be
+    an option of an adaptive compression itself.
+
+    Args:
+        for_parts, for_results: the compressions.
+    """
+
+    name: ClassVar[str] = "parts_and_results"
+    for_parts: Compression
+    for_results: Compression
+
+    def __post_init__(self) -> None:
+        for name, one in (("parts", self.for_parts), ("results", self.for_results)):
+            if not isinstance(one, Compression) or isinstance(one, PartsAndResults):
+                raise ValueError(f"{name}={one!r:.60}: give a compression for one of both, such as a codec")
+
+    @property
+    def spec(self) -> str:
+        """``["parts_and_results", parts, results]``"""
+        return json.dumps([self.name, self.for_parts.spec, self.for_results.spec])
+
+    @property
+    def parts(self) -> Compression:
+        """How parts travel."""
+        return self.for_parts
+
+    @property
+    def results(self) -> Compression:
+        """How results travel."""
+        return self.for_results
+
+    def choose_compression(self, info: CompressionInfo) -> Codec:
+        """Never a codec, since there are two.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "Compression.of(parts=…, results=…) is for rounds: what is downloaded has no parts and results. Give "
+            "a compression that is for both"
+        )
 
 
 class Codec(Compression):
@@ -102,7 +175,7 @@ class Codec(Compression):
 
         Raises:
             TypeError: if the payload is not bytes-like.
-            ValueError: if it is not of exactly ``encoded_nbytes(numel, dtype)`` bytes.
+            ValueError: if it is not of exactly ``encoded_nbytes(numel, dtype)`` bytes, or nobody can have encoded it.
         """
         view = memoryview(payload)
         expected = self.encoded_nbytes(numel, dtype)

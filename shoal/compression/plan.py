@@ -173,10 +173,12 @@ class CodecPlan:
         spans: cover every buffer, in order, without gaps; neighbours in a buffer have different codecs. Padding goes
             with the tensor before it; what is before or without a tensor is not compressed.
         buffers: how many there are, empty ones too.
+        spans_of_results: the same of results, in a round, where these have other codecs than parts; otherwise None.
     """
 
     spans: tuple[CodecSpan, ...]
     buffers: int
+    spans_of_results: tuple[CodecSpan, ...] | None = None
 
     @staticmethod
     def of(layout: FlatLayout, codecs: Sequence[Codec]) -> CodecPlan:
@@ -202,16 +204,27 @@ class CodecPlan:
 
     def __add__(self, other: CodecPlan) -> CodecPlan:
         """The plan of this one's buffers, followed by the other's."""
-        moved = tuple(replace(span, buffer=self.buffers + span.buffer) for span in other.spans)
-        return CodecPlan(self.spans + moved, self.buffers + other.buffers)
+
+        def moved(spans: Sequence[CodecSpan]) -> tuple[CodecSpan, ...]:
+            return tuple(replace(span, buffer=self.buffers + span.buffer) for span in spans)
+
+        results: tuple[CodecSpan, ...] | None = None
+        if self.spans_of_results is not None or other.spans_of_results is not None:
+            results = self.results.spans + moved(other.results.spans)
+        return CodecPlan(self.spans + moved(other.spans), self.buffers + other.buffers, results)
+
+    @property
+    def results(self) -> CodecPlan:
+        """The plan of results: this one, unless they have other codecs than parts."""
+        return self if self.spans_of_results is None else CodecPlan(self.spans_of_results, self.buffers)
 
     @property
     def lossy(self) -> bool:
         """Whether any element has a lossy codec."""
-        return any(span.codec.lossy for span in self.spans)
+        return any(span.codec.lossy for span in (*self.spans, *(self.spans_of_results or ())))
 
     def codec_of(self, buffer: int, start: int, stop: int) -> Codec:
-        """The codec of a chunk, elements [start, stop) of a buffer.
+        """The codec of a chunk, elements [start, stop) of a buffer; in a round, that of its parts.
 
         Raises:
             ValueError: if the chunk is empty or not within the buffer.
@@ -254,6 +267,10 @@ def plan_codecs(
         ValueError: if there is not one role, one key and one kind for each tensor, or the compression has no codec for
             a tensor.
     """
+    if compression.parts is not compression.results:
+        parts = plan_codecs(compression.parts, layout, roles, keys, exact, kinds)
+        results = plan_codecs(compression.results, layout, roles, keys, exact, kinds)
+        return replace(parts, spans_of_results=results.spans)
     count = len(layout.entries)
     roles = [roles] * count if isinstance(roles, TensorRole) else roles
     keys = range(count) if keys is None else keys

@@ -7,21 +7,23 @@ import re
 from typing import Final
 
 from shoal.compression.adaptive import PerTensorCompression, RoleAdaptiveCompression, SizeAdaptiveCompression
+from shoal.compression.blockwise4bit import Blockwise4Bit
 from shoal.compression.blockwise8bit import BlockwiseQuantization
-from shoal.compression.codec import Codec, Compression
+from shoal.compression.codec import Codec, Compression, PartsAndResults
 from shoal.compression.float16 import Float16Compression
 from shoal.compression.kind import KindCodec
 from shoal.compression.none import NoCompression
 from shoal.compression.quantile8bit import Quantile8BitQuantization
 from shoal.compression.scaled_float16 import ScaledFloat16Compression
 from shoal.compression.statistic import StatisticCodec
+from shoal.compression.top_k import TopK
 from shoal.compression.uniform8bit import Uniform8BitQuantization
 
 MAX_SPEC: Final = 1 << 20
 """Characters of the longest spec that is read."""
 
 MAX_DEPTH: Final = 4
-"""How deep adaptive compressions may be nested in a spec."""
+"""How deep compressions with options may be nested in a spec."""
 
 _CODECS: Final[dict[str, Codec]] = {
     codec.name: codec
@@ -32,6 +34,7 @@ _CODECS: Final[dict[str, Codec]] = {
         Uniform8BitQuantization(),
         Quantile8BitQuantization(),
         BlockwiseQuantization(),
+        Blockwise4Bit(),
     )
 }
 
@@ -54,6 +57,23 @@ def codec_by_name(name: str) -> Codec:
     return KindCodec(codec, int(parts["kind"])) if parts["kind"] else codec
 
 
+def check_for_state(option: str, compression: Compression) -> Compression:
+    """Returns the compression of an option that says how a state is downloaded.
+
+    Raises:
+        ValueError: that names the option, if the compression has parts and results, or is a codec with options, which
+            a manifest can't say.
+    """
+    if compression.parts is not compression.results:
+        raise ValueError(f"{option} has parts and results (Compression.of), and a state has neither: give one for both")
+    if isinstance(compression, Codec):
+        try:
+            codec_by_name(compression.name)
+        except ValueError as error:
+            raise ValueError(f"{option}={compression!r} can't bring a state: {error}") from error
+    return compression
+
+
 def compression_by_spec(spec: str) -> Compression:
     """The compression whose `spec` that is, adaptive or not, for specs that arrive from the network.
 
@@ -71,7 +91,7 @@ def _parse(spec: object, depth: int) -> Compression:
     if not spec.startswith("["):
         return codec_by_name(spec)
     if depth == 0:
-        raise ValueError(f"adaptive compressions are nested more than {MAX_DEPTH} deep")
+        raise ValueError(f"compressions are nested more than {MAX_DEPTH} deep")
     try:
         items = json.loads(spec)
     except (ValueError, RecursionError) as error:
@@ -92,6 +112,10 @@ def _parse(spec: object, depth: int) -> Compression:
             )
         case [PerTensorCompression.name, list(pairs)]:
             return PerTensorCompression(dict(_pair(pair, depth - 1) for pair in pairs))
+        case [TopK.name, int(k), int(chunk), int(bits)]:
+            return TopK(k, chunk, bits)
+        case [PartsAndResults.name, parts, results]:
+            return PartsAndResults(_parse(parts, depth - 1), _parse(results, depth - 1))
     raise ValueError(f"unknown compression {spec!r:.40}")
 
 

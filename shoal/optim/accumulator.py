@@ -106,16 +106,25 @@ def lost_gradient(name: str) -> ValueError:
     )
 
 
-def clip(gradients: list[torch.Tensor], max_norm: float, measured: Sequence[torch.Tensor] | None = None) -> None:
-    """Scale gradients down if their norm is larger than `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
+def norm_of(tensors: Sequence[torch.Tensor]) -> float:
+    """The norm over all elements, summed in float64, so that machines that sum in another order agree to rounding."""
+    norms = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in tensors]
+    return float(sum(norm**2 for norm in norms) ** 0.5)
 
-    The norm is summed in float64, so that machines that sum in another order agree on the factor.
+
+def clip(
+    gradients: list[torch.Tensor],
+    max_norm: float,
+    measured: Sequence[torch.Tensor] | None = None,
+    norm: Callable[[Sequence[torch.Tensor]], float] = norm_of,
+) -> None:
+    """Scale gradients down if their norm is larger than `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
         measured: the same elements in fewer tensors.
+        norm: measures them.
     """
-    norms = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in measured or gradients]
-    factor = max_norm / (sum(norm**2 for norm in norms) ** 0.5 + 1e-6)
+    factor = max_norm / (norm(measured or gradients) + 1e-6)
     if factor < 1.0:
         foreach_mul_(gradients, factor)
 
@@ -131,6 +140,7 @@ class EpochGradients(Vector):
         parameters: those that get gradients.
         compression: how gradients travel; the flags always travel exactly.
         apart: accumulate in memory of its own, so that the next epoch can begin while the mean of this one is averaged.
+        error_feedback: see `Vector`.
         reuse: accumulate in the parameters' `.grad`. They hold the sum over the steps, and each step counts alike,
             whatever its samples.
 
@@ -139,14 +149,20 @@ class EpochGradients(Vector):
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], compression: Compression, *, apart: bool = False, reuse: bool = False
+        self,
+        parameters: Sequence[torch.Tensor],
+        compression: Compression,
+        *,
+        apart: bool = False,
+        reuse: bool = False,
+        error_feedback: float | None = None,
     ) -> None:
         self._warned = False  # that all gradients are zero
         devices = {parameter.device.type for parameter in parameters}
         flags = torch.zeros(len(parameters), dtype=torch.float32, device="cpu")
         layout = Layout.of([*parameters, flags]).on("cpu")
         codecs = plan_codecs(compression, layout, TensorRole.GRADIENT, exact=[len(parameters)])
-        super().__init__(layout, codecs, pinned="cuda" in devices)
+        super().__init__(layout, codecs, pinned="cuda" in devices, error_feedback=error_feedback)
         *self._mean, self._used = self.inputs.views()
         *_, self._used_by_any = self.outputs.views()
         # Gradients are accumulated beside the parameters. On the host, that memory may be the memory that is sent.
@@ -210,6 +226,10 @@ class EpochGradients(Vector):
                 mean.zero_()
         accumulator.seen = seen
         foreach_div_(self._mean, max(1, accumulator.steps) * scale)
+
+    def vector(self, epoch: int) -> Vector:
+        """What the round that ends this epoch averages."""
+        return self
 
     def average(self, timeout: float, over: Callable[[], Future[None]]) -> bytes:
         """Nothing to do before the run's round, which averages what was closed and names the average."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from shoal.flat import grad_of
 from shoal.health.record import FaultKind
 from shoal.optim.accumulator import lost_gradient
+from shoal.optim.drift import Drift
 from shoal.optim.epoch_round import Averaged, EpochRound, Gradients, report_of
 from shoal.optim.forks import Forks
 from shoal.optim.grad_averager import AveragerGradients
@@ -100,6 +101,7 @@ class Accumulation:
 
     Attributes:
         gradients: as given.
+        drift: the gradients, if they are what inner steps have done.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Accumulation:
         self._reuse = settings.reuse_grad_buffers
         self.gradients = gradients
         self._own = gradients if isinstance(gradients, AveragerGradients) else None  # with rounds of their own
+        self.drift = replica.drift = gradients if isinstance(gradients, Drift) else None
         self._local_samples = 0.0  # with local updates
         self._scaler: GradScaler | None = None  # of the gradients that are accumulated in `.grad`
         self._warned = False  # that no parameter has a gradient
@@ -117,6 +120,17 @@ class Accumulation:
     def samples(self) -> float:
         """The number of samples that this peer has accumulated in this epoch."""
         return self._local_samples if self.gradients is None else self.gradients.samples
+
+    @property
+    def progress(self) -> float:
+        """What this peer has of the epoch, in what the target counts: inner steps, or samples."""
+        return self.samples if self.drift is None else self.drift.progress
+
+    @property
+    def has_its_part(self) -> bool:
+        """Whether this peer has made its inner steps of the epoch, where they are counted."""
+        steps = None if self.drift is None else self.drift.steps_of_epoch
+        return steps is not None and self.progress >= steps
 
     def add(self, batch_size: int, grad_scaler: GradScaler | None) -> None:
         """Use the parameters' `.grad`, the mean over `batch_size` samples. Where no parameter has one, the samples do
@@ -160,9 +174,34 @@ class Accumulation:
                 self._scaler = grad_scaler
 
     def _check_held(self) -> None:
-        if self._reuse and self.gradients is not None and (index := self.gradients.accumulator.lost()) is not None:
+        gradients = self.gradients
+        if not self._reuse or gradients is None or isinstance(gradients, Drift):
+            return
+        if (index := gradients.accumulator.lost()) is not None:
             self.restart()
             raise lost_gradient(self._replica.placement.name_of(self._replica.trained[index]))
+
+    def go_on(self) -> None:
+        """What was closed is in a round in the background: accumulate for the next epoch."""
+        if self.drift is not None:
+            self.drift.go_on()
+        else:
+            self.restart()
+
+    def apply(self, *, used: bool, is_accumulating: bool) -> None:
+        """The step that ends an epoch is made: have the model follow it.
+
+        Args:
+            used: whether what this peer brought is in that step.
+            is_accumulating: whether the next epoch has begun already.
+        """
+        if self.drift is not None:
+            self._replica.placement.take_over()
+            self.drift.apply(used=used)
+            return
+        self._replica.publish()
+        if not is_accumulating:
+            self.restart()
 
     def restart(self) -> None:
         """Drop what was accumulated."""
@@ -191,8 +230,11 @@ class Accumulation:
         samples = self.samples
         usable = self.gradients.close(1.0 if self._scaler is None else self._scaler.get_scale())
         if usable < samples:
-            fields = self._run.faults.add(FaultKind.NOT_FINITE, "this peer's gradients have NaN or infinity")
-            log.warning("this peer's gradients are not finite (NaN or infinity): it joins without them", extra=fields)
+            what, then = "gradients", "it joins without them"
+            if self.drift is not None:
+                what, then = "inner steps", "it goes back to the anchor, and joins without them"
+            fields = self._run.faults.add(FaultKind.NOT_FINITE, f"this peer's {what} have NaN or infinity")
+            log.warning("this peer's %s are not finite (NaN or infinity): %s", what, then, extra=fields)
         return usable
 
     # -- gradients with rounds of their own
@@ -263,7 +305,7 @@ class Epoch:
     ) -> None:
         self._settings, self._run, self._replica = settings, run, replica
         self._accumulation, self._tracker, self._tell = accumulation, tracker, tell
-        self._gradients = accumulation.gradients
+        self._gradients, self._drift = accumulation.gradients, accumulation.drift
         self._round = EpochRound(settings, run, replica, accumulation.gradients)
         # While a round is called during a step, the next epoch may begin with that step's samples. (Reused gradients
         # have them in this epoch's sum already.)
@@ -278,6 +320,7 @@ class Epoch:
         self._made_with: frozenset[bytes] = frozenset()  # the peers with which, or from which, it has its state
         self._forks = Forks(run, replica, Keeper(settings.kept_state_dir, run.me), tell)
         self._step_seconds = 0.0  # of the last step
+        self._waited_at: Tip | None = None  # where this peer has waited for others to make their inner steps
         self._told_pin = 0  # the last pin of which was said that nobody has its state
 
     @property
@@ -326,6 +369,8 @@ class Epoch:
         if not self._follow_pin():
             return
         if self.is_behind:
+            if self._drift is not None and self._drift.has_moved and batch_size:
+                self._accumulation.add(batch_size, grad_scaler)  # which stays, as what came before
             self._synchronise()
         elif batch_size:
             computed_at, accumulation = self.applied, self._accumulation
@@ -365,25 +410,48 @@ class Epoch:
     def _count(self) -> None:
         """Report what was accumulated, and end the epoch if that is due."""
         if self._has_failed:
-            self._end_in_background(self._brought)
+            self._end_in_background(self._brought if self._drift is None else self._taken_anew(self._drift))
+        if self.is_busy and self._result_is_due and self._settings.outer is not None and self._settings.outer.delay:
+            self.take_result(wait=True)
         if self.state is EpochState.AVERAGING:
             assert self._ending is not None
             if self._ending.tip.done():
                 self.state = EpochState.STEPPING
                 self._count_from(self._ending.tip.result())
-            elif self._accumulation.samples < (self._brought or self._settings.target_batch_size):
+            elif not self._has_its_part:
                 return  # what is accumulated belongs to an epoch that has no name yet
             else:
                 self.take_result(wait=True)  # this peer has its part of that epoch: it may be one epoch late at most
                 if self._has_failed:
                     return  # the next step tries again
-        self._end_if_due(self._accumulation.samples)
+        self._end_if_due(self._accumulation.progress)
+
+    @property
+    def _has_its_part(self) -> bool:
+        """Whether this peer has as much as it brought to the epoch before."""
+        if self._settings.counts_steps and not self._brought:
+            return self._accumulation.has_its_part
+        return self._accumulation.samples >= (self._brought or self._settings.target)
+
+    @property
+    def _result_is_due(self) -> bool:
+        """Whether the end of an epoch in the background may be applied: with DiLoCo(overlap=n), after n steps."""
+        outer = self._settings.outer
+        return self._drift is None or outer is None or self._drift.steps >= outer.delay
+
+    def _taken_anew(self, drift: Drift) -> float:
+        """Take what was in a round that has failed once more, with what has come since. Returns its samples."""
+        drift.take_back()
+        samples = self._accumulation.close()
+        drift.go_on()
+        return samples
 
     def _end_if_due(self, samples: float | None = None) -> None:
         """End the epoch if its round is due, after reporting `samples` if they are given."""
         try:
             if samples is not None:
-                self._tracker.report(samples)
+                self._tracker.report(samples, behind=self._accumulation.samples)
+                self._wait_for_the_slower()
             if self._tracker.ready_to_update_epoch:
                 if self.is_busy:
                     self.take_result(wait=True)  # one epoch late at most
@@ -395,6 +463,15 @@ class Epoch:
                 self.take_result(wait=True)
             self._synchronise()
 
+    def _wait_for_the_slower(self) -> None:
+        """Where inner steps are counted, a peer that has made its own waits for the others, once in an epoch, at most
+        for `matchmaking_time`: they are to bring as many."""
+        tip = self._replica.tip
+        if self._accumulation.has_its_part and self._waited_at != tip and not self._tracker.ready_to_update_epoch:
+            self._waited_at = tip
+            with self._tracker.paused():
+                self._run.wait_for_round(tip, self._settings.matchmaking_time)
+
     def _end_epoch(self) -> None:
         """End the epoch within this call, or begin to end it in the background."""
         if self._round.few_are_here():
@@ -403,7 +480,7 @@ class Epoch:
         samples = self._accumulation.close()
         self._round.take()
         if self._averages_in_background:
-            self._accumulation.restart()
+            self._accumulation.go_on()
             self._end_in_background(samples)
             return
         averaged = self._round.average(samples)
@@ -436,6 +513,8 @@ class Epoch:
         """Make the wrapped optimizer's step with the averaged gradients; with local updates, take over the averaged
         state."""
         as_grad, began = None if self._gradients is None else self._gradients.as_grad, time.perf_counter()
+        if self._drift is not None and not averaged.used(self._run.me):
+            self._drift.remember()
         self._replica.step(as_grad, averaged.tip, averaged.options, with_state=averaged.with_state)
         self._step_seconds = time.perf_counter() - began
         self._run.tell_state_changed()
@@ -446,7 +525,7 @@ class Epoch:
         Args:
             wait: wait until it is done.
         """
-        if not self.is_done and not (wait and self._ending is not None):
+        if not (self.is_done and self._result_is_due) and not (wait and self._ending is not None):
             return
         if self.state is EpochState.CLOSED:
             self._apply_last()
@@ -479,21 +558,22 @@ class Epoch:
 
     def _apply(self, averaged: Averaged, *, is_accumulating: bool = False) -> None:
         """Continue from the state after the step. With `is_accumulating`, the next epoch has begun already."""
+        used = averaged.used(self._run.me)
         if averaged.donors:
+            if self._drift is not None and used:
+                self._accumulation.restart()  # the state of the others has it
             self._synchronise(averaged.donors)
             return
         self._round.put(averaged)
         if averaged.with_state:
             self._round.machine.has_averaged_state(averaged.tip.epoch, whole=self._replica.is_averaged_whole)
-        self._replica.publish()
+        self._accumulation.apply(used=used, is_accumulating=is_accumulating)
         outcome = averaged.outcome
         members = [] if outcome is None else outcome.begin.members
         self._made_with = frozenset(member.key for member in members) - {self._run.me}
         if self._made_with and not self.is_behind:
             self._downloads = 0
         self.applied = averaged.tip
-        if not is_accumulating:
-            self._accumulation.restart()
         self._count_from(averaged.tip)
         if outcome is not None:
             epoch, digest, waiting = self._replica.tip.epoch, self._replica.state_digest, self._tracker.take_waited()
@@ -503,6 +583,8 @@ class Epoch:
         """Count what is accumulated from now on to the epoch that begins with that state."""
         if self._counted_from != tip:
             self._counted_from = tip
+            if self._drift is not None:
+                self._drift.begin(tip.epoch)
             self._tracker.start_epoch(tip)
 
     def close(self, timeout: float) -> None:
@@ -518,11 +600,15 @@ class Epoch:
 
     def _apply_last(self) -> None:
         """Apply the end of an epoch that was under way when the optimizer was shut down."""
+        averaged: Averaged | None = None
         try:
-            self._result()
+            averaged = self._result()
         except AveragingError as error:
             log.info("the end of an epoch was given up: %s", error)
-        self._replica.publish()
+        if self._drift is None:
+            self._replica.publish()
+        elif averaged is not None and not averaged.donors:
+            self._accumulation.apply(used=averaged.used(self._run.me), is_accumulating=True)
         self.applied = self._replica.tip
 
     # -- this peer's state, for newcomers
@@ -571,7 +657,7 @@ class Epoch:
         if not self._run.swarm.believes(self._replica.tip):  # it was pinned in another run
             self._replica.tip = replace(self._replica.tip, pin=0)
         self._run.follow(self._replica.tip)
-        self._restart(self._replica.tip)
+        self._restart(self._replica.tip, keeps_drift=self._drift is not None)
 
     def load_state(self, timeout: float) -> bool:
         """Download the state that most peers hold, and continue from it.
@@ -641,8 +727,12 @@ class Epoch:
         tip = state.manifest.tip
         givers = frozenset(donor.key for donor in state.chunks_from)
         fork = self._forks.leave(tip, state.line, self._made_with, givers)
+        drift = self._drift
+        # What this peer's inner steps have done is of the new state, too, unless the others have it already, or the
+        # owner has led the run elsewhere.
+        keeps = drift is not None and drift.has_moved and tip.pin == mine.pin and not self._round.may_be_in(mine)
         try:
-            self._replica.load(state)
+            self._replica.load(state, keeps_drift=keeps)
         except ValueError as error:
             raise Rejected(f"the run's state does not fit this peer: {error}") from error
         self._run.follow(tip)
@@ -655,7 +745,7 @@ class Epoch:
             self._forks.left(fork)
         elif mine.epoch and was_made_apart and not tip.is_state_of(mine):
             self._forks.caught_up(mine, tip, givers)
-        self._restart(tip)
+        self._restart(tip, keeps_drift=keeps)
         self._tell(DownloadReport(tip.epoch, state.seconds, state.nbytes, len(state.chunks_from), digest))
         return True
 
@@ -706,7 +796,7 @@ class Epoch:
         tip = state.manifest.tip
         fork = self._forks.leave(tip, state.line, self._made_with, [])
         self._accumulation.leave()
-        self._replica.load(state)
+        self._replica.load(state)  # with an outer optimizer, the model becomes the anchor
         self._run.follow(tip)
         self._made_with = frozenset()
         self._restart(tip)
@@ -721,13 +811,18 @@ class Epoch:
         tip = kept.snapshot.tip
         self._continue_from(kept, tip.pin if self._run.swarm.believes(tip) else 0)
 
-    def _restart(self, tip: Tip) -> None:
+    def _restart(self, tip: Tip, *, keeps_drift: bool = False) -> None:
         """Begin an epoch from another state than that of the last round."""
         self._run.tell_state_changed()
         if self.state is EpochState.FAILED:
             self.state = EpochState.ACCUMULATING
-        self._accumulation.restart()
+        if self._drift is not None and keeps_drift:
+            self._drift.take_back()
+        else:
+            self._accumulation.restart()
         self.applied = self._counted_from = tip
+        if self._drift is not None:
+            self._drift.begin(tip.epoch)
         self._accumulation.enter()
         self._tracker.start_epoch(tip)
         self._tracker.restart_clock()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from blake3 import blake3
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.exchange import Exchange, Vector, exchange_of
 from shoal.averaging.options import described, term_of
@@ -17,6 +18,7 @@ from shoal.dht.dht import DHT
 from shoal.flat import Layout
 from shoal.health.record import FaultKind
 from shoal.optim.accumulator import EpochGradients
+from shoal.optim.drift import Drift
 from shoal.optim.grad_averager import AveragerGradients
 from shoal.optim.group_options import structure
 from shoal.optim.reports import EpochReport
@@ -36,21 +38,32 @@ from shoal.swarm.swarm import Place
 
 log = logging.getLogger(__name__)
 
-Gradients = EpochGradients | AveragerGradients
-"""Averaged in the round of the run, or in rounds of their own."""
+Gradients = EpochGradients | AveragerGradients | Drift
+"""Averaged in the round of the run, or in rounds of their own; or what is averaged in their place."""
 
 
-def make_gradients(settings: Settings, parameters: list[torch.Tensor], dht: DHT) -> Gradients | None:
-    """The object that accumulates and averages the gradients of `parameters`; None with local updates.
+def make_gradients(
+    settings: Settings, replica: Replica, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, dht: DHT
+) -> Gradients | None:
+    """The object that accumulates and averages the gradients of the trained parameters; None with local updates.
+
+    Args:
+        optimizer, scheduler: the wrapped ones, which make the inner steps where there are any.
 
     Raises:
         ValueError: as `AveragerGradients`, for what the factory makes.
     """
     if settings.use_local_updates:
         return None
+    if settings.outer is not None:
+        trained = replica.trained, replica.stepped
+        codec, feedback = settings.grad_compression, settings.error_feedback
+        return Drift(settings.outer, optimizer, scheduler, *trained, replica.optimizer, codec, feedback)
+    parameters = replica.trained
     if settings.grad_averager_factory is None:
         apart, reuse = settings.delay_optimizer_step, settings.reuse_grad_buffers
-        return EpochGradients(parameters, settings.grad_compression, apart=apart, reuse=reuse)
+        codec, feedback = settings.grad_compression, settings.error_feedback
+        return EpochGradients(parameters, codec, apart=apart, reuse=reuse, error_feedback=feedback)
     same = ("allreduce_timeout", "next_chunk_timeout", "shutdown_timeout", "client_mode", "reuse_grad_buffers")
     options = {name: getattr(settings, name) for name in same} | {
         "prefix": f"{settings.run_id}/grad",
@@ -63,18 +76,33 @@ def make_gradients(settings: Settings, parameters: list[torch.Tensor], dht: DHT)
     return AveragerGradients(dht.peer_id.key, settings.grad_averager_factory, parameters, dht=dht, **options)
 
 
-def make_run(settings: Settings, dht: DHT, replica: Replica, gradients: Gradients | None) -> Run:
-    """This peer's part in the run, not started. `gradients` are None with local updates."""
+def make_run(
+    settings: Settings,
+    dht: DHT,
+    replica: Replica,
+    gradients: Gradients | None,
+    wrapped: torch.optim.Optimizer,
+    scheduler: LRScheduler | None,
+) -> Run:
+    """This peer's part in the run, not started. `gradients` are None with local updates; `wrapped` and `scheduler` are
+    what the user gave."""
     optimizer, extras, given = replica.optimizer, replica.extra_tensors, settings.averager_opts
     layouts = [replica.buffers.layout, replica.shared.layout]
     schemas = [replica.shared.layout.schema_hash, Layout.of(extras).schema_hash]
     agreed = settings.agreed() | {
-        "optimizer": type(optimizer).__name__,
-        "scheduler": type(replica.scheduler).__name__,
+        "optimizer": type(wrapped).__name__,
+        "scheduler": type(scheduler).__name__,
         "param_groups": term_of(structure(optimizer.param_groups)),
     }
     sizes: tuple[int, ...] = ()  # the run's rounds average no gradients that have rounds of their own
-    if isinstance(gradients, EpochGradients):
+    in_turn: tuple[tuple[int, ...], ...] = ()
+    if isinstance(gradients, Drift):
+        layouts += [vector.layout for vector in gradients.vectors]
+        schemas += [vector.layout.schema_hash for vector in gradients.vectors]
+        schemas.append(repr(gradients.fragments).encode())
+        in_turn = tuple(vector.sizes for vector in gradients.vectors)
+        agreed["outer optimizer"] = type(optimizer).__name__
+    elif isinstance(gradients, EpochGradients):
         layouts.append(gradients.layout)
         schemas.append(gradients.layout.schema_hash)
         sizes = gradients.sizes
@@ -86,9 +114,12 @@ def make_run(settings: Settings, dht: DHT, replica: Replica, gradients: Gradient
         round_timeout=settings.allreduce_timeout,
         min_group=settings.min_group,
         min_share=settings.min_share,
-        target_samples=float(settings.target_batch_size),
+        target_samples=settings.target,
+        target_is_each=settings.counts_steps,
+        ahead=0.0 if settings.outer is None else float(settings.outer.delay),
+        in_turn=in_turn,
         due_sizes=replica.buffers.sizes,
-        state_sizes=replica.shared.sizes,
+        state_sizes=() if is_exact(gradients) else replica.shared.sizes,
         state_every=settings.average_state_every,
         state_always=settings.use_local_updates,
         options_fit=replica.options.fits,
@@ -111,18 +142,24 @@ def make_run(settings: Settings, dht: DHT, replica: Replica, gradients: Gradient
     return Run(dht, settings.run_id, Terms(agreed, blake3(b"".join(schemas)).digest()), rules, place)
 
 
+def is_exact(gradients: Gradients | None) -> bool:
+    """Whether the steps that follow rounds have the same bits on every machine."""
+    return isinstance(gradients, Drift) and gradients.is_exact
+
+
 class Machine:
     """Names everything on which the bits of a peer's step depend: peers of one name make bit-identical steps.
 
     Args:
         me: this peer's key.
+        exact: whether all machines make the same bits.
 
     Attributes:
         name: at most 256 characters; may change between epochs.
     """
 
-    def __init__(self, me: bytes) -> None:
-        self._me, self._own = me, this_machine()
+    def __init__(self, me: bytes, *, exact: bool = False) -> None:
+        self._me, self._own = me, "exact" if exact else this_machine()
         self._lossy_epoch = -1  # of the last state that was downloaded through a lossy codec
         self.name = self._own
 
@@ -164,6 +201,13 @@ class Averaged:
     options: bytes = b""
     donors: tuple[PeerID, ...] = ()
 
+    def used(self, me: bytes) -> bool:
+        """Whether what the peer with that key brought counts in the average."""
+        if self.outcome is None:
+            return True
+        begin = self.outcome.begin
+        return any(m.key == me and weight > 0 for m, weight in zip(begin.members, begin.weights, strict=True))
+
     @property
     def with_state(self) -> bool:
         """Whether the state itself was averaged."""
@@ -186,7 +230,8 @@ class EpochRound:
     def __init__(self, settings: Settings, run: Run, replica: Replica, gradients: Gradients | None) -> None:
         self._settings, self._run, self._rules, self._replica = settings, run, run.rules, replica
         self._gradients = gradients
-        self.machine = Machine(run.me)
+        self.machine = Machine(run.me, exact=is_exact(gradients))
+        self._opened: Begin | None = None  # of the last round that this peer was in
         self._options = b""
         self._told_cost = False
 
@@ -273,6 +318,8 @@ class EpochRound:
                 log.warning("%s: trying again", error, extra=fields)
                 continue
             self._tell_cost(outcome)
+            if self._gradients is not None and not isinstance(self._gradients, AveragerGradients):
+                self._gradients.vector(before.epoch).settle(outcome)
             donors = (
                 self._of_other_gradients(outcome, gradients.hex())
                 or self._disagrees_with(outcome, machine)
@@ -295,13 +342,20 @@ class EpochRound:
         if begin.with_state and not self._rules.state_always:
             self._replica.shared.take()  # otherwise it was taken before the JOIN
         parts: list[Vector] = []
-        if isinstance(self._gradients, EpochGradients):
-            parts.append(self._gradients)
+        if self._gradients is not None and not isinstance(self._gradients, AveragerGradients):
+            parts.append(self._gradients.vector(epoch))
         if self._rules.due_sizes and self._rules.is_due(epoch):
             parts.append(self._replica.buffers)
         if begin.with_state:
             parts.append(self._replica.shared)
+        self._opened = begin
         return exchange_of(parts, self._run.me, begin, send, fault)
+
+    def may_be_in(self, tip: Tip) -> bool:
+        """Whether what this peer brought may be in the state that follows `tip`, though it has not heard so: it was in
+        a round from there that has not ended in its sight."""
+        begin = self._opened
+        return begin is not None and begin.tip == tip and begin.round != self._run.swarm.peer.participant.over
 
     def _tell_cost(self, outcome: Outcome) -> None:
         """Warn, once, of a round that took long: this peer waits for a round as long as it makes progress."""

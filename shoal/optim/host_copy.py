@@ -20,6 +20,8 @@ class HostCopy:
     Args:
         params: what an optimizer takes: tensors, (name, tensor) pairs or parameter groups of either. They move into
             flat memory.
+        precise: keep in float32 what the model has in fewer bits.
+        memory: the flat memory in which the parameters are already; None: they move into it now.
 
     Attributes:
         groups: the same parameter groups with the parameters on the host, from which the optimizer is made.
@@ -32,13 +34,13 @@ class HostCopy:
         ValueError: for what is not a tensor, and as `FlatBuffer.adopt`.
     """
 
-    def __init__(self, params: Iterable[Any]) -> None:
-        given = list(params)
+    def __init__(self, params: Iterable[Any], *, precise: bool = False, memory: FlatBuffer | None = None) -> None:
+        given, self._precise = list(params), precise
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         self.model: list[Tensor] = []
         self.groups = [{**group, "params": self._hosts(group["params"])} for group in groups]
         self.pinned = any(tensor.device.type == "cuda" for tensor in self.model)
-        self.memory = FlatBuffer.adopt(self.model)
+        self.memory = FlatBuffer.adopt(self.model) if memory is None else memory
         self.aside: list[dict[str, Any]] | None = None
         self.lock = threading.Lock()
 
@@ -52,13 +54,16 @@ class HostCopy:
         if not isinstance(item, Tensor):
             raise ValueError(f"params= has a {type(item).__name__}: give tensors, or parameter groups")
         self.model.append(item)
-        return nn.Parameter(item.detach().to("cpu", copy=True), requires_grad=item.requires_grad)
+        fewer = self._precise and item.is_floating_point() and item.element_size() < 4
+        dtype = torch.float32 if fewer else item.dtype
+        return nn.Parameter(item.detach().to("cpu", dtype, copy=True), requires_grad=item.requires_grad)
 
     @torch.no_grad()
     def copy(self, source: FlatBuffer, target: FlatBuffer) -> None:
         """Set the model's parameters to those on the host, or the other way round, given the flat memory of both."""
-        one_device = len(source.layout.buffers) == len(target.layout.buffers)
-        pairs = zip(*((source.flat, target.flat) if one_device else (source.views(), target.views())), strict=True)
+        dtypes = [[buffer.dtype for buffer in memory.layout.buffers] for memory in (source, target)]
+        alike = dtypes[0] == dtypes[1]  # else the buffers of several devices, or of another precision
+        pairs = zip(*((source.flat, target.flat) if alike else (source.views(), target.views())), strict=True)
         for theirs, mine in pairs:
             mine.copy_(theirs, non_blocking=True)
         if self.pinned:

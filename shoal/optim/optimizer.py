@@ -10,20 +10,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.compression import Compression
 from shoal.dht.dht import DHT
 from shoal.health.metrics import Metrics, MetricsServer, families
 from shoal.membership.holder import Source
 from shoal.optim._torch import scale_by_own_rules
+from shoal.optim.diloco import DiLoCo
 from shoal.optim.epoch import Accumulation, Epoch
 from shoal.optim.epoch_round import make_gradients, make_run
 from shoal.optim.epoch_scheduler import wraps
 from shoal.optim.grad_averager import AveragerGradients, GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.host_copy import HostCopy
 from shoal.optim.progress import LocalProgress, RunProgress, refresh_of
 from shoal.optim.reports import Event, ReachabilityReport, fields_of_event
-from shoal.optim.settings import SAMPLES, SECONDS, AnyOptimizer, AnyScheduler, Params, Settings, make_trained
+from shoal.optim.settings import (
+    SAMPLES,
+    SECONDS,
+    AnyOptimizer,
+    AnyScheduler,
+    Params,
+    Settings,
+    make_outer,
+    make_trained,
+)
 from shoal.optim.state import Replica
 from shoal.optim.vitals import Vitals
 from shoal.swarm.gates import admit_to
@@ -56,7 +68,7 @@ class Optimizer(torch.optim.Optimizer):
     Args:
         dht: this peer's place in the DHT, started. It stays when the optimizer is shut down.
         run_id: names the run: peers of one run_id train together.
-        target_batch_size: samples of all peers per epoch.
+        target_batch_size: samples of all peers per epoch; may be None only with `DiLoCo(inner_steps=…)`.
         batch_size_per_step: samples behind the gradients of one `step`, unless `step` is given another number.
         optimizer: a torch optimizer, or a function that makes one from `params`. Its step must not need a closure. On
             the CPU it steps with torch's fused kernel, where there is one, unless it was made with another
@@ -122,6 +134,14 @@ class Optimizer(torch.optim.Optimizer):
         kept_state_dir: a folder for the state that this peer leaves where the run has forked: the last one, in a file
             that `load_kept_state` takes. None: it is kept in memory, if it takes no more than a quarter of what is
             free.
+        outer: train as DiLoCo does, see `shoal.DiLoCo`: every `step` steps the wrapped optimizer on the model, and the
+            end of an epoch averages how far the models have drifted. The scheduler is stepped once per inner step where
+            these are counted, else once per epoch. `max_grad_norm` is of the average drift, `grad_compression` of the
+            drifts. What the peers share, compare and download is the anchor, on the host, with the outer optimizer's
+            state; each peer keeps its own inner optimizer's, with `offload_optimizer` on the host, too.
+        error_feedback: how much of what a lossy `grad_compression` has lost of this peer's gradients (or drifts) in the
+            rounds before is added to its next ones: over 0.0 and at most 1.0, which is all (Karimireddy et al. 2019,
+            arXiv 1901.09847). Takes memory of the gradients' size, twice that during a round. None: nothing.
         metrics_port: serve this peer's metrics for Prometheus on this port of 127.0.0.1, at `/metrics`; 0 for any free
             one (see `metrics_port`); None for none.
 
@@ -138,6 +158,8 @@ class Optimizer(torch.optim.Optimizer):
             `ReachabilityReport`, if it is not None.
         tracker: the run's progress, see `RunProgress`.
         metrics_port: the port in use; None without.
+        optimizer: the wrapped optimizer; with `outer`, the inner one.
+        outer_optimizer: the one that steps the anchor; None without `outer`.
 
     Raises:
         ValueError: for arguments that make no sense, alone or together.
@@ -149,7 +171,7 @@ class Optimizer(torch.optim.Optimizer):
         *,
         dht: DHT,
         run_id: str,
-        target_batch_size: int,
+        target_batch_size: int | None = None,
         batch_size_per_step: int | None = None,
         optimizer: AnyOptimizer,
         params: Params | None = None,
@@ -184,6 +206,8 @@ class Optimizer(torch.optim.Optimizer):
         membership: Source | None = None,
         kept_state_dir: str | os.PathLike[str] | None = None,
         metrics_port: int | None = None,
+        outer: DiLoCo | None = None,
+        error_feedback: float | None = None,
     ) -> None:
         client_mode = dht.client_mode if client_mode is None else client_mode
         if dht.client_mode and not client_mode:
@@ -193,8 +217,18 @@ class Optimizer(torch.optim.Optimizer):
         if verbose:
             _show_what_happens()
         admit_to(lambda: dht.node, run_id, membership)
-        made = make_trained(optimizer, params, scheduler, on_host=settings.offload_optimizer)
-        self.optimizer, self.scheduler, self._host = made
+        self._host: HostCopy | None = None  # on which `optimizer` steps, if it does not step the model
+        self.outer_optimizer: torch.optim.Optimizer | None = None
+        shared: tuple[torch.optim.Optimizer, LRScheduler | None]
+        if settings.outer is None:
+            made = make_trained(optimizer, params, scheduler, on_host=settings.offload_optimizer)
+            self.optimizer, self.scheduler, self._host = made
+            host, shared = self._host, (self.optimizer, self.scheduler)
+        else:
+            self.optimizer, self.scheduler, self._host, host, self.outer_optimizer = make_outer(
+                settings.outer, optimizer, params, scheduler, on_host=settings.offload_optimizer
+            )
+            shared = self.outer_optimizer, None
         wrapped = self.optimizer
         wraps(self, wrapped)
         self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
@@ -208,7 +242,7 @@ class Optimizer(torch.optim.Optimizer):
         self.param_groups, self.state = self._groups(), wrapped.state
         self._ready = True
 
-        self._replica = replica = Replica(wrapped, self.scheduler, list(extra_tensors), settings, self._host)
+        self._replica = replica = Replica(*shared, list(extra_tensors), settings, host)
         if replica.placement.unshared and not auxiliary:
             layers = ", ".join(f"{count} {kind}" for kind, count in replica.placement.unshared.items())
             log.warning(
@@ -216,10 +250,10 @@ class Optimizer(torch.optim.Optimizer):
                 "own, and a newcomer begins without any; give extra_tensors=list(model.buffers())",
                 layers,
             )
-        self._gradients = make_gradients(settings, replica.trained, dht)
-        self._run = run = make_run(settings, dht, replica, self._gradients)
+        self._gradients = make_gradients(settings, replica, wrapped, self.scheduler, dht)
+        self._run = run = make_run(settings, dht, replica, self._gradients, wrapped, self.scheduler)
         self.tracker = RunProgress(
-            run, target_batch_size, refresh, alpha=performance_ema_alpha, may_wait=not settings.in_background
+            run, settings.target, refresh, alpha=performance_ema_alpha, may_wait=not settings.in_background
         )
         accumulation = Accumulation(self, settings, run, replica, self._gradients)
         self._epoch = Epoch(settings, run, replica, accumulation, self.tracker, self._tell)

@@ -271,7 +271,7 @@ class RunProgress:
     """
 
     def __init__(
-        self, run: Run, target_batch_size: int, refresh: Refresh, *, alpha: float = 0.1, may_wait: bool = True
+        self, run: Run, target_batch_size: float, refresh: Refresh, *, alpha: float = 0.1, may_wait: bool = True
     ) -> None:
         self.target_batch_size = target_batch_size
         self.performance_ema = PerformanceEMA(alpha)
@@ -286,6 +286,7 @@ class RunProgress:
         self._running = False
         self.steps_made, self.samples_made = 0, 0.0
         self._waited = 0.0
+        self._behind, self._per_sample = 0.0, 1.0  # samples of this epoch; what the target counts of each
         self._reports = _Reports(run.swarm, refresh, self)
 
     @property
@@ -304,7 +305,7 @@ class RunProgress:
         """The progress of all peers, as last reported by the coordinator."""
         samples, _, peers = self._estimate(0.0)  # counted ones only
         clients, eta = self._swarm.peer.view.num_clients(), self.estimated_next_update_time
-        return GlobalProgress(self.global_epoch, samples, self.target_batch_size, peers, clients, eta)
+        return GlobalProgress(self.global_epoch, samples, int(self._target), peers, clients, eta)
 
     @property
     def global_epoch(self) -> int:
@@ -322,13 +323,29 @@ class RunProgress:
         """When the target will be reached at the present rate, in seconds of `get_dht_time()`; infinity while no rate
         is known."""
         samples, rate, _ = self._estimate(time.monotonic())
-        missing = self.target_batch_size - samples
+        missing = self._target - samples
         if missing <= 0 or self.ready_to_update_epoch:
             return get_dht_time()
         return get_dht_time() + missing / rate if rate > 0 else float("inf")
 
-    def report(self, samples: float, at_once: bool = False) -> None:
+    @property
+    def _target(self) -> float:
+        """At which count of all peers the epoch ends, as the coordinator has said last."""
+        counted = self._reports.counted
+        is_of_tip = counted is not None and counted.count.tip == self._mine.tip
+        return (
+            counted.count.target
+            if counted is not None and is_of_tip and counted.count.target
+            else self.target_batch_size
+        )
+
+    def report(self, samples: float, at_once: bool = False, *, behind: float | None = None) -> None:
         """Report that this peer has accumulated `samples` in this epoch, and update `ready_to_update_epoch`.
+
+        Args:
+            samples: in what the target counts.
+            at_once: see below.
+            behind: the samples, where the target counts inner steps.
 
         Returns when it makes sense to begin another step, or to end the epoch; or `at_once`, whatever the answer.
 
@@ -337,10 +354,14 @@ class RunProgress:
             Rejected: if the run has other terms.
         """
         now, added = time.monotonic(), samples - self._mine.samples
+        made = added if behind is None else max(0.0, behind - self._behind)
+        self._behind = samples if behind is None else behind
         if added > 0:
-            self.steps_made, self.samples_made = self.steps_made + 1, self.samples_made + added
-        if added > 0 and self._since is not None:
-            self.performance_ema.update(added, now - self._since)
+            self.steps_made, self.samples_made = self.steps_made + 1, self.samples_made + made
+        if made > 0:
+            self._per_sample = added / made
+        if added > 0 and made > 0 and self._since is not None:
+            self.performance_ema.update(made, now - self._since)
             self._step.update(added, now - self._since)
         self._mine = self._progress(self._mine.tip, samples, another=added > 0)
         try:
@@ -357,7 +378,7 @@ class RunProgress:
 
     def start_epoch(self, tip: Tip) -> None:
         """Begin a new epoch, with no samples, from the state `tip`. The coordinator hears that a step is begun."""
-        self._outbox.report = None
+        self._outbox.report, self._behind = None, 0.0
         self._mine, self._pending = self._progress(tip, 0.0, another=True), None
         if self._step.samples:
             self._pending = self._reactor.submit(self._reports.tell(self._mine))
@@ -398,7 +419,7 @@ class RunProgress:
             _take(pending)
         counted, reports = self._reports.counted, self._reports
         samples, rate, _ = self._estimate(now)
-        others, missing = max(0.0, rate - report.rate), self.target_batch_size - samples
+        others, missing = max(0.0, rate - report.rate), self._target - samples
         is_unknown = counted is None or counted.count.tip != report.tip
         # Whether the target may be reached in this peer's next step, by what is known here.
         under_way = counted.count.under_way if counted is not None and report.seconds else 0.0
@@ -417,7 +438,8 @@ class RunProgress:
     def _progress(self, tip: Tip, samples: float, another: bool) -> Progress:
         """The report of `samples`; `another` step follows, as far as is known."""
         step, seconds = (self._step.samples, self._step.seconds) if another else (0.0, 0.0)
-        return Progress(tip, float(samples), self.performance_ema.samples_per_second, step, seconds)
+        rate = self.performance_ema.samples_per_second * self._per_sample
+        return Progress(tip, float(samples), rate, step, seconds)
 
     def _estimate(self, now: float) -> tuple[float, float, int]:
         """The samples of all peers at `now` (of `time.monotonic`): those counted, and those that the others will have

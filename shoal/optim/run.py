@@ -140,6 +140,13 @@ class Run:
         self._wait(until(lambda: self.swarm.called, self.swarm.news, timeout))
         return self.swarm.called
 
+    def wait_for_round(self, tip: Tip, timeout: float) -> None:
+        """Wait at most `timeout` seconds until the round of this tip is called, or was held, or there is a state that
+        outranks it."""
+        swarm = self.swarm
+        over = lambda: swarm.called or swarm.tip != tip or swarm.behind is not None  # noqa: E731
+        self._wait(until(over, swarm.news, timeout))
+
     def wait_for_pin(self, number: int, timeout: float) -> None:
         """Wait at most `timeout` seconds until a connected member holds a state with that pin."""
         self._wait(until(lambda: self.swarm.behind_pin >= number, self.swarm.news, timeout))

@@ -15,7 +15,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.averaging.options import term_of
-from shoal.compression import Compression, NoCompression
+from shoal.compression import Compression, NoCompression, check_for_state
+from shoal.optim.diloco import DiLoCo
 from shoal.optim.host_copy import HostCopy
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -85,6 +86,7 @@ LEVEL = Kind("a level of logging, as logging.INFO", int)
 RUN_ID = Kind("a text of 1 to 100 characters", str, lambda text: 1 <= len(text) <= 100)
 NAMES = Kind("a list of names", (list, tuple), lambda names: all(isinstance(name, str) for name in names))
 FOLDER = Kind("the name of a folder", (str, os.PathLike))
+OUTER = Kind("a shoal.DiLoCo", DiLoCo)
 COMPRESSION = Kind("one of shoal.compression, such as Float16Compression()", Compression)
 
 COMPRESSIONS = ("grad_compression", "state_averaging_compression", "load_state_compression")
@@ -93,7 +95,11 @@ MODES = (
 )  # fmt: skip
 WITHOUT_LOCAL_UPDATES = (
     "reuse_grad_buffers", "delay_grad_averaging", "delay_optimizer_step", "offload_optimizer", "grad_averager_factory",
-    "max_grad_norm"
+    "max_grad_norm", "outer", "error_feedback"
+)  # fmt: skip
+WITHOUT_OUTER = (
+    "reuse_grad_buffers", "delay_grad_averaging", "delay_optimizer_step", "grad_averager_factory",
+    "average_opt_statistics"
 )  # fmt: skip
 # Arguments that are as another one where they are None.
 AS_ANOTHER = {
@@ -128,7 +134,7 @@ class Settings:
     """
 
     run_id: Annotated[str, RUN_ID]
-    target_batch_size: Annotated[int, TARGET]
+    target_batch_size: Annotated[int | None, TARGET]
     batch_size_per_step: Annotated[int | None, SAMPLES]
     matchmaking_time: Annotated[float, SECONDS]
     averaging_timeout: Annotated[float, SECONDS]
@@ -156,6 +162,8 @@ class Settings:
     min_peers: Annotated[float, PEERS]
     kept_state_dir: Annotated[str | os.PathLike[str] | None, FOLDER]
     metrics_port: Annotated[int | None, PORT]
+    outer: Annotated[DiLoCo | None, OUTER]
+    error_feedback: Annotated[float | None, FRACTION]
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
@@ -178,6 +186,14 @@ class Settings:
             raise ValueError("delay_optimizer_step=True needs offload_optimizer: it steps a copy of the parameters")
         if self.use_local_updates and (unused := [name for name in WITHOUT_LOCAL_UPDATES if getattr(self, name)]):
             raise ValueError(f"use_local_updates=True steps at once, and leaves no use for {unused[0]}: leave one out")
+        self._check_target()
+        for name in COMPRESSIONS[1:]:
+            check_for_state(name, getattr(self, name))
+        if self.error_feedback is not None and self.grad_averager_factory is not None:
+            raise ValueError("error_feedback is of the optimizer's own rounds: give it to the averager of the factory")
+        if self.outer is not None and (unused := [name for name in WITHOUT_OUTER if getattr(self, name)]):
+            instead = "; DiLoCo(overlap=…) hides the round" if unused[0].startswith("delay") else ""
+            raise ValueError(f"outer=DiLoCo(…) averages no gradients, and leaves no use for {unused[0]}{instead}")
         if self.auxiliary:
             if self.averager_opts.get("allow_state_sharing"):
                 raise ValueError("auxiliary=True has no state for averager_opts['allow_state_sharing']: leave one out")
@@ -187,6 +203,28 @@ class Settings:
                 raise ValueError("auxiliary=True trains nothing: leave batch_size_per_step out")
             if self.grad_averager_factory is not None:
                 raise ValueError("auxiliary=True does not work with grad_averager_factory: it would have to average")
+
+    def _check_target(self) -> None:
+        steps = None if self.outer is None else self.outer.inner_steps
+        if self.target_batch_size is None and steps is None:
+            more = "" if self.outer is None else ", or DiLoCo(inner_steps=…)"
+            raise ValueError(f"give target_batch_size=…{more}: it says when an epoch ends")
+        if self.target_batch_size is not None and steps is not None:
+            raise ValueError(
+                f"target_batch_size={self.target_batch_size} and DiLoCo(inner_steps={steps}) both say when an epoch "
+                "ends: give one of the two"
+            )
+
+    @property
+    def target(self) -> float:
+        """At which count of all peers an epoch ends; of each peer, where inner steps are counted."""
+        steps = None if self.outer is None else self.outer.steps_per_epoch
+        return float(self.target_batch_size or 0) if steps is None else float(steps)
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether an epoch ends after a number of inner steps."""
+        return self.outer is not None and self.outer.inner_steps is not None
 
     @property
     def min_group(self) -> int:
@@ -201,7 +239,8 @@ class Settings:
     @property
     def averages_in_background(self) -> bool:
         """Whether the trainer goes on during a round."""
-        return self.delay_grad_averaging or (self.use_local_updates and self.delay_state_averaging)
+        overlaps = self.outer is not None and self.outer.is_in_background
+        return overlaps or self.delay_grad_averaging or (self.use_local_updates and self.delay_state_averaging)
 
     @property
     def in_background(self) -> bool:
@@ -216,6 +255,7 @@ class Settings:
             "target_batch_size": _term(self.target_batch_size),
             **{name: str(getattr(self, name)) for name in MODES},
             "grad_averager_factory": str(self.grad_averager_factory is not None),
+            "outer": "None" if self.outer is None else self.outer.term(),
             "average_opt_statistics": term_of(", ".join(self.average_opt_statistics)),
             "max_grad_norm": _term(self.max_grad_norm),
             "min_peers": str(self.min_peers),
@@ -262,6 +302,29 @@ def make_trained(
         host = HostCopy(params)
     made = _make_optimizer(optimizer, params if host is None else host.groups)
     return made, _make_scheduler(scheduler, made), host
+
+
+def make_outer(
+    outer: DiLoCo, optimizer: AnyOptimizer, params: Params | None, scheduler: AnyScheduler | None, *, on_host: bool
+) -> tuple[torch.optim.Optimizer, LRScheduler | None, HostCopy | None, HostCopy, torch.optim.Optimizer]:
+    """The inner optimizer, its scheduler and, `on_host`, the copy of the parameters that it steps; the anchor, and the
+    outer optimizer.
+
+    Raises:
+        ValueError: as `make_trained`, and if `outer.optimizer` makes no optimizer.
+    """
+    inner, schedule, host = make_trained(optimizer, params, scheduler, on_host=on_host)
+    model = iter([p for group in inner.param_groups for p in group["params"]] if host is None else host.model)
+    groups = []
+    for group in inner.param_groups:
+        tensors = [next(model) for _ in group["params"]]
+        names = group.get("param_names")
+        groups.append({"params": list(zip(names, tensors, strict=True)) if names else tensors})
+    anchor = HostCopy(groups, precise=True, memory=None if host is None else host.memory)
+    made = outer.optimizer(anchor.groups)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ValueError(f"DiLoCo(optimizer=…) made {type(made).__name__}, which is not a torch.optim.Optimizer")
+    return inner, schedule, host, anchor, made
 
 
 def _make_optimizer(optimizer: AnyOptimizer, params: Params | None) -> torch.optim.Optimizer:

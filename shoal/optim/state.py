@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.averaging.exchange import Vector
 from shoal.compression import Compression, NoCompression, TensorRole, plan_codecs
 from shoal.flat import FlatBuffer, Layout, bytes_of, pick_kernels
+from shoal.optim.drift import Drift
 from shoal.optim.group_options import KERNELS, GroupOptions, is_plain, plain, restored
 from shoal.optim.host_copy import HostCopy
 from shoal.optim.kept import Kept
@@ -263,6 +264,8 @@ class Replica(TrainingState):
         line: the lineages that this state went through, the tip's last.
         state_digest: the blake3 hash of the parameters, 32 bytes.
         trained, frozen: the model's parameters that require gradients, and the others.
+        stepped: the optimizer's own of those that are trained.
+        drift: how far the model is from the parameters, where these are the anchor of an outer optimizer; else None.
         shared: the averaged part of the state: parameters and statistics.
         buffers: the extra tensors that are averaged.
         placement: of the model's parameters.
@@ -281,6 +284,7 @@ class Replica(TrainingState):
         host: HostCopy | None = None,
     ) -> None:
         self._settings, self._host = settings, host
+        self.drift: Drift | None = None
         self._lock = threading.Lock()  # held while the state changes, and while it is copied
         self.line = Line()
         self.options = GroupOptions(optimizer, scheduler, host)
@@ -290,7 +294,7 @@ class Replica(TrainingState):
         self.placement = Placement(model, memory, extra_tensors, names, copied=host is not None)
         self.trained = [parameter for parameter in model if parameter.requires_grad]
         self.frozen = [parameter for parameter in model if not parameter.requires_grad]
-        self._stepped = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self.stepped = [parameter for parameter in self.parameters if parameter.requires_grad]
         if not self.trained:
             raise ValueError("no parameter of the optimizer has requires_grad=True: there is nothing to train")
         compression = settings.state_averaging_compression
@@ -331,6 +335,8 @@ class Replica(TrainingState):
         while a step is under way in the background: the parameters on the host are newer than the model's then."""
         with self._lock:
             changed = self.placement.take_over()
+            if self.drift is not None:  # what changes the model is drift, once there are epochs
+                changed = changed and not (self.tip.epoch or self.drift.has_moved)
             if changed and self._host is not None:
                 self._host.copy(self._host.memory, self.memory)
         if changed:
@@ -359,7 +365,7 @@ class Replica(TrainingState):
             if as_grad is None:
                 self.options.record()
             else:
-                with as_grad(self._stepped, self._settings.max_grad_norm), self.options.of_run(options):
+                with as_grad(self.stepped, self._settings.max_grad_norm), self.options.of_run(options):
                     self._step()
             self.options.step_scheduler()
             self._adopt_new_statistics()
@@ -376,7 +382,7 @@ class Replica(TrainingState):
     def _step(self) -> None:
         # On the host, torch's default kernel passes over the parameters once for every operation. Its fused kernels are
         # as exact but round differently, alike with any number of threads: they divide the work between cache lines.
-        if all(parameter.device.type == "cpu" for parameter in self._stepped):
+        if all(parameter.device.type == "cpu" for parameter in self.stepped):
             pick_kernels(self.optimizer)
         self.optimizer.step()
 
@@ -387,7 +393,10 @@ class Replica(TrainingState):
 
     def publish(self) -> None:
         """Set the model's parameters to those that the optimizer has on the host."""
-        if self._host is not None:
+        if self.drift is not None:
+            self.placement.take_over()
+            self.drift.publish()
+        elif self._host is not None:
             self.placement.restore()
             self._host.copy(self.memory, self._host.memory)
 
@@ -424,10 +433,16 @@ class Replica(TrainingState):
         kept = [value for _, _, value in self._kept() if isinstance(value, Tensor)]
         return sum(t.element_size() * t.numel() for t in [*self.parameters, *kept, *self.extra_tensors])
 
-    def load(self, state: Downloaded) -> None:
-        """See `TrainingState.load`."""
+    def load(self, state: Downloaded, *, keeps_drift: bool = False) -> None:
+        """See `TrainingState.load`.
+
+        Args:
+            keeps_drift: what the model has moved from the anchor stays, and is of the new one.
+        """
         with self._lock:
             self.placement.take_over()
+            if self.drift is not None and keeps_drift:
+                self.drift.remember()
             super().load(state)
             self.options.refresh()
             self.line.take_over(state.line, state.manifest.tip)
@@ -437,13 +452,17 @@ class Replica(TrainingState):
 
     def state_dict(self) -> dict[str, Any]:
         """The local optimizer's state dict, with `["state"]["local_epoch"]`, and beside it under "shoal" the rest."""
-        state = self.optimizer.state_dict()
+        drift = self.drift
+        state = self.optimizer.state_dict() if drift is None else drift.inner.state_dict()
         state["state"] = {**state["state"], "local_epoch": self.tip.epoch}
         state["shoal"] = {"lineage": self.tip.lineage, "samples": self.tip.samples, "line": self.line.to_wire()}
         if self.tip.pin:
             state["shoal"]["pin"] = self.tip.pin
         if self.scheduler is not None:
             state["shoal"]["scheduler"] = self.scheduler.state_dict()
+        if drift is not None:
+            state["shoal"]["outer"] = copy.deepcopy(self.optimizer.state_dict())
+            state["shoal"]["drift"] = drift.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -457,19 +476,34 @@ class Replica(TrainingState):
         ours = given.pop("shoal", {})
         with self._lock:
             self.placement.take_over()
-            self.optimizer.load_state_dict(given)
+            if self.drift is None:
+                self.optimizer.load_state_dict(given)
+            else:
+                self._load_outer(self.drift, given, ours)
             if self.scheduler is not None and "scheduler" in ours:
                 self.scheduler.load_state_dict(ours["scheduler"])
             self.options.refresh()
             self.adopt_statistics()
-            if self._host is not None:
+            if self._host is not None and self.drift is None:
                 self._host.copy(self._host.memory, self.memory)
             if epoch is not None:
-                samples = ours.get("samples", epoch * self._settings.target_batch_size)
+                samples = ours.get("samples", epoch * self._settings.target)
                 tip = Tip(epoch, ours.get("lineage", self.tip.lineage), float(samples), ours.get("pin", 0))
                 self.line.take_over(line_to(tip, ours.get("line", b"")), tip)
                 self.tip = tip
         self.state_digest = self.digest()
+
+    def _load_outer(self, drift: Drift, inner: dict[str, Any], ours: dict[str, Any]) -> None:
+        """Load the inner optimizer's state, and the outer one's with the anchor if they were saved; else the anchor is
+        the model as it is."""
+        drift.inner.load_state_dict(inner)
+        if "drift" in ours:
+            self.optimizer.load_state_dict(ours["outer"])
+            drift.load_state_dict(ours["drift"])
+        else:
+            assert self._host is not None
+            drift.reset()
+            self._host.copy(self._host.memory, self.memory)
 
 
 async def for_newcomer(take: Callable[[], Snapshot]) -> EncodedState:

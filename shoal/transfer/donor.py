@@ -245,8 +245,11 @@ def encoded(snapshot: Snapshot) -> EncodedState:
     """The snapshot as it is sent. This takes as long as its codecs and blake3 do: not for the reactor's thread.
 
     Raises:
-        ValueError: (msgspec.ValidationError) if the snapshot is larger than a manifest can say.
+        ValueError: (msgspec.ValidationError) if the snapshot is larger than a manifest can say, or its codecs are those
+            of parts and results.
     """
+    if snapshot.codecs.results is not snapshot.codecs:
+        raise ValueError("a state has no parts and results: give load_state_compression one compression for both")
     shapes = tuple(BufferShape(str(b.dtype).removeprefix("torch."), b.numel()) for b in snapshot.buffers)
     payloads = []
     for chunk in state_chunks(len(snapshot.scalars), shapes):

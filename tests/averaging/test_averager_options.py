@@ -111,13 +111,13 @@ def test_who_owes_too_long_is_left_out(kind: type, option: str, monkeypatch: pyt
         silent = peers[2].peer_id.key
 
         def init(self: Exchange, me: bytes, *given: Any) -> None:
-            *rest, send, fault = given
+            *rest, send, fault, residuals = given
 
             def keeping(keys: Any, message: Any, buffers: Any, name: bytes) -> None:
                 if not (me == silent and isinstance(message, kind)):
                     send(keys, message, buffers, name)
 
-            original(self, me, *rest, keeping, fault)  # type: ignore[call-arg]
+            original(self, me, *rest, keeping, fault, residuals)  # type: ignore[call-arg]
 
         monkeypatch.setattr(Exchange, "__init__", init)
         began = time.monotonic()
@@ -301,8 +301,8 @@ def test_every_argument_of_the_reference_is_there() -> None:
     names = {
         "averaged_tensors", "dht", "start", "prefix", "target_group_size", "min_group_size", "initial_group_bits",
         "min_matchmaking_time", "request_timeout", "averaging_alpha", "part_size_bytes", "allreduce_timeout",
-        "next_chunk_timeout", "sender_timeout", "reducer_timeout", "compression", "state_compression", "tensor_infos",
-        "bandwidth", "min_vector_size", "auxiliary", "allow_state_sharing", "declare_state_period", "client_mode",
-        "daemon", "shutdown_timeout", "membership",
+        "next_chunk_timeout", "sender_timeout", "reducer_timeout", "compression", "error_feedback", "state_compression",
+        "tensor_infos", "bandwidth", "min_vector_size", "auxiliary", "allow_state_sharing", "declare_state_period",
+        "client_mode", "daemon", "shutdown_timeout", "membership",
     }  # fmt: skip
     assert set(inspect.signature(DecentralizedAverager.__init__).parameters) - {"self"} == names

@@ -116,6 +116,8 @@ def main() -> None:
             case "round":
                 with averager.get_tensors():
                     tensor.fill_(command["value"])
+                    if "seed" in command:
+                        tensor.copy_(torch.randn(len(tensor), generator=torch.Generator().manual_seed(command["seed"])))
                 started = time.perf_counter()
                 try:
                     gathered = averager.step(timeout=command.get("timeout", 60.0), weight=command.get("weight"))
@@ -124,6 +126,10 @@ def main() -> None:
                     continue
                 report = averager.last_round
                 assert report is not None
+                if "save" in command:
+                    residual = averager._vector.residuals[0]
+                    owed = torch.zeros_like(tensor) if residual is None else residual.values
+                    torch.save((tensor, owed), command["save"])
                 say(
                     seconds=time.perf_counter() - started,
                     members=sorted(map(str, gathered)),

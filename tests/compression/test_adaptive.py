@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.compression import (
+    Blockwise4Bit,
     BlockwiseQuantization,
     Codec,
     Compression,
@@ -24,6 +25,7 @@ from shoal.compression import (
     ScaledFloat16Compression,
     SizeAdaptiveCompression,
     TensorRole,
+    TopK,
     Uniform8BitQuantization,
     codec_by_name,
     compression_by_spec,
@@ -39,7 +41,9 @@ BY_KEY = PerTensorCompression({"a": Float16Compression(), 3: BY_ROLE})
 IN_ORDER = PerTensorCompression([NoCompression(), Quantile8BitQuantization()])
 ALL: list[Compression] = [
     NoCompression(), Float16Compression(), ScaledFloat16Compression(), Uniform8BitQuantization(),
-    Quantile8BitQuantization(), BlockwiseQuantization(), BY_SIZE, BY_ROLE, BY_KEY, IN_ORDER,
+    Quantile8BitQuantization(), BlockwiseQuantization(), Blockwise4Bit(), BY_SIZE, BY_ROLE, BY_KEY, IN_ORDER, TopK(),
+    TopK(3, 100, 4), Compression.of(parts=TopK(), results=Blockwise4Bit()),
+    Compression.of(parts=BY_KEY, results=TopK()),
 ]  # fmt: skip
 
 
@@ -96,15 +100,19 @@ def test_spec_tells_all(compression: Compression) -> None:
 
 def test_specs_stay() -> None:
     # Peers of different releases compare them.
-    assert [one.spec for one in ALL[:6]] == [
-        "none", "float16", "scaled_float16", "uniform_8bit", "quantile_8bit", "blockwise_8bit",
+    assert [one.spec for one in ALL[:7]] == [
+        "none", "float16", "scaled_float16", "uniform_8bit", "quantile_8bit", "blockwise_8bit", "blockwise_4bit",
     ]  # fmt: skip
     assert BY_SIZE.spec == '["size_adaptive", 1000, "float16", "uniform_8bit"]'
     assert IN_ORDER.spec == '["per_tensor", [[0, "none"], [1, "quantile_8bit"]]]'
     assert RoleAdaptiveCompression(gradient=Float16Compression()).spec == (
         '["role_adaptive", null, null, "float16", null, "none"]'
     )
-    assert [codec_by_name(one.spec) for one in ALL[:6]] == ALL[:6]
+    assert TopK(3, 100, 4).spec == '["top_k", 3, 100, 4]'
+    assert Compression.of(parts=Float16Compression(), results=NoCompression()).spec == (
+        '["parts_and_results", "float16", "none"]'
+    )
+    assert [codec_by_name(one.spec) for one in ALL[:7]] == ALL[:7]
 
 
 @settings(max_examples=60)
@@ -119,11 +127,12 @@ def test_no_spec_does_anything_but_build_or_raise(spec: str) -> None:
     [
         "[" * 100_000, '["size_adaptive", -1, "none", "none"]', '["size_adaptive", 1, "none"]', "[]", '["none"]',
         '["per_tensor", [[null]]]', '["per_tensor", {"a": "none"}]', '["role_adaptive", 1, null, null, null, "none"]',
-        "x" * (2 << 20),
+        "x" * (2 << 20), '["top_k", 64]', '["top_k", true, 4096, 2]', '["top_k", 64, 1, 2]', '["top_k", 64, 99999, 2]',
+        '["parts_and_results", "none"]', '["parts_and_results", "none", "[]"]', "top_k",
     ],
 )  # fmt: skip
 def test_bad_spec_is_refused(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"spec|unknown|threshold"):
+    with pytest.raises(ValueError, match=r"spec|unknown|threshold|whole number"):
         compression_by_spec(spec)
 
 
@@ -174,7 +183,7 @@ def test_plan_follows_roles_and_keys() -> None:
 def flat(draw: st.DrawFn) -> tuple[Layout, list[Codec]]:
     sizes = draw(st.lists(st.integers(0, 3000), min_size=1, max_size=8))
     dtypes = [draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int32])) for _ in sizes]
-    codecs = [draw(st.sampled_from([codec_by_name(one.spec) for one in ALL[:6]])) for _ in sizes]
+    codecs = [draw(st.sampled_from([codec_by_name(one.spec) for one in ALL[:7]])) for _ in sizes]
     return Layout.of([torch.zeros(n, dtype=d) for n, d in zip(sizes, dtypes, strict=True)]), codecs
 
 
@@ -227,3 +236,48 @@ def test_chunk_that_is_not_in_the_plan_is_refused() -> None:
     codec = plan_codecs(mixed, Layout.of([torch.zeros(64), torch.zeros(128)])).codec_of(0, 0, 192)
     with pytest.raises(ValueError, match="is not for a chunk of 64 elements"):
         codec.encode(torch.zeros(64))
+
+
+def test_parts_and_results_have_plans_of_their_own() -> None:
+    layout = Layout.of([torch.zeros(5000), torch.zeros(()), torch.zeros(200)])
+    by_size = SizeAdaptiveCompression(1000, NoCompression(), TopK())
+    plan = plan_codecs(Compression.of(parts=by_size, results=Blockwise4Bit()), layout, TensorRole.GRADIENT)
+    alone = plan_codecs(by_size, layout, TensorRole.GRADIENT)
+    assert plan.spans == alone.spans
+    assert plan.results == plan_codecs(Blockwise4Bit(), layout, TensorRole.GRADIENT)
+    assert alone.results is alone
+    assert plan.codec_of(0, 0, 5000) == TopK()
+    assert plan.results.codec_of(0, 0, 5000) == Blockwise4Bit()
+    assert plan.lossy
+    first, second = alone + plan, plan + alone
+    assert first.spans == (alone + alone).spans
+    assert first.results == alone + plan.results
+    assert second.results == plan.results + alone
+    assert (alone + alone).results.spans == (alone + alone).spans
+
+
+def test_a_single_compression_is_for_both() -> None:
+    single = Blockwise4Bit()
+    assert single.parts is single.results is single
+    assert Compression.of(parts=Blockwise4Bit(), results=Blockwise4Bit()) == Blockwise4Bit()
+    both = Compression.of(parts=TopK(), results=Float16Compression())
+    assert (both.parts, both.results) == (TopK(), Float16Compression())
+
+
+def test_parts_and_results_where_there_are_none_are_refused() -> None:
+    both = Compression.of(parts=TopK(), results=Float16Compression())
+    with pytest.raises(ValueError, match="no parts and results"):
+        both.choose_compression(info())
+    with pytest.raises(ValueError, match=r"gradient is made by Compression.of, which goes around"):
+        RoleAdaptiveCompression(gradient=both)
+    with pytest.raises(ValueError, match=r"parts=PartsAndResults"):
+        Compression.of(parts=both, results=NoCompression())
+    with pytest.raises(ValueError, match=r"results=None: give a compression"):
+        Compression.of(parts=NoCompression(), results=None)
+
+
+@pytest.mark.parametrize("role", [TensorRole.PARAMETER, TensorRole.OPTIMIZER])
+def test_no_state_is_sent_by_its_largest_values(role: TensorRole) -> None:
+    with pytest.raises(ValueError, match=f"TopK leaves most values out.*'w' is a {role.value} tensor"):
+        TopK().choose_compression(info(5000, role, "w"))
+    assert TopK().choose_compression(info(5000, TensorRole.GRADIENT)) == TopK()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.compression import (
+    Blockwise4Bit,
     BlockwiseQuantization,
     Codec,
     Float16Compression,
@@ -25,7 +26,7 @@ from shoal.compression.statistic import StatisticCodec
 CODECS: list[Codec] = [
     NoCompression(), Float16Compression(), ScaledFloat16Compression(), Uniform8BitQuantization(),
     Quantile8BitQuantization(), BlockwiseQuantization(), StatisticCodec(Uniform8BitQuantization()),
-    StatisticCodec(Quantile8BitQuantization()), KindCodec(StatisticCodec(BlockwiseQuantization()), 2),
+    StatisticCodec(Quantile8BitQuantization()), KindCodec(StatisticCodec(BlockwiseQuantization()), 2), Blockwise4Bit(),
 ]  # fmt: skip
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 DTYPES = [*FLOATS, torch.int64, torch.uint8, torch.bool, torch.complex64]

@@ -29,7 +29,8 @@ def test_only_a_payload_of_the_exact_size_is_decoded(codec: Codec, nbytes: int, 
 
 
 @pytest.mark.parametrize(
-    "name", ["none", "float16", "uniform_8bit", "quantile_8bit", "blockwise_8bit", "scaled_float16"]
+    "name",
+    ["none", "float16", "uniform_8bit", "quantile_8bit", "blockwise_8bit", "scaled_float16", "blockwise_4bit"],
 )
 def test_anything_bytes_like_is_decoded(name: str) -> None:
     """hivemind's users hold `bytes`."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shoal.compression import (
+    Blockwise4Bit,
     BlockwiseQuantization,
     Codec,
     Float16Compression,
@@ -121,7 +122,7 @@ def test_tensors_of_one_kind_are_encoded_as_one() -> None:
     assert [span.codec for span in exact.spans] == [NoCompression()]
 
 
-@pytest.mark.parametrize("codec", LOSSY, ids=by_name)
+@pytest.mark.parametrize("codec", [*LOSSY, Blockwise4Bit()], ids=by_name)
 def test_names_on_the_wire(codec: Codec) -> None:
     for one in (KindCodec(codec, 3), StatisticCodec(codec), KindCodec(StatisticCodec(codec), 1234)):
         assert codec_by_name(one.name) == one

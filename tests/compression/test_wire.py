@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from shoal.compression import (
+    Blockwise4Bit,
     BlockwiseQuantization,
     Codec,
     Float16Compression,
     Quantile8BitQuantization,
     ScaledFloat16Compression,
+    TopK,
     Uniform8BitQuantization,
 )
 
@@ -35,6 +37,9 @@ def chunk() -> torch.Tensor:
         (Uniform8BitQuantization(), "1d812fb24d40545e", "4326a57d58a7322d"),
         (Quantile8BitQuantization(), "fb8f92d6740d8ccc", "37804d5713bb6e4b"),
         (BlockwiseQuantization(), "50767ae2cda1c706", "bc0c8c17750bb969"),
+        (Blockwise4Bit(), "2f6687129f84f247", "a60cbf7278f9de9c"),
+        (TopK(), "23a22a014d854018", "c284dfa56a867368"),
+        (TopK(k=100, chunk=1000, bits=4), "76bfeb9f14d60369", "527a51dfcd46ed8f"),
     ],
 )
 def test_bytes_and_numbers_stay(codec: Codec, encoded: str, decoded: str) -> None:

@@ -33,6 +33,7 @@ DIFFERING: dict[str, Any] = {
     "extra_tensors": [torch.zeros(3)],
     "max_grad_norm": 1.0,
     "min_peers": 2,
+    "outer": shoal.DiLoCo(),
 }
 FREE: dict[str, Any] = {
     "batch_size_per_step": 4,
@@ -51,6 +52,7 @@ FREE: dict[str, Any] = {
     "tracker_opts": {"min_refresh_period": 0.25},
     "performance_ema_alpha": 0.2,
     "metrics_port": 0,
+    "error_feedback": 1.0,
     "kept_state_dir": "no folder is made before a state is kept",
 }
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shoal.averaging.exchange import Exchange
+from shoal.averaging.residual import Residual
 from shoal.compression import CodecPlan
 from shoal.dht.node import DHTNode
 from shoal.p2p.identity import PeerID
@@ -74,6 +75,8 @@ class Peer:
     output: torch.Tensor
     dht: DHTNode | None = None
     codecs: CodecPlan | None = None
+    residual: Residual | None = None
+    exchange: Exchange | None = None  # of the last round
     commits: list[Commit] = field(default_factory=list)
 
     @property
@@ -100,7 +103,9 @@ class Peer:
 
         def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
             codecs = self.codecs or codecs_of([self.vector])
-            return Exchange(self.key, begin, [self.vector], [self.output], codecs, send, fault)
+            vectors = [self.vector], [self.output]
+            self.exchange = Exchange(self.key, begin, *vectors, codecs, send, fault, [self.residual])
+            return self.exchange
 
         if weight is None:
             weight = 1.0 if self.swarm.me.contributes else 0.0

@@ -141,8 +141,8 @@ class Coordinator:
     _judgements: deque[_Judgement] = field(default_factory=deque, init=False)  # the next one first
 
     def __post_init__(self) -> None:
-        target = math.inf if self.rules.target_samples is None else self.rules.target_samples
-        self.pace = Pace(target, self.rules.matchmaking_time, self.history.unreliable)
+        target = self.target
+        self.pace = Pace(math.inf if target is None else target, self.rules.matchmaking_time, self.history.unreliable)
         self.witnesses = Witnesses(self.me)
 
     # -- before BEGIN
@@ -170,9 +170,11 @@ class Coordinator:
     def progress(self, key: bytes, report: msg.Progress, now: float) -> tuple[msg.Count, list[Send | Ask]]:
         """A member reports its samples. Returns the answer, and what else to send. Only reported samples call the
         round, never estimates."""
-        before, target = self.counts.get(key), self.rules.target_samples
+        before = self.counts.get(key)
         if report.counted:
             self.counts[key] = msgspec.structs.replace(report, asks=False)
+        target = self.target
+        self.pace.target = math.inf if target is None else target
         most = math.inf if target is None else self.history.most(key, target, now)
         samples = self._samples(now)
         is_due = self.phase is Phase.COUNTING and target is not None and samples >= target
@@ -185,12 +187,23 @@ class Coordinator:
             has, adds = min(report.samples, most), min(report.step, most)
             wait = self.pace.reported(key, has, adds, report.seconds, report.asks and not called, now)
         others = self.pace.under_way(but=key)
-        return msg.Count(self.tip, samples, rate, len(self.counts), called, others, wait), actions
+        return msg.Count(self.tip, samples, rate, len(self.counts), called, others, wait, target or 0.0), actions
+
+    @property
+    def target(self) -> float | None:
+        """What the members have together when the round is called; None if the first JOIN calls it. Where it is so much
+        for each, those count that the round would wait for; in the first epoch, and where nobody is known to have been
+        in the last round, all that contribute."""
+        if not self.rules.target_is_each:
+            return self.rules.target_samples
+        contributing = self._contributing()
+        known = [key for key in contributing if not self.veterans or self._waits_for(key)]
+        return self.rules.target(self.tip.epoch, len(known))
 
     def _samples(self, now: float, but: bytes = b"") -> float:
         """The samples of all members (`but` that one), as far as they count: reported, or brought by a JOIN."""
-        target = self.rules.target_samples
-        has = {key: join.weight for key, join in self.joins.items()}
+        target, is_each = self.target, self.rules.target_is_each
+        has = {key: 0.0 if is_each else join.weight for key, join in self.joins.items()}
         for key, count in self.counts.items():
             has[key] = max(has.get(key, 0.0), count.samples)
         has.pop(but, None)
@@ -202,7 +215,7 @@ class Coordinator:
         """Whether the JOINs that are there call the round. Where samples are counted, who has joined was called by an
         earlier coordinator, or lies: the round is called if they have the target, if most have joined, or if the first
         has waited for as long as it wants to. If it is alone, the others must also have half of the target."""
-        target, contributing = self.rules.target_samples, self._contributing()
+        target, contributing = self.target, self._contributing()
         most_have = 2 * sum(key in self.joins for key in contributing) > len(contributing)
         return target is None or most_have or self._samples(now) >= target or now >= self._calls_at()
 
@@ -211,7 +224,7 @@ class Coordinator:
 
     def _calls_at(self) -> float:
         """When the JOINs that are there call the round, if nothing else does."""
-        target, until, joined = self.rules.target_samples, self._first_waits_until(), next(iter(self.joins), b"")
+        target, until, joined = self.target, self._first_waits_until(), next(iter(self.joins), b"")
         is_alone = target is not None and len(self.joins) == 1 and len(self._contributing()) > 2
         return math.inf if is_alone and 2 * self._samples(until, but=joined) < (target or 0.0) else until
 

@@ -117,6 +117,8 @@ class Doubts:
             return False
         # Its share is small, too, if another has said that it brought very much; and after an epoch that was called
         # late, it has brought very much itself.
+        if self._rules.target_is_each:
+            return self._reported >= LEAP * target
         usual = max(target * mine, min(target, self._history.brought.get(self._me, 0.0)))
         return self._reported * here >= LEAP * usual
 

@@ -118,7 +118,7 @@ class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True):
 class Count(msgspec.Struct, tag=3, array_like=True, frozen=True):
     """What all members together have accumulated since the tip, as far as the coordinator knows; `under_way` is what
     the others are about to add. If `wait` is not 0, one that asks should not begin a step: the others are counted on
-    for the rest, for so many seconds."""
+    for the rest, for so many seconds. The round is called at `target`."""
 
     tip: Tip
     samples: Amount
@@ -127,6 +127,7 @@ class Count(msgspec.Struct, tag=3, array_like=True, frozen=True):
     called: bool
     under_way: Amount = 0.0
     wait: Amount = 0.0
+    target: Amount = 0.0
 
 
 class Call(msgspec.Struct, tag=4, array_like=True, frozen=True):

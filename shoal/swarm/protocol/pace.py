@@ -62,10 +62,13 @@ class Pace:
         patience: a step that takes longer from now on is not relied on: BEGIN would not wait for it either.
         unreliable: members whose last step did not come as they announced it, in this epoch or before: they are not
             relied on until one does.
+
+    Attributes:
+        target: as given; may change with the members.
     """
 
     def __init__(self, target: float, patience: float = math.inf, unreliable: dict[bytes, None] | None = None) -> None:
-        self._target, self._patience = target, patience
+        self.target, self._patience = target, patience
         self._unreliable = {} if unreliable is None else unreliable
         self._samples: dict[bytes, float] = {}
         self._steps: dict[bytes, Step] = {}
@@ -99,7 +102,7 @@ class Pace:
     def _until_target(self, now: float, seconds: float) -> float:
         """The seconds for which the steps that have begun can be relied on to reach the target without another step of
         so many seconds; 0 if they will not reach it."""
-        missing = self._target - sum(self._samples.values())
+        missing = self.target - sum(self._samples.values())
         until = now
         for key, step in self._steps.items():
             if now >= step.begun + (1.0 + LATE) * step.seconds:

@@ -17,6 +17,8 @@ class Rules:
 
     Attributes:
         sizes: elements of each flat buffer of what every round averages.
+        in_turn: elements of each flat buffer of what rounds average in turn: the one that ends epoch k has the
+            (k mod n)-th of n.
         matchmaking_time: the longest wait, in seconds, from the CALL to BEGIN. Where samples are not counted, the first
             member that joins says how long it waits.
         round_timeout: seconds without progress after which a round ends that this peer began.
@@ -25,6 +27,9 @@ class Rules:
             swarm that falls apart at most one side goes on. 0.0 for no such share.
         target_group: when so many members have joined, the round begins at once; None for no such number.
         target_samples: a round is called when the members have so many samples; None if the first JOIN calls it.
+        target_is_each: that is so many for each member that is counted on. What members report need not be samples
+            then: a JOIN counts for nothing, only reports do.
+        ahead: by so much less of the target the first epoch of a run ends.
         chunk_elements: no chunk is larger, unless there would be too many.
         smallest_span: members that would reduce fewer elements reduce none.
         due_sizes: elements of each flat buffer that is averaged, too, in rounds where state is due.
@@ -42,6 +47,8 @@ class Rules:
     min_share: float = 0.0
     target_group: int | None = None
     target_samples: float | None = None
+    target_is_each: bool = False
+    ahead: float = 0.0
     chunk_elements: int = CHUNK_ELEMENTS
     smallest_span: int = 0
     due_sizes: tuple[int, ...] = ()
@@ -49,6 +56,13 @@ class Rules:
     state_every: int = 1
     state_always: bool = False
     options_fit: Callable[[bytes], bool] = bool
+    in_turn: tuple[tuple[int, ...], ...] = ()
+
+    def target(self, epoch: int, members: int) -> float | None:
+        """What all members have together when the round of that epoch is called, if so many are counted on."""
+        if self.target_samples is None or not self.target_is_each:
+            return self.target_samples
+        return (self.target_samples - (0.0 if epoch else self.ahead)) * max(1, members)
 
     def least(self, last: int) -> int:
         """The least number of members of a round, after one to which `last` members contributed."""
@@ -92,4 +106,5 @@ class Rules:
     def vector(self, epoch: int, with_state: bool) -> tuple[int, ...]:
         """Elements of each flat buffer that such a round averages."""
         due = self.due_sizes if self.is_due(epoch) else ()
-        return (*self.sizes, *due, *(self.state_sizes if with_state else ()))
+        turn = self.in_turn[epoch % len(self.in_turn)] if self.in_turn else ()
+        return (*self.sizes, *turn, *due, *(self.state_sizes if with_state else ()))
