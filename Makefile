@@ -23,7 +23,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TYPED := shoal tests $(wildcard examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo albert test test-all test-long test-capabilities sweep sweep-tests soak attacks lint bench bench-optimizer bench-contiguous clean
+.PHONY: help demo albert diloco test test-all test-long test-capabilities sweep sweep-tests soak attacks lint bench bench-optimizer bench-contiguous clean
 .DELETE_ON_ERROR:
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make attacks each attack of one liar on four trainers, then all in turn (ATTACK_SECONDS=60 ALL_SECONDS=300)"
 	@echo "make lint    style, types and the arrows between rooms"
 	@echo "make albert  pretrain ALBERT with two peers and a monitor on this machine (ARGS=...)"
+	@echo "make diloco  train a small GPT synchronously and with outer optimizers; draws loss against tokens and bytes"
 	@echo "make bench   time averaging against hivemind, which gets an environment of its own (ARGS=...)"
 	@echo "make bench-optimizer     train in every mode, with Shoal and with hivemind (ARGS=...)"
 	@echo "make bench-contiguous    time ContiguousParams against torch's optimizers and contiguous-params (ARGS=...)"
@@ -120,6 +121,9 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed $(BENCH_VENV)/.installed
 	$(VENV)/bin/python -m benchmarks.averaging --hivemind-python $(BENCH_VENV)/bin/python $(ARGS)
+
+diloco: $(VENV)/.installed
+	$(VENV)/bin/python examples/diloco.py $(ARGS)
 
 albert: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[albert]'
