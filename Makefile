@@ -23,7 +23,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TYPED := shoal tests $(wildcard examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo albert diloco test test-all test-long test-capabilities sweep sweep-tests soak attacks lint bench bench-optimizer bench-contiguous clean
+.PHONY: help demo albert diloco test test-all test-long test-capabilities sweep sweep-tests soak attacks lint bench bench-optimizer bench-outer bench-contiguous clean
 .DELETE_ON_ERROR:
 
 help:
@@ -42,6 +42,7 @@ help:
 	@echo "make diloco  train a small GPT synchronously and with outer optimizers; draws loss against tokens and bytes"
 	@echo "make bench   time averaging against hivemind, which gets an environment of its own (ARGS=...)"
 	@echo "make bench-optimizer     train in every mode, with Shoal and with hivemind (ARGS=...)"
+	@echo "make bench-outer         bytes, waiting and loss with outer optimizers"
 	@echo "make bench-contiguous    time ContiguousParams against torch's optimizers and contiguous-params (ARGS=...)"
 	@echo "make clean   remove the environments, caches and output"
 
@@ -131,6 +132,9 @@ albert: $(VENV)/.installed
 
 bench-optimizer: $(VENV)/.installed $(BENCH_VENV)/.installed
 	$(VENV)/bin/python -m benchmarks.optimizer --hivemind-python $(BENCH_VENV)/bin/python $(ARGS)
+
+bench-outer: $(VENV)/.installed
+	$(VENV)/bin/python -m benchmarks.outer $(ARGS)
 
 bench-contiguous: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps contiguous-params==1.0.0
