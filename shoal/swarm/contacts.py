@@ -33,6 +33,7 @@ MEET_TIMEOUT = 5.0
 FIRST_REFRESH_SECONDS = 0.5  # until the first commit
 SPREAD_DELAY = 0.02  # news of members that arrive together is told together
 EXPLAINED, EXPLAINED_SECONDS = 8, 60.0  # other terms of one peer that are told of within so long: it may make them up
+ALONE_SECONDS = 5.0  # with nobody but peers with other terms, after which this peer is the one that differs
 REFUSED_SECONDS = 60.0  # for which a peer with other terms is remembered after it has gone
 MAX_REPORTS = 64  # of `reports` that nobody has read
 
@@ -151,21 +152,33 @@ class Contacts:
 
     # -- peers with other terms
 
-    def check_terms(self) -> None:
-        """For a newcomer: raises `Rejected` if other peers of the run have other terms, this peer reaches nobody with
-        its own, and so it is the one that differs.
+    async def check_terms(self) -> None:
+        """For a newcomer: raises `Rejected` if other peers of the run have other terms, this peer has reached nobody
+        with its own for `ALONE_SECONDS`, and so it is the one that differs. One that comes first where all come anew
+        would otherwise end for a liar who is there already.
 
         Of two peers alone, the one with more samples behind its state stays; before there are any, the one with the
         smaller key."""
+        until = self._now() + ALONE_SECONDS
+        while (difference := self._differs()) is not None:
+            if self._now() >= until:
+                raise Rejected(
+                    f"the other peers of the run go by other terms: {difference}. Make it equal on all peers"
+                )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(until - self._now()):
+                    await self.seen()
+
+    def _differs(self) -> str | None:
+        """In what this peer differs from all whom it reaches, if it is the one that does."""
         strangers = {k: known for k, known in self._strangers.items() if self._channel.is_connected(k)}
         if not strangers or len(self._view.connected()) > 1:
-            return
+            return None
         tip = self._peer.tip
         is_first = bool(tip.epoch) or (len(strangers) == 1 and self._view.me.key < min(strangers))
         if is_first and not any(known.tip.outranks(tip) for known in strangers.values()):
-            return
-        difference = next(iter(strangers.values())).difference
-        raise Rejected(f"the other peers of the run go by other terms: {difference}. Make it equal on all peers")
+            return None
+        return next(iter(strangers.values())).difference
 
     def _is_stranger(self, peer: PeerID, hello: msg.Hello, differs_in: str) -> None:
         """A peer of the run has other terms: log that once. Where the tensors differ, the two ask each other which."""

@@ -310,7 +310,7 @@ class Swarm:
             `Rejected` if the run goes by other terms.
         """
         if not self.made:
-            self.contacts.check_terms()
+            await self.contacts.check_terms()
         self._reported = report
         return await self._report(report)
 
@@ -426,7 +426,7 @@ class Swarm:
             self._timeout = begin.timeout + self._request_timeout
             self._be_patient()
         if not self.made:
-            self.contacts.check_terms()
+            await self.contacts.check_terms()
         if participant.error is not None:
             raise participant.error
         self._changed.clear()

@@ -14,6 +14,7 @@ import torch
 
 import shoal
 from shoal.compression import Float16Compression
+from shoal.swarm import contacts
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, make_model
 
 DIFFERING: dict[str, Any] = {
@@ -83,6 +84,12 @@ def partly_frozen() -> list[torch.nn.Parameter]:
 def grouped() -> list[dict[str, Any]]:
     parameters = list(make_model().parameters())
     return [{"params": parameters[:2], "slow": True}, {"params": parameters[2:]}]
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who differs is told so as soon as it has met the others."""
+    monkeypatch.setattr(contacts, "ALONE_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
