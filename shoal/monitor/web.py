@@ -114,7 +114,7 @@ class Site:
         self._latest = msgspec.json.encode(snapshot)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-        if snapshot.at >= self._kept_at + EVERY_SECONDS:
+        if not 0 <= snapshot.at - self._kept_at < EVERY_SECONDS:  # the clock may have been set back
             self._kept_at = snapshot.at
             try:
                 await asyncio.to_thread(self._history.add, snapshot)
