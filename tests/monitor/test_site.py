@@ -7,7 +7,6 @@ import logging
 from typing import Any
 
 import pytest
-
 from msgspec.structs import replace
 
 from shoal.monitor import web
@@ -52,16 +51,16 @@ def test_history_is_kept_on_where_the_clock_is_set_back() -> None:
     picture.read([posted(PeerID(bytes(32)))], 0.0, 0.0, START)
     one = picture.snapshot(0.0, START)
 
-    class AtThoseTimes:
-        times = [START, START - 3600.0, START - 3600.0 + EVERY_SECONDS / 2, START - 3600.0 + EVERY_SECONDS]
+    times = [START, START - 3600.0, START - 3600.0 + EVERY_SECONDS / 2, START - 3600.0 + EVERY_SECONDS]
 
+    class AtThoseTimes:
         def snapshot(self) -> Snapshot:
-            return replace(one, at=self.times.pop(0))
+            return replace(one, at=times.pop(0))
 
     watcher: Any = AtThoseTimes()
     with History(":memory:", "my run") as history:
         site = Site(watcher, history)
-        while watcher.times:
+        while times:
             asyncio.run(site._look())
         at = history.series(START, 7200.0)["at"]
     assert at == [START - 3600.0, START - 3600.0 + EVERY_SECONDS, START]
