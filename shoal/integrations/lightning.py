@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import is_torchelastic_launched
 
 import shoal
 from shoal.integrations._frameworks import devices_of
@@ -81,7 +83,9 @@ class SwarmStrategy(SingleDeviceStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Join the run with the optimizer and the schedulers that the script makes."""
-        refuse_processes(devices_of(trainer) * trainer.num_nodes, "the Trainer (devices= and num_nodes=)")
+        refuse_processes(devices_of(trainer), "the Trainer (devices= and num_nodes=)")
+        if is_torchelastic_launched():  # Lightning itself does not look at that, where a strategy has one device
+            refuse_processes(int(os.environ.get("WORLD_SIZE", "1")), "`torchrun` (--nproc-per-node)")
         super().setup_optimizers(trainer)
         refuse_many(self.optimizers)
         if not self.lightning_module.automatic_optimization:

@@ -153,11 +153,21 @@ def test_it_leaves_the_run_when_training_raises(fit: Make, dht: shoal.DHT) -> No
             {"devices": 2},
             r"one process on one device, and the Trainer \(devices= and num_nodes=\) asks for 2",
         ),
+        (Module(), {"num_nodes": 3}, r"the Trainer \(devices= and num_nodes=\) asks for 3"),
     ],
 )
 def test_what_does_not_fit_is_refused(fit: Make, module: Module, given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         fit(module, **given)
+
+
+def test_several_processes_of_torchrun_are_refused(fit: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"one device, and `torchrun` \(--nproc-per-node\) asks for 2"):
+        fit()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert fit()[0].global_step == 5
 
 
 def test_manual_optimization_and_several_optimizers_are_refused(fit: Make) -> None:
