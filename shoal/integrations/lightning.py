@@ -16,12 +16,38 @@ from shoal.integrations.samples import Samples
 from shoal.integrations.terms import Terms, refuse_many, refuse_plateau, refuse_processes, trained_before
 
 try:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.data import extract_batch_size
 except ImportError as error:
     raise ImportError("Lightning is missing, or too old: pip install 'shoal[lightning]'") from error
+
+
+_SEARCHES = "trains by itself, in the midst of the run: search with an ordinary Trainer first"
+CALLBACKS = {
+    LearningRateFinder: _SEARCHES,
+    BatchSizeFinder: _SEARCHES,
+    StochasticWeightAveraging: "replaces the schedule by one that follows this peer's own passes over its data: leave "
+    "it out",
+}
+
+
+class Ends(Callback):
+    """Leaves the run when training ends, before a callback of the script puts other weights into the model: peers that
+    are behind would download those.
+
+    Args:
+        member: of the run.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Comes first."""
+        self._member.finish()
 
 
 class SwarmStrategy(SingleDeviceStrategy):
@@ -94,6 +120,10 @@ class SwarmStrategy(SingleDeviceStrategy):
                 "optimize (automatic_optimization=True), or write the loop yourself with a shoal.Optimizer"
             )
         refuse_plateau(*(config.scheduler for config in self.lr_scheduler_configs))
+        for callback in trainer.callbacks:
+            for kind, why in CALLBACKS.items():
+                if isinstance(callback, kind):
+                    raise ValueError(f"{kind.__name__} {why}")
         if not self._terms.clips_locally:
             self._take_clipping(trainer)
         for config in self.lr_scheduler_configs:
@@ -111,6 +141,8 @@ class SwarmStrategy(SingleDeviceStrategy):
         for config in self.lr_scheduler_configs:
             config.scheduler = shoal.EpochScheduler(config.scheduler)
         torch.manual_seed(own_seed(self._terms.dht))
+        others = [callback for callback in trainer.callbacks if not isinstance(callback, Ends)]
+        trainer.callbacks = [Ends(self._member), *others]
 
     def _take_clipping(self, trainer: Trainer) -> None:
         """The run clips the average in place of this peer's gradients."""
@@ -148,12 +180,6 @@ class SwarmStrategy(SingleDeviceStrategy):
         )
         self.lightning_module.log_dict(member.logs(), batch_size=1)
         return done
-
-    def on_train_end(self) -> None:
-        """Leave the run at the end of training."""
-        if self._member is not None:
-            self._member.finish()
-        super().on_train_end()
 
     def teardown(self) -> None:
         """Leave the run, if training has raised an error."""

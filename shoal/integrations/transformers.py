@@ -74,6 +74,7 @@ def swarm(trainer: Trainer, *, dht: shoal.DHT, run_id: str, target_batch_size: i
     accelerator.dataloader_config.data_seed = own_seed(dht)
     if accelerator.scaler is not None:
         accelerator.scaler = own_scaler(accelerator.scaler, accelerator.device.type)
+    trainer.add_callback(Ends(trainer))
     trainer.add_callback(Epochs(trainer))
     return trainer
 
@@ -123,8 +124,8 @@ class InSwarm(Trainer):
         made = super().create_scheduler(*args, **kwargs)
         if not isinstance(made, shoal.EpochScheduler):
             made = self.lr_scheduler = shoal.EpochScheduler(made)
-        # After all others, also those of the script and of a checkpoint: it has the last word on logging and saving.
-        self.callback_handler.callbacks.sort(key=lambda callback: isinstance(callback, Epochs))
+        # Before and after all others, also those of the script and of a checkpoint.
+        self.callback_handler.callbacks.sort(key=lambda each: isinstance(each, Epochs) - isinstance(each, Ends))
         return made
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -210,8 +211,24 @@ class InSwarm(Trainer):
         super().log(logs, *args, **kwargs)
 
 
+class Ends(TrainerCallback):
+    """Leaves the run when training ends, before a callback of the script puts other weights into the model: peers that
+    are behind would download those.
+
+    Args:
+        trainer: that is `InSwarm`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Comes first."""
+        self._trainer._finish()
+
+
 class Epochs(TrainerCallback):
-    """Makes a step of the Trainer an epoch of the run.
+    """Makes a step of the Trainer an epoch of the run. It has the last word on logging and saving.
 
     Args:
         trainer: that is `InSwarm`.

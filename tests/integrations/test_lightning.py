@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
@@ -153,6 +154,12 @@ def test_it_leaves_the_run_when_training_raises(fit: Make, dht: shoal.DHT) -> No
             {"devices": 2},
             r"one process on one device, and the Trainer \(devices= and num_nodes=\) asks for 2",
         ),
+        (
+            Module(),
+            {"callbacks": [StochasticWeightAveraging(0.1)]},
+            "StochasticWeightAveraging replaces the schedule by one that follows this peer's own passes",
+        ),
+        (Module(), {"callbacks": [LearningRateFinder()]}, "LearningRateFinder trains by itself, in the midst of the"),
         (Module(), {"num_nodes": 3}, r"the Trainer \(devices= and num_nodes=\) asks for 3"),
     ],
 )
