@@ -160,6 +160,8 @@ class SwarmStrategy(SingleDeviceStrategy):
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Count the batch."""
+        assert self._member is not None
+        self._member.saw(closure_loss * self.lightning_module.trainer.accumulate_grad_batches)  # which divides it
         return super().backward(closure_loss * self._samples.weight(), *args, **kwargs)
 
     def optimizer_step(

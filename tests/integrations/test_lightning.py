@@ -86,6 +86,18 @@ def test_an_incomplete_accumulation_counts_what_it_has(fit: Make) -> None:
     assert samples(fit(accumulate_grad_batches=3, data=26, target=26)[1]) == [26] * 5  # 12, 12 and 2
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_who_watches_is_told_the_loss(fit: Make, reported: list[float], accumulate: int) -> None:
+    seen: list[float] = []
+
+    class Watched(Module):
+        def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+            seen.append(outputs["loss"].item() * accumulate)  # which Lightning has divided
+
+    fit(Watched(), data=32, accumulate_grad_batches=accumulate)
+    assert reported == pytest.approx([sum(seen[at : at + 8]) / 8 for at in range(0, 40, 8)], rel=1e-4)
+
+
 def test_the_average_is_clipped(fit: Make) -> None:
     module = Module()
     trainer, _ = fit(module, gradient_clip_val=0.25)
