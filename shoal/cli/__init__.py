@@ -66,7 +66,7 @@ def demo_command(
         typer.Option(help="Text to learn; without it Python's standard library.", exists=True, dir_okay=False),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the results; without it runs/demo-<time>.", file_okay=False)
+        Path | None, typer.Option(help="Folder for the results; without it `runs/demo-<time>`.", file_okay=False)
     ] = None,
 ) -> None:
     """Train a small language model with several peers on this machine; kill one, take in a new one."""
@@ -88,7 +88,7 @@ def demo_command(
 
 InitialPeers = Annotated[
     list[str],
-    typer.Option(help="Multiaddr of a peer of the run, ending in /p2p/<peer id>; can be given several times."),
+    typer.Option(help="Multiaddr of a peer of the run, ending in `/p2p/<peer id>`; can be given several times."),
 ]
 Identity = Annotated[Path | None, typer.Option(help="File with this watcher's key, for a closed run.", dir_okay=False)]
 Membership = Annotated[
@@ -123,7 +123,8 @@ def monitor_command(
         int, typer.Option(help="Port of the page on this machine; 0 for any free one.", min=0, max=65535)
     ] = 8080,
     history: Annotated[
-        Path | None, typer.Option(help="SQLite file of what was; without it runs/monitor-<run>.sqlite.", dir_okay=False)
+        Path | None,
+        typer.Option(help="SQLite file of what was; without it `runs/monitor-<run>.sqlite`.", dir_okay=False),
     ] = None,
     identity: Identity = None,
     membership: Membership = None,

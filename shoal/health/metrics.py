@@ -20,7 +20,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from shoal.health.record import Health, name_of
+from shoal.health.record import FaultKind, Health, name_of
 from shoal.p2p.identity import PeerID
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def families(run_id: str, records: Iterable[tuple[PeerID, Health]]) -> Metrics:
         if health.loss is not None:
             loss.add_metric(who, health.loss)
         downloads.add_metric(who, totals.downloads)
-        for kind, count in health.faults.items():
-            faults.add_metric([*who, kind.value], count)
+        for kind in FaultKind:  # also those that are 0: Prometheus' increase() does not see the step from nothing to 1
+            faults.add_metric([*who, kind.value], health.faults.get(kind, 0))
         for phase in ("waiting", "matchmaking", "exchange", "step"):
             seconds.add_metric([*who, phase], count_value=totals.rounds, sum_value=getattr(totals, phase))
         for direction in ("sent", "received"):

@@ -8,7 +8,7 @@
 | ``Trainer._load_best_model`` of Transformers | overridden: the run is left before | 5.0 or before | the run is left after, and a test fails |
 | ``Trainer._load_optimizer_and_scheduler`` of Transformers | overridden: checkpoints without the run's state | 5.3 | those begin at epoch 0, or raise, and a test fails |
 | ``Trainer._tr_loss`` of Transformers | the sum of losses that is logged | 5.3 | AttributeError at the end of the first epoch |
-| ``Trainer._accelerator_connector._parallel_devices`` of Lightning | how many devices were asked for | 2.4 or before | AttributeError when training begins |
+| ``Trainer._accelerator_connector._parallel_devices`` and ``._num_nodes_flag`` of Lightning | how many devices were asked for | 2.4 or before | AttributeError when training begins |
 """  # noqa: E501  # a table has no other way to break its lines
 
 from __future__ import annotations
@@ -22,5 +22,7 @@ def add_loss(trainer: Any, loss: Any) -> None:
 
 
 def devices_of(trainer: Any) -> int:
-    """The number of devices of a Lightning Trainer on this machine (`_accelerator_connector._parallel_devices`)."""
-    return max(len(trainer._accelerator_connector._parallel_devices), 1)
+    """The number of devices that a Lightning Trainer was asked to use, on all machines. `Trainer.num_nodes` is 1 for
+    whatever strategy has one device."""
+    asked = trainer._accelerator_connector
+    return int(max(len(asked._parallel_devices), 1) * asked._num_nodes_flag)

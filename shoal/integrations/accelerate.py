@@ -111,6 +111,7 @@ class InSwarm(Accelerator):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Count the batch."""
         super().backward(loss * self._samples.weight(), **kwargs)
+        self._member.saw(loss)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Return the norm, and change nothing: the run clips the average.

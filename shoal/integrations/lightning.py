@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import is_torchelastic_launched
 
 import shoal
 from shoal.integrations._frameworks import devices_of
@@ -14,12 +16,38 @@ from shoal.integrations.samples import Samples
 from shoal.integrations.terms import Terms, refuse_many, refuse_plateau, refuse_processes, trained_before
 
 try:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.data import extract_batch_size
 except ImportError as error:
     raise ImportError("Lightning is missing, or too old: pip install 'shoal[lightning]'") from error
+
+
+_SEARCHES = "trains by itself, in the midst of the run: search with an ordinary Trainer first"
+CALLBACKS = {
+    LearningRateFinder: _SEARCHES,
+    BatchSizeFinder: _SEARCHES,
+    StochasticWeightAveraging: "replaces the schedule by one that follows this peer's own passes over its data: leave "
+    "it out",
+}
+
+
+class Ends(Callback):
+    """Leaves the run when training ends, before a callback of the script puts other weights into the model: peers that
+    are behind would download those.
+
+    Args:
+        member: of the run.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Comes first."""
+        self._member.finish()
 
 
 class SwarmStrategy(SingleDeviceStrategy):
@@ -81,7 +109,9 @@ class SwarmStrategy(SingleDeviceStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Join the run with the optimizer and the schedulers that the script makes."""
-        refuse_processes(devices_of(trainer) * trainer.num_nodes, "the Trainer (devices= and num_nodes=)")
+        refuse_processes(devices_of(trainer), "the Trainer (devices= and num_nodes=)")
+        if is_torchelastic_launched():  # Lightning itself does not look at that, where a strategy has one device
+            refuse_processes(int(os.environ.get("WORLD_SIZE", "1")), "`torchrun` (--nproc-per-node)")
         super().setup_optimizers(trainer)
         refuse_many(self.optimizers)
         if not self.lightning_module.automatic_optimization:
@@ -90,6 +120,10 @@ class SwarmStrategy(SingleDeviceStrategy):
                 "optimize (automatic_optimization=True), or write the loop yourself with a shoal.Optimizer"
             )
         refuse_plateau(*(config.scheduler for config in self.lr_scheduler_configs))
+        for callback in trainer.callbacks:
+            for kind, why in CALLBACKS.items():
+                if isinstance(callback, kind):
+                    raise ValueError(f"{kind.__name__} {why}")
         if not self._terms.clips_locally:
             self._take_clipping(trainer)
         for config in self.lr_scheduler_configs:
@@ -107,6 +141,8 @@ class SwarmStrategy(SingleDeviceStrategy):
         for config in self.lr_scheduler_configs:
             config.scheduler = shoal.EpochScheduler(config.scheduler)
         torch.manual_seed(own_seed(self._terms.dht))
+        others = [callback for callback in trainer.callbacks if not isinstance(callback, Ends)]
+        trainer.callbacks = [Ends(self._member), *others]
 
     def _take_clipping(self, trainer: Trainer) -> None:
         """The run clips the average in place of this peer's gradients."""
@@ -124,6 +160,8 @@ class SwarmStrategy(SingleDeviceStrategy):
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Count the batch."""
+        assert self._member is not None
+        self._member.saw(closure_loss * self.lightning_module.trainer.accumulate_grad_batches)  # which divides it
         return super().backward(closure_loss * self._samples.weight(), *args, **kwargs)
 
     def optimizer_step(
@@ -144,12 +182,6 @@ class SwarmStrategy(SingleDeviceStrategy):
         )
         self.lightning_module.log_dict(member.logs(), batch_size=1)
         return done
-
-    def on_train_end(self) -> None:
-        """Leave the run at the end of training."""
-        if self._member is not None:
-            self._member.finish()
-        super().on_train_end()
 
     def teardown(self) -> None:
         """Leave the run, if training has raised an error."""

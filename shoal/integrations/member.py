@@ -35,6 +35,8 @@ class Member:
         if max_grad_norm and not terms.clips_locally:
             options["max_grad_norm"] = float(max_grad_norm)
         self.num_peers = 1
+        self._losses: torch.Tensor | float = 0.0  # the sum of those since the last epoch
+        self._batches = 0  # how many they are
         self.optimizer = shoal.Optimizer(
             dht=terms.dht,
             run_id=terms.run_id,
@@ -47,6 +49,9 @@ class Member:
     def _heard(self, event: Any) -> None:
         if isinstance(event, shoal.EpochReport):
             self.num_peers = event.num_peers
+            if self._batches:
+                self.optimizer.report(loss=self._losses / self._batches)
+                self._losses, self._batches = 0.0, 0
         if self._tell is not None:
             self._tell(event)
 
@@ -58,6 +63,12 @@ class Member:
     def logs(self) -> dict[str, float]:
         """What is logged beside the framework's own values: the run's epoch and the number of peers."""
         return {"run_epoch": float(self.epoch), "run_peers": float(self.num_peers)}
+
+    def saw(self, loss: torch.Tensor) -> None:
+        """Count the loss of a batch. At the end of each epoch the mean is told to whoever watches the run; a GPU is
+        waited for then only."""
+        self._losses = self._losses + loss.detach()
+        self._batches += 1
 
     def begin_at(self, epoch: int) -> None:
         """Take the present state for the run's after so many epochs of `target_batch_size` samples, where a checkpoint

@@ -71,9 +71,11 @@ def swarm(trainer: Trainer, *, dht: shoal.DHT, run_id: str, target_batch_size: i
     trainer._terms, trainer._member = terms, None
     trainer._given = trainer.optimizer, trainer.lr_scheduler
     trainer._losses, trainer._steps, trainer._kept, trainer._has_trained = 0.0, 0, [], False
+    trainer._of_step = 0.0
     accelerator.dataloader_config.data_seed = own_seed(dht)
     if accelerator.scaler is not None:
         accelerator.scaler = own_scaler(accelerator.scaler, accelerator.device.type)
+    trainer.add_callback(Ends(trainer))
     trainer.add_callback(Epochs(trainer))
     return trainer
 
@@ -86,6 +88,7 @@ class InSwarm(Trainer):
     _given: tuple[torch.optim.Optimizer | None, Any]
     _losses: torch.Tensor | float  # the sum of this epoch's losses
     _steps: int  # how many they are
+    _of_step: torch.Tensor | float  # the loss of this step: the sum of its batches', each of which has its share
     _kept: list[Any]  # the last batches of a stream, where they are too few for a step
     _has_trained: bool
 
@@ -123,8 +126,8 @@ class InSwarm(Trainer):
         made = super().create_scheduler(*args, **kwargs)
         if not isinstance(made, shoal.EpochScheduler):
             made = self.lr_scheduler = shoal.EpochScheduler(made)
-        # After all others, also those of the script and of a checkpoint: it has the last word on logging and saving.
-        self.callback_handler.callbacks.sort(key=lambda callback: isinstance(callback, Epochs))
+        # Before and after all others, also those of the script and of a checkpoint.
+        self.callback_handler.callbacks.sort(key=lambda each: isinstance(each, Epochs) - isinstance(each, Ends))
         return made
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -188,6 +191,7 @@ class InSwarm(Trainer):
         """The Trainer divides the sum of the losses by the number of its steps, which are epochs: it gets the mean of
         an epoch when that ends."""
         loss = super().training_step(*args, **kwargs)
+        self._of_step = self._of_step + loss
         if torch.isfinite(loss) or not self.args.logging_nan_inf_filter:
             self._losses += loss
         return torch.zeros_like(loss)
@@ -210,8 +214,24 @@ class InSwarm(Trainer):
         super().log(logs, *args, **kwargs)
 
 
+class Ends(TrainerCallback):
+    """Leaves the run when training ends, before a callback of the script puts other weights into the model: peers that
+    are behind would download those.
+
+    Args:
+        trainer: that is `InSwarm`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Comes first."""
+        self._trainer._finish()
+
+
 class Epochs(TrainerCallback):
-    """Makes a step of the Trainer an epoch of the run.
+    """Makes a step of the Trainer an epoch of the run. It has the last word on logging and saving.
 
     Args:
         trainer: that is `InSwarm`.
@@ -224,8 +244,14 @@ class Epochs(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin to count losses, and seed the samplers that draw from torch's own generator."""
         self._trainer._losses, self._trainer._steps, self._trainer._kept = 0.0, 0, []
+        self._trainer._of_step = 0.0
         self._trainer._has_trained = True
         torch.manual_seed(own_seed(self._trainer._terms.dht))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """All batches of the step are done."""
+        self._trainer._member.saw(torch.as_tensor(self._trainer._of_step))
+        self._trainer._of_step = 0.0
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Between the optimizer's step and the schedule's. The Trainer adds 1 to `global_step` next."""

@@ -119,7 +119,7 @@ class History:
             with self._lock, self._db:
                 self._db.execute("BEGIN")
                 self._db.execute(f"INSERT OR REPLACE INTO run VALUES ({', '.join('?' * len(run))})", run)
-            if snapshot.at >= self._folded_at + FOLD_SECONDS:
+            if not 0 <= snapshot.at - self._folded_at < FOLD_SECONDS:  # the clock may have been set back
                 self._folded_at = snapshot.at
                 self.fold(snapshot.at)
         except sqlite3.Error as error:
@@ -132,6 +132,8 @@ class History:
             for level in LEVELS:
                 done = self._db.execute("SELECT until FROM folded WHERE step = ?", (level.step,)).fetchone()
                 since, until = 0 if done is None else done[0], int(now - level.age) // level.step * level.step
+                if since > until:  # a clock that was ahead has said so: once more, from the beginning
+                    since = 0
                 if until > since:
                     self._fold(level.step, since, until)
                     self._db.execute("INSERT OR REPLACE INTO folded VALUES (?, ?)", (level.step, until))
@@ -148,12 +150,13 @@ class History:
         self._db.execute("DROP TABLE fewer")
 
     def series(self, now: float, seconds: float) -> Series:
-        """The run in the last `seconds` seconds: the columns of at most MAX_POINTS points, and their times `at`."""
+        """The run in the last `seconds` seconds: the columns of at most MAX_POINTS points, and their times `at`. Points
+        that a clock has written which was ahead are not shown before their time."""
         step = max(1, math.ceil(seconds / (MAX_POINTS - 1)))
         with self._lock:
             rows = self._db.execute(
-                f"SELECT max(at), {MEANS} FROM run WHERE at >= ? GROUP BY at / {step} ORDER BY at",
-                (int(now - seconds),),
+                f"SELECT max(at), {MEANS} FROM run WHERE at >= ? AND at <= ? GROUP BY at / {step} ORDER BY at",
+                (int(now - seconds), math.ceil(now)),
             ).fetchall()
         columns = list(zip(*rows, strict=True)) or [()] * (1 + len(COLUMNS))
         return {name: list(column) for name, column in zip(("at", *COLUMNS), columns, strict=True)}

@@ -22,7 +22,8 @@ def sentence_of(
         refused: what is to be said of peers with other terms that publish nothing, each with its name.
     """
     if not peers:
-        return False, f"nobody in the run {run_id!r} says how it is: is that its run_id, and does anybody train?"
+        ask = "is that its run_id, does anybody train, and is this machine's clock right?"
+        return False, f"nobody in the run {run_id!r} says how it is: {ask}"
     bad = [peer for peer in peers if peer.findings]
     here = sum(peer.standing is not Standing.LOST for peer in peers)
     well, count = len(peers) - len(bad), len(peers)

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.health.metrics import OWN_NAMES, Metrics, families, registry_of
-from shoal.health.record import Health
+from shoal.health.record import Health, printable
 from shoal.monitor.history import EVERY_SECONDS, LONGEST, History
 from shoal.monitor.snapshot import Snapshot, Standing
 from shoal.monitor.watcher import Watcher
@@ -114,7 +114,7 @@ class Site:
         self._latest = msgspec.json.encode(snapshot)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-        if snapshot.at >= self._kept_at + EVERY_SECONDS:
+        if not 0 <= snapshot.at - self._kept_at < EVERY_SECONDS:  # the clock may have been set back
             self._kept_at = snapshot.at
             try:
                 await asyncio.to_thread(self._history.add, snapshot)
@@ -161,7 +161,8 @@ class Site:
 
     def _scrape(self) -> bytes:
         records, snapshot = self._watcher.records(), self._watcher.snapshot()
-        return generate_latest(registry_of(lambda: metrics_of(snapshot, records)))
+        first = f"# {printable(snapshot.sentence, len(snapshot.sentence.encode()))}\n"  # to Prometheus a comment
+        return first.encode() + generate_latest(registry_of(lambda: metrics_of(snapshot, records)))
 
 
 def metrics_of(snapshot: Snapshot, records: list[tuple[PeerID, Health]]) -> Metrics:

@@ -30,6 +30,22 @@ def test_the_package_is_the_command() -> None:
     assert "Usage: shoal demo [OPTIONS]" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("demo",), "runs/demo-<time>"),
+        (("top",), "/p2p/<peer id>"),
+        (("monitor",), "runs/monitor-<run>.sqlite"),
+        (("keys", "pin"), "<epoch>:<samples>:<lineage>"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else " ".join(given),
+)
+def test_help_says_what_stands_for_what(command: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Markdown is drawn, what is in angle brackets and not in a code span is gone."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert says in shoal_command(*command, "--help").stdout
+
+
 def test_the_demos_parent_imports_no_torch() -> None:
     code = "import sys, shoal.cli, shoal.cli.demo.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -168,6 +168,16 @@ def test_a_peer_that_cannot_be_dialled(dht: shoal.DHT, host: str, peer: object, 
     assert advice in found.advice
 
 
+def test_an_identity_that_is_in_use(dht: shoal.DHT, tmp_path: Path) -> None:
+    """As of who asks why the trainer that runs meets nobody."""
+    mine = str(tmp_path / "me.key")
+    with shoal.DHT(dht.get_visible_maddrs(), start=True, identity_path=mine):
+        (found,) = look(dht.get_visible_maddrs()[0], identity=mine)
+    assert found.level is Level.STOPS
+    assert "another process with the same identity" in found.found
+    assert found.advice.startswith("end the process that uses the same --identity")
+
+
 def test_a_peer_of_another_version(dht: shoal.DHT, monkeypatch: pytest.MonkeyPatch) -> None:
     (address,) = dht.get_visible_maddrs()
     monkeypatch.setattr(greeting, "VERSION", greeting.VERSION + 1)

@@ -17,3 +17,11 @@ def dht() -> Iterator[shoal.DHT]:
 def offline(monkeypatch: pytest.MonkeyPatch, all_are_here: None) -> None:
     """No test asks Hugging Face for anything, or waits for peers: what runs in this process is alone."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The losses that are told to whoever watches the run."""
+    told: list[float] = []
+    monkeypatch.setattr(shoal.Optimizer, "report", lambda _, loss: told.append(float(loss)))
+    return told

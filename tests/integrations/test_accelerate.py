@@ -106,6 +106,16 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {**rows[0], "names": [row["name"] for row in rows], "x": torch.stack([row["x"] for row in rows])}
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_who_watches_is_told_the_loss(loop: Loop, reported: list[float], accumulate: int) -> None:
+    loop.prepare(data=32, accumulate=accumulate)
+    with torch.no_grad():
+        expected = (loop.model(inputs(32)) - inputs(32).sum(1, keepdim=True)).square().mean().item()
+    loop.run()
+    assert len(reported) == 5
+    assert reported[0] == pytest.approx(expected, rel=1e-4)
+
+
 def test_batches_that_are_skipped_do_not_count(loop: Loop) -> None:
     loop.prepare(target=18)
     loop.run(epochs=1, data=loop.accelerator.skip_first_batches(loop.data, 8))

@@ -13,6 +13,22 @@ pytestmark = pytest.mark.alone
 LAST = 4
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("framework", ["transformers", "lightning"])
+def test_what_a_callback_puts_into_the_model_at_the_end_is_taken_over_by_nobody(framework: str, tmp_path: Path) -> None:
+    """As callbacks that average weights do."""
+    own = [
+        {"folder": str(tmp_path / "a"), "pause": 0.05, "spoils": True},
+        {"folder": str(tmp_path / "b"), "pause": 4.0},
+    ]
+    with training(*own, framework=framework, steps=LAST, run={"matchmaking_time": 0.5}) as one:
+        fast, slow = one.finish()
+    assert slow.events[-1]["epoch"] == slow.done["steps"] == LAST
+    assert not any(fast.done["parameters"])
+    assert any(slow.done["parameters"])
+    assert fast.done["warnings"] == slow.done["warnings"] == []
+
+
 @pytest.mark.parametrize("framework", ["transformers", "lightning", "accelerate"])
 def test_a_peer_that_misses_the_last_round_takes_over_the_last_state(framework: str, tmp_path: Path) -> None:
     own = [{"folder": str(tmp_path / "a"), "pause": 0.05}, {"folder": str(tmp_path / "b"), "pause": 4.0}]

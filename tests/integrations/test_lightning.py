@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
@@ -85,6 +86,18 @@ def test_an_incomplete_accumulation_counts_what_it_has(fit: Make) -> None:
     assert samples(fit(accumulate_grad_batches=3, data=26, target=26)[1]) == [26] * 5  # 12, 12 and 2
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_who_watches_is_told_the_loss(fit: Make, reported: list[float], accumulate: int) -> None:
+    seen: list[float] = []
+
+    class Watched(Module):
+        def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+            seen.append(outputs["loss"].item() * accumulate)  # which Lightning has divided
+
+    fit(Watched(), data=32, accumulate_grad_batches=accumulate)
+    assert reported == pytest.approx([sum(seen[at : at + 8]) / 8 for at in range(0, 40, 8)], rel=1e-4)
+
+
 def test_the_average_is_clipped(fit: Make) -> None:
     module = Module()
     trainer, _ = fit(module, gradient_clip_val=0.25)
@@ -153,11 +166,27 @@ def test_it_leaves_the_run_when_training_raises(fit: Make, dht: shoal.DHT) -> No
             {"devices": 2},
             r"one process on one device, and the Trainer \(devices= and num_nodes=\) asks for 2",
         ),
+        (
+            Module(),
+            {"callbacks": [StochasticWeightAveraging(0.1)]},
+            "StochasticWeightAveraging replaces the schedule by one that follows this peer's own passes",
+        ),
+        (Module(), {"callbacks": [LearningRateFinder()]}, "LearningRateFinder trains by itself, in the midst of the"),
+        (Module(), {"num_nodes": 3}, r"the Trainer \(devices= and num_nodes=\) asks for 3"),
     ],
 )
 def test_what_does_not_fit_is_refused(fit: Make, module: Module, given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         fit(module, **given)
+
+
+def test_several_processes_of_torchrun_are_refused(fit: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"one device, and `torchrun` \(--nproc-per-node\) asks for 2"):
+        fit()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert fit()[0].global_step == 5
 
 
 def test_manual_optimization_and_several_optimizers_are_refused(fit: Make) -> None:

@@ -82,6 +82,14 @@ def test_the_loss_of_a_step_is_the_mean_over_the_epoch(make: Make, tmp_path: Pat
     assert result.training_loss == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_who_watches_is_told_the_loss(make: Make, reported: list[float], accumulate: int) -> None:
+    trainer = make(gradient_accumulation_steps=accumulate)
+    trainer.train()
+    logs = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert reported == pytest.approx(logs, abs=1e-3)
+
+
 def test_without_max_steps_it_makes_the_passes_of_one_process_with_that_batch(make: Make) -> None:
     trainer = make(max_steps=-1, num_train_epochs=3)
     assert trainer.train().global_step == 6  # 3 passes of ceil(50 / 32) steps

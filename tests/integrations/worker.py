@@ -3,7 +3,8 @@ has trained.
 
 Its argument is a JSON object: `framework` is a function below, `swarm` whether it joins a run, `samples` ([first, last]
 of the data), `pause` (seconds that each forward pass takes longer), `lockstep` whether it waits for the end of the
-epoch after each step, and the rest is for the framework. It begins when it reads another one, with `initial_peers`.
+epoch after each step, `spoils` whether a callback changes the weights when training ends, and the rest is for the
+framework. It begins when it reads another one, with `initial_peers`.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def digest_of(model: nn.Module) -> str:
 
 def transformers(peer: Peer) -> dict[str, Any]:
     """A Trainer, with the Trainer's own schedule and clipping."""
-    from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+    from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
     from shoal.integrations.transformers import swarm
 
@@ -122,9 +123,11 @@ def transformers(peer: Peer) -> dict[str, Any]:
         **{"max_grad_norm": CLIP, "max_steps": options["steps"], "save_strategy": "no", **options.get("args", {})},
     )
     data = peer.part(texts(options.get("data", 64)))
-    early = {}
+    early: dict[str, Any] = {}
     if options.get("early"):
         early = {"callbacks": [EarlyStoppingCallback(2)], "eval_dataset": texts(4), "compute_metrics": scripted}
+    if options.get("spoils"):
+        early["callbacks"] = [type("Spoils", (TrainerCallback,), {"on_train_end": lambda *_, **__: spoil(model)})()]
     trainer: Any = (InOrder if options.get("in_order") else Trainer)(model, arguments, train_dataset=data, **early)
     if options.get("scaler"):
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
@@ -142,6 +145,13 @@ def transformers(peer: Peer) -> dict[str, Any]:
         "parameters": flat(model),
         "scale": trainer.accelerator.scaler.get_scale() if options.get("scaler") else None,
     }
+
+
+def spoil(model: nn.Module) -> None:
+    """What callbacks that average weights do when training ends: they put others into the model."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
 
 
 def flat(model: nn.Module) -> list[float]:
@@ -197,6 +207,7 @@ def lightning(peer: Peer) -> dict[str, Any]:
         peer.optimizer = lambda: strategy._member.optimizer
     module = Module()
     peer.slow_down(module.net)
+    spoils = type("Spoils", (L.Callback,), {"on_train_end": lambda *_: spoil(module)})
     saved = ModelCheckpoint(options["folder"], every_n_train_steps=2, save_top_k=-1, filename="{step}")
     trainer = L.Trainer(
         max_steps=options["steps"],
@@ -208,7 +219,7 @@ def lightning(peer: Peer) -> dict[str, Any]:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[saved],
+        callbacks=[saved, *([spoils()] if options.get("spoils") else [])],
     )
     trainer.fit(module, loader(peer), ckpt_path=options.get("resume"))
     return {

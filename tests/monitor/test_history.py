@@ -70,6 +70,21 @@ def test_old_points_become_fewer_and_stay_right() -> None:
         assert history.series(NOW + 100 * DAY, 101 * DAY)["at"] == []
 
 
+def test_a_clock_that_was_ahead_leaves_no_mark(tmp_path: Path) -> None:
+    """That of the monitor, which is set right: what comes then is kept, shown, and made fewer as ever."""
+    file, one = tmp_path / "history.sqlite", snapshot_of(2)
+    with History(file, "my run") as history:
+        history.add(later(one, NOW + 40 * DAY))
+        for number in range(0, 2 * HOUR, EVERY_SECONDS):
+            history.add(later(one, NOW + number, loss=1.0))
+        series = history.series(NOW + 2 * HOUR, 40 * DAY)
+        assert max(filter(None, series["at"])) < NOW + 2 * HOUR
+        kept = contextlib.closing(sqlite3.connect(file))
+        with kept as other:
+            (rows,) = other.execute("SELECT count(*) FROM run WHERE at < ?", (NOW + HOUR - 600,)).fetchone()
+        assert rows == 50  # one a minute
+
+
 def test_what_nobody_told_is_a_gap() -> None:
     with History(":memory:", "my run") as history:
         history.add(replace(snapshot_of(1, loss=None, last=None), at=NOW))

@@ -49,6 +49,15 @@ def served() -> str:
         return read(server.port)
 
 
+def test_faults_that_did_not_happen_are_zeros() -> None:
+    """So that Grafana shows the first of each kind: `increase` needs a value before it."""
+    with MetricsServer(0, lambda: families("my run", [(PEER, health(faults={FaultKind.FORK: 1}))])) as server:
+        found = samples(read(server.port))["shoal_faults_total"]
+    assert {labels["kind"]: value for labels, value in found} == {
+        kind.value: float(kind is FaultKind.FORK) for kind in FaultKind
+    }
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [("localhost:{port}", 200), ("127.0.0.1", 200), ("elsewhere.example", 400), ("elsewhere.example:{port}", 400)],

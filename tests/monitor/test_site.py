@@ -7,13 +7,15 @@ import logging
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from shoal.monitor import web
-from shoal.monitor.history import History
+from shoal.monitor.history import EVERY_SECONDS, History
 from shoal.monitor.picture import Picture
 from shoal.monitor.snapshot import Snapshot
 from shoal.monitor.web import Site
-from tests.health.records import START
+from shoal.p2p.identity import PeerID
+from tests.health.records import START, posted
 
 
 class Watching:
@@ -42,3 +44,23 @@ def test_an_unexpected_error_is_one_warning_and_the_page_goes_on(
     assert b"nobody in the run" in site._latest
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert said == ["the run could not be looked at: ZeroDivisionError('first')"]
+
+
+def test_history_is_kept_on_where_the_clock_is_set_back() -> None:
+    picture = Picture("my run")
+    picture.read([posted(PeerID(bytes(32)))], 0.0, 0.0, START)
+    one = picture.snapshot(0.0, START)
+
+    times = [START, START - 3600.0, START - 3600.0 + EVERY_SECONDS / 2, START - 3600.0 + EVERY_SECONDS]
+
+    class AtThoseTimes:
+        def snapshot(self) -> Snapshot:
+            return replace(one, at=times.pop(0))
+
+    watcher: Any = AtThoseTimes()
+    with History(":memory:", "my run") as history:
+        site = Site(watcher, history)
+        while times:
+            asyncio.run(site._look())
+        at = history.series(START, 7200.0)["at"]
+    assert at == [START - 3600.0, START - 3600.0 + EVERY_SECONDS, START]

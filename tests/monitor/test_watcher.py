@@ -150,6 +150,12 @@ def test_other_parameters_are_noticed() -> None:
 
             wait_until(told)
 
+            def is_named() -> bool:
+                broken.ask(do="change")  # the machine does it again and again
+                return "has other parameters (than 2 like it, in epoch" in watcher.snapshot().sentence
+
+            wait_until(is_named)
+
 
 def test_in_a_closed_run_who_watches_needs_no_more_than_that_part(tmp_path: Path) -> None:
     club = Club(tmp_path)

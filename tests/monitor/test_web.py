@@ -81,6 +81,7 @@ def test_the_events_are_snapshots(address: str) -> None:
 def test_its_metrics_are_those_of_all_peers(address: str, peers: Trainers) -> None:
     wait_until(lambda: epoch(address) >= 1)
     text = get(f"{address}/metrics").decode()
+    assert text.startswith("# 2 of 2 peers in epoch")
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert len(families["shoal_epoch"].samples) == len(peers.all)
     assert families["shoal_run_is_well"].samples[0].value == 1.0

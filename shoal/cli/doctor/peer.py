@@ -107,6 +107,8 @@ def _unreachable(address: Multiaddr, error: PeerUnreachable) -> Finding:
     reason = str(error).rpartition(f"{address}: ")[2]
     if isinstance(error, HandshakeFailed) or "prove to be that peer" in reason:
         advice = "the address is of an earlier start: ask for the present one (`identity_path=` keeps a peer's address)"
+    elif "same identity" in reason:
+        advice = "end the process that uses the same --identity, as a trainer that runs already, and ask again"
     elif "version" in reason:
         advice = "install the same version of Shoal on both machines"
     elif address.is_loopback:

@@ -103,7 +103,7 @@ def revoke_peers(
 @app.command("pin")
 def pin_state(
     run_id: Run,
-    tip: Annotated[str, typer.Argument(help="The state: <epoch>:<samples>:<lineage>, from a peer's log.")],
+    tip: Annotated[str, typer.Argument(help="The state: `<epoch>:<samples>:<lineage>`, from a peer's log.")],
     rewind: Annotated[
         bool, typer.Option("--rewind", help="Peers at later states of the same line go back to it, too.")
     ] = False,

@@ -21,6 +21,7 @@ const rate = (value) => (value / 1e6).toFixed(2) + " MB/s";
 const clock = (value) => new Date(value * 1000).toLocaleTimeString();
 
 function big(value) {
+  if (value >= 1e15) return value.toExponential(1);  // as no run has, but a record may
   for (const [unit, size] of [["G", 1e9], ["M", 1e6], ["k", 1e3]])
     if (value >= 10 * size) return (value / size).toFixed(1) + unit;
   return value.toFixed(value < 100 && value % 1 ? 1 : 0);

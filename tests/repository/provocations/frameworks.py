@@ -8,6 +8,7 @@ from typing import Any
 import lightning
 import torch
 from accelerate import Accelerator
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
@@ -45,13 +46,13 @@ class Plain(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(scene: Scene, module: Module, **given: Any) -> lightning.Trainer:
+def fit(scene: Scene, module: Module, data: Any = ..., **given: Any) -> lightning.Trainer:
     """With Lightning, as a peer."""
     strategy = SwarmStrategy(dht=scene.dht, run_id=scene.run_id, target_batch_size=8, device="cpu")
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     settings = {"max_steps": 1, "accelerator": "cpu", "devices": 1, "enable_checkpointing": False, **quiet, **given}
     trainer = lightning.Trainer(strategy=strategy, **settings)
-    trainer.fit(module, batches())
+    trainer.fit(module, batches() if data is ... else data)
     return trainer
 
 
@@ -163,6 +164,27 @@ def steps_a_scheduler_after_each_pass(scene: Scene) -> str:
 def schedules_by_a_metric(scene: Scene) -> str:
     optimizer = sgd(make_model())
     return raised(lambda: join(scene, optimizer, ReduceLROnPlateau(optimizer)))
+
+
+@provokes("LearningRateFinder trains by itself, in the midst of the run")
+def searches_for_a_rate(scene: Scene) -> str:
+    return raised(lambda: fit(scene, Module(), callbacks=[LearningRateFinder()]))
+
+
+@provokes("BatchSizeFinder …")
+def searches_for_a_batch_size(scene: Scene) -> str:
+    class Sized(Module):
+        batch_size = 4  # which it changes
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return batches()
+
+    return raised(lambda: fit(scene, Sized(), None, callbacks=[BatchSizeFinder()]))
+
+
+@provokes("StochasticWeightAveraging replaces the schedule")
+def averages_weights(scene: Scene) -> str:
+    return raised(lambda: fit(scene, Module(), callbacks=[StochasticWeightAveraging(0.1)]))
 
 
 @provokes('gradient_clip_algorithm="value" clips each batch of this peer')
