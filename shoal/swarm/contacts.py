@@ -153,9 +153,9 @@ class Contacts:
     # -- peers with other terms
 
     async def check_terms(self) -> None:
-        """For a newcomer: raises `Rejected` if other peers of the run have other terms, this peer has reached nobody
-        with its own for `ALONE_SECONDS`, and so it is the one that differs. One that comes first where all come anew
-        would otherwise end for a liar who is there already.
+        """For a newcomer: raises `Rejected` if other peers of the run have other terms, this peer has not met anybody
+        with its own for `ALONE_SECONDS`, and so it is the one that differs. Otherwise one that comes first where all
+        come anew would end for a liar who is there already, and so would one that is cut off with a liar.
 
         Of two peers alone, the one with more samples behind its state stays; before there are any, the one with the
         smaller key."""
@@ -172,7 +172,7 @@ class Contacts:
     def _differs(self) -> str | None:
         """In what this peer differs from all whom it reaches, if it is the one that does."""
         strangers = {k: known for k, known in self._strangers.items() if self._channel.is_connected(k)}
-        if not strangers or len(self._view.connected()) > 1:
+        if not strangers or len(self._view.connected()) > 1 or self._view.lost:
             return None
         tip = self._peer.tip
         is_first = bool(tip.epoch) or (len(strangers) == 1 and self._view.me.key < min(strangers))

@@ -42,9 +42,11 @@ def test_who_is_cut_off_with_a_liar_is_not_refused_by_the_run(seed: int) -> None
     assert try_seed(seed, liar=True).verdict == "ok"
 
 
-def test_who_comes_first_where_all_come_anew_is_not_ended_by_a_liar() -> None:
-    """All have been killed at once, and for 0.4 s the first to come back meets nobody but a liar, with other terms."""
-    assert try_seed(5617, liar=True).verdict == "ok"
+@pytest.mark.parametrize("seed", [5617, 6395])
+def test_a_newcomer_who_is_alone_with_a_liar_does_not_end(seed: int) -> None:
+    """The liar has other terms. In the first, all have been killed at once, and for 0.4 s the first to come back meets
+    nobody else; in the second, a newcomer that has met the others is cut off with it."""
+    assert try_seed(seed, liar=True).verdict == "ok"
 
 
 def test_a_seed_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
