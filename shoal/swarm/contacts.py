@@ -102,6 +102,7 @@ class Contacts:
         self._spread: asyncio.TimerHandle | None = None
         self._look_now = asyncio.Event()
         self._seen = asyncio.Event()
+        self._has_met = False  # anybody with this peer's terms
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped = False
         self._refused: tuple[bytes, float] | None = None  # who has other terms, and until when that is told
@@ -172,7 +173,7 @@ class Contacts:
     def _differs(self) -> str | None:
         """In what this peer differs from all whom it reaches, if it is the one that does."""
         strangers = {k: known for k, known in self._strangers.items() if self._channel.is_connected(k)}
-        if not strangers or len(self._view.connected()) > 1 or self._view.lost:
+        if not strangers or self._has_met:
             return None
         tip = self._peer.tip
         is_first = bool(tip.epoch) or (len(strangers) == 1 and self._view.me.key < min(strangers))
@@ -249,6 +250,7 @@ class Contacts:
 
     def spoke(self, member: Member) -> None:
         """A member has spoken, so it is there, whatever was known of it before."""
+        self._has_met = True
         if self._reach.reached(member):
             self.losses.back(member.key)
             self._channel.learn(member)
