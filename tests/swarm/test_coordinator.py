@@ -377,6 +377,18 @@ def test_many_that_say_nothing_do_not_hold_up_the_few_that_train(veterans: froze
     assert report(coordinator, 2, 16.0)[0].called
 
 
+def test_one_that_joins_rounds_and_brings_nothing_is_to_bring_nothing() -> None:
+    """As with `step(batch_size=0)`."""
+    history = History()
+    history.committed({key(1): 16.0, key(2): 0.0}, 10.0)
+    coordinator = gathering(1, 2, rules=EACH, veterans=frozenset(keys(1, 2)), history=history)
+    report(coordinator, 2, 0.0)
+    assert report(coordinator, 1, 8.0)[0].called
+    again = gathering(1, 2, rules=EACH, veterans=frozenset(keys(1, 2)), history=history)
+    report(again, 2, 1.0)  # it trains now
+    assert not report(again, 1, 8.0)[0].called
+
+
 def test_a_newcomer_that_is_still_downloading_is_not_waited_for() -> None:
     coordinator = gathering(1, 2, 3, rules=COUNTING, veterans=frozenset(keys(1, 2)))
     report(coordinator, 1, 64.0)

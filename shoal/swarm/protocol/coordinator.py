@@ -201,9 +201,14 @@ class Coordinator:
         return self.rules.target(self.tip.epoch, self._counted_on())
 
     def _counted_on(self) -> int:
-        known = [key for key in self._contributing() if not self.veterans or self._waits_for(key)]
-        begun = sum(key in self.counts and self.counts[key].samples > 0 for key in known)
-        return min(len(known), 2 * begun) if begun else len(known)
+        brought = self.history.brought  # who had nothing to bring has it only when it says so
+        begun = {key for key, count in self.counts.items() if count.samples > 0}
+        known = [
+            key
+            for key in self._contributing()
+            if (not self.veterans or self._waits_for(key)) and (key in begun or brought.get(key, 1.0) > 0)
+        ]
+        return min(len(known), 2 * len(begun.intersection(known))) if begun else len(known)
 
     def _is_due(self, now: float) -> bool:
         """Whether the members have what they are to have when the round is called."""
