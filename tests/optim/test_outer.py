@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
@@ -22,6 +25,7 @@ from shoal.optim.kept import Kept
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Behind
 from tests.optim.models import fixed_batch, flat, make_model
+from tests.peers import ROOT
 
 Alone = Callable[..., shoal.Optimizer]
 RATE = 0.01
@@ -568,3 +572,37 @@ def test_an_offloaded_optimizer_has_the_parameters_in_the_given_order(alone: Alo
 
     with pytest.raises(ValueError, match="in another order"):
         make(alone, make_model(), optimizer=regrouped, offload_optimizer=True, outer=outer, target_batch_size=64)
+
+
+STEPS_ON_ANY_PROCESSOR = """
+import random, torch
+from blake3 import blake3
+from shoal.flat import bytes_of
+from shoal.optim.accumulator import clip
+from shoal.optim.exact_norm import norm_of
+from shoal.outer import Nesterov
+draw, hasher = random.Random(0), blake3()
+sizes = [1, 7, 64, 1000, 4099, 70001]
+for dtype in (torch.float32, torch.float64):
+    of = lambda size: torch.tensor([draw.gauss(0, 1) for _ in range(size)], dtype=dtype)
+    anchors = [torch.nn.Parameter(of(size)) for size in sizes]
+    outer = Nesterov(lr=0.7)(anchors)
+    for _ in range(3):
+        drifts = [of(size) for size in sizes]
+        clip(drifts, 0.3, norm=norm_of)
+        for anchor, drift in zip(anchors, drifts):
+            anchor.grad = drift
+        outer.step()
+    for anchor in anchors:
+        hasher.update(bytes_of(anchor.detach()))
+print(hasher.hexdigest())
+"""
+
+
+def test_clipped_steps_of_the_anchor_have_the_same_bits_with_other_instructions() -> None:
+    def run(capability: str) -> str:
+        environment = os.environ | ({"ATEN_CPU_CAPABILITY": capability} if capability else {})
+        command = [sys.executable, "-c", STEPS_ON_ANY_PROCESSOR]
+        return subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+
+    assert len({run(capability) for capability in ("", "default", "avx2")}) == 1
