@@ -73,13 +73,16 @@ def train(mode: str, seed: int, tokens: int, samples: int, inner_steps: int, pee
         optimizer.on_event = told
         print(json.dumps({"address": str(dht.get_visible_maddrs()[0])}), flush=True)
         epoch, began = -1, time.monotonic()
-        while (seen := float(optimizer.tip.split(":")[1]) * CONTEXT) < tokens:
+        while True:
+            seen = float(optimizer.tip.split(":")[1]) * CONTEXT
             if optimizer.local_epoch != epoch:
                 epoch = optimizer.local_epoch
                 with torch.no_grad():
                     loss = float(loss_of(model, inputs, targets))
                 line = {"tokens": seen, "bytes": sent, "loss": loss, "seconds": time.monotonic() - began}
                 print(json.dumps(line), flush=True)
+            if seen >= tokens:
+                break
             loss_of(model, *draw_batch(text[: -HELD_OUT - 1], BATCH)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()

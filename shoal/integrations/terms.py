@@ -48,7 +48,7 @@ class Terms:
     @property
     def clips_locally(self) -> bool:
         """Whether each step of this peer is a step of the optimizer, so that the framework's own clipping is right."""
-        return bool(self.options.get("use_local_updates"))
+        return bool(self.options.get("use_local_updates") or self.options.get("outer"))
 
 
 def refuse_processes(count: int, what: str) -> None:

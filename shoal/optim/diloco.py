@@ -56,7 +56,9 @@ class DiLoCo:
             raise _wrong("inner_steps", self.inner_steps, f"{COUNT}, or leave it out and give target_batch_size")
         if isinstance(self.optimizer, torch.optim.Optimizer) or not callable(self.optimizer):
             raise _wrong("optimizer", self.optimizer, "shoal.outer.Nesterov(…), or a function params -> optimizer")
-        if isinstance(self.fragments, int) and not _is_count(self.fragments, 1):
+        is_number = isinstance(self.fragments, int)
+        is_list = isinstance(self.fragments, list | tuple) and len(self.fragments) > 0
+        if not (_is_count(self.fragments, 1) if is_number else is_list):
             raise _wrong("fragments", self.fragments, f"{COUNT}, or a list of lists of parameters")
         count = self.num_fragments
         if self.inner_steps is not None and self.inner_steps % count:

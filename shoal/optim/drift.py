@@ -17,7 +17,7 @@ from shoal.averaging.exchange import Vector
 from shoal.averaging.residual import Residual
 from shoal.compression import Compression, TensorRole, plan_codecs
 from shoal.flat import Layout, holders_of, is_finite, pick_kernels
-from shoal.optim._torch import foreach_copy_, mark_as_stepped
+from shoal.optim._torch import foreach_copy_, mark_as_stepped, writes_of
 from shoal.optim.accumulator import clip, in_grad
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.exact_norm import norm_of
@@ -39,13 +39,17 @@ class InnerSchedule:
         self._begin = copy.deepcopy(scheduler.state_dict())
         self._rates = [group["lr"] for group in scheduler.optimizer.param_groups]
 
+    def rewind(self) -> None:
+        """Go back to the beginning. Many schedulers multiply the present rate: it has to be the one that they made."""
+        self.scheduler.load_state_dict(copy.deepcopy(self._begin))
+        for group, rate in zip(self.scheduler.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+        self._at = 0
+
     def follow(self, position: int) -> None:
         """Step the scheduler until it has made that many steps; where it has made more, from its beginning."""
         if position < self._at:
-            self.scheduler.load_state_dict(copy.deepcopy(self._begin))
-            for group, rate in zip(self.scheduler.optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate
-            self._at = 0
+            self.rewind()
         if position > self._at:
             mark_as_stepped(self.scheduler.optimizer)  # by other peers, if not here
         for _ in range(position - self._at):
@@ -100,6 +104,8 @@ class Drift:
         # With an inner optimizer on the host: what it steps in place of the model, from which it is taken when stale.
         self._on_host = [] if all(a is b for a, b in zip(stepped, self._model, strict=True)) else stepped
         self._is_stale = True
+        self._written: list[tuple[int, int]] = []  # where the model's parameters are, and how often they were written
+        self._is_apart = False  # whether the model may be elsewhere than at the anchors without inner steps
         self.samples, self.steps = 0.0, 0
         self._brought = self._in_flight = (0.0, 0)
         self._epoch = 0
@@ -122,8 +128,9 @@ class Drift:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the model has made steps that no round has taken."""
-        return self.steps + self._in_flight[1] > 0
+        """Whether the model may have moved by what no round has taken: by inner steps, in fragments that had no turn
+        since, or by the share of the last drift that has stayed."""
+        return self._is_apart or self.steps + self._in_flight[1] > 0
 
     def accumulate(self, batch_size: float) -> None:
         """Make a step of the inner optimizer with the parameters' `.grad`, the mean over `batch_size` samples."""
@@ -134,16 +141,21 @@ class Drift:
         self.inner.step()
         for model, host in zip(self._model, self._on_host, strict=False):  # or none
             model.copy_(host)
+        self._written = self._writes()
         self.samples += batch_size
         self.steps += 1
         self._follow()
 
     def _take_to_host(self) -> None:
+        is_stale = self._is_stale or self._writes() != self._written  # the user has loaded weights
         for host, model in zip(self._on_host, self._model, strict=True):
-            if self._is_stale:
+            if is_stale:
                 host.copy_(model)
             host.grad = None if model.grad is None else model.grad.to("cpu")
         self._is_stale = False
+
+    def _writes(self) -> list[tuple[int, int]]:
+        return [(model.data_ptr(), writes_of(model)) for model in self._model] if self._on_host else []
 
     def begin(self, epoch: int) -> None:
         """What is made from now on belongs to that epoch."""
@@ -169,7 +181,8 @@ class Drift:
 
         Returns:
             The number of samples behind it: 0, with zeros in its place, if the model is not finite any more; then it
-            goes back to the anchor.
+            goes back to the anchor. An inner optimizer whose state is not finite either begins anew, for it would make
+            the next model so, too.
         """
         self._closed = self._epoch % len(self.vectors)
         vector, numbers = self.vectors[self._closed], self.fragments[self._closed]
@@ -182,6 +195,8 @@ class Drift:
                 flat.zero_()
             self.reset()
             self.publish()
+            if not all(map(_has_finite_values, self.inner.state.values())):
+                self.inner.state.clear()
         keeps = self.choice.is_in_background and self.choice.mix == "keep"
         self._taken = [self._model[number].detach().to("cpu", copy=True) for number in numbers] if keeps else []
         self._brought = self.samples, self.steps
@@ -198,7 +213,7 @@ class Drift:
 
     def reset(self) -> None:
         """Drop what the model has moved: `publish` sets it to the anchor."""
-        self._is_stale = True
+        self._is_stale, self._is_apart = True, False
         self._in_flight, self.samples, self.steps, self._before = (0.0, 0), 0.0, 0, None
 
     def average(self, timeout: float, over: Callable[[], Future[None]]) -> bytes:
@@ -232,13 +247,18 @@ class Drift:
     @torch.no_grad()
     def remember(self) -> None:
         """The anchors are about to go on without this peer's drift, which is to stay what it is."""
-        if self._before is None and self.has_moved:
+        if self._before is None and (self.has_moved or self.choice.is_in_background):  # then it may move meanwhile
             self._before = [anchor.detach().clone() for anchor in self._anchors]
+
+    def forget(self) -> None:
+        """The anchors have not gone on."""
+        self._before = None
 
     @torch.no_grad()
     def publish(self) -> None:
         """Have the model follow the anchors. What it has moved from those that were remembered stays."""
         before, self._before, self._is_stale = self._before, None, True
+        self._is_apart &= before is not None
         for number, (model, anchor) in enumerate(zip(self._model, self._anchors, strict=True)):
             if before is None:
                 model.copy_(anchor)
@@ -257,8 +277,9 @@ class Drift:
             self.take_back()
             self.publish()
             return
-        self._is_stale = True
+        self._is_stale, self._before = True, None
         mix, numbers = self.choice.mix, self.fragments[self._closed]
+        self._is_apart = len(self.fragments) > 1 or (mix != "keep" and mix > 0)
         for place, number in enumerate(numbers):
             model, anchor = self._model[number], self._anchors[number]
             if isinstance(mix, int | float) and mix > 0:
@@ -291,11 +312,23 @@ class Drift:
         for anchor, saved in zip(self._anchors, state["anchor"], strict=True):
             anchor.copy_(saved)
         self.samples, self.steps = float(state["samples"]), int(state["steps"])
-        for residual, saved in zip(self._residuals(), state.get("residuals", []), strict=False):  # or none was kept
-            residual.values.copy_(saved)
+        pairs = zip(self._model, self._anchors, strict=True)
+        self._is_apart = any(not torch.equal(model.to("cpu"), anchor.to(model.dtype)) for model, anchor in pairs)
+        residuals, given = self._residuals(), state.get("residuals", [])
+        if [residual.values.shape for residual in residuals] == [saved.shape for saved in given]:
+            for residual, saved in zip(residuals, given, strict=True):
+                residual.values.copy_(saved)
+        elif residuals and given:
+            log.warning("the residuals of error_feedback are those of other fragments: they begin anew")
 
     def _residuals(self) -> list[Residual]:
         return [residual for vector in self.vectors for residual in vector.residuals if residual is not None]
+
+
+def _has_finite_values(state: Any) -> bool:
+    """Whether an optimizer's state of one parameter has no NaN or infinity."""
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def as_model_has(anchor: Tensor, model: Tensor) -> Tensor:

@@ -374,7 +374,7 @@ class Epoch:
             self._synchronise()
         elif batch_size:
             computed_at, accumulation = self.applied, self._accumulation
-            if self._ends_before_adding and accumulation.samples and not self.is_busy:
+            if self._ends_before_adding and accumulation.samples and not self.is_busy and not self._has_failed:
                 self._end_if_due()
             if self.applied == computed_at:  # not if another state was downloaded meanwhile
                 accumulation.add(batch_size, grad_scaler)
@@ -413,6 +413,8 @@ class Epoch:
             self._end_in_background(self._brought if self._drift is None else self._taken_anew(self._drift))
         if self.is_busy and self._result_is_due and self._settings.outer is not None and self._settings.outer.delay:
             self.take_result(wait=True)
+            if self._has_failed:
+                return  # the next step tries again
         if self.state is EpochState.AVERAGING:
             assert self._ending is not None
             if self._ending.tip.done():
@@ -535,6 +537,8 @@ class Epoch:
                 averaged = self._result()
         except Behind as error:
             log.info("%s", error)
+            if self._drift is not None:
+                self._drift.take_back()
             self._synchronise()
             return
         if averaged is not None:
@@ -561,7 +565,8 @@ class Epoch:
         used = averaged.used(self._run.me)
         if averaged.donors:
             if self._drift is not None and used:
-                self._accumulation.restart()  # the state of the others has it
+                self._accumulation.restart()  # the state of the others has it, whenever it can be downloaded
+                self._replica.publish()
             self._synchronise(averaged.donors)
             return
         self._round.put(averaged)
@@ -730,7 +735,9 @@ class Epoch:
         drift = self._drift
         # What this peer's inner steps have done is of the new state, too, unless the others have it already, or the
         # owner has led the run elsewhere.
-        keeps = drift is not None and drift.has_moved and tip.pin == mine.pin and not self._round.may_be_in(mine)
+        if drift is not None and self._round.may_be_in(mine):
+            self._accumulation.apply(used=True, is_accumulating=True)
+        keeps = drift is not None and drift.has_moved and tip.pin == mine.pin
         try:
             self._replica.load(state, keeps_drift=keeps)
         except ValueError as error:

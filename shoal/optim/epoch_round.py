@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.exchange import Exchange, Vector, exchange_of
 from shoal.averaging.options import described, term_of
+from shoal.compression import TensorRole, plan_codecs
 from shoal.dht.dht import DHT
 from shoal.flat import Layout
 from shoal.health.record import FaultKind
@@ -119,7 +120,7 @@ def make_run(
         ahead=0.0 if settings.outer is None else float(settings.outer.delay),
         in_turn=in_turn,
         due_sizes=replica.buffers.sizes,
-        state_sizes=() if is_exact(gradients) else replica.shared.sizes,
+        state_sizes=() if is_exact(gradients) and not _is_lossy(settings, replica) else replica.shared.sizes,
         state_every=settings.average_state_every,
         state_always=settings.use_local_updates,
         options_fit=replica.options.fits,
@@ -147,6 +148,11 @@ def is_exact(gradients: Gradients | None) -> bool:
     return isinstance(gradients, Drift) and gradients.is_exact
 
 
+def _is_lossy(settings: Settings, replica: Replica) -> bool:
+    """Whether newcomers get parameters that differ from those of who gives them: only an average makes them equal."""
+    return plan_codecs(settings.load_state_compression, replica.shared.layout, TensorRole.PARAMETER).lossy
+
+
 class Machine:
     """Names everything on which the bits of a peer's step depend: peers of one name make bit-identical steps.
 
@@ -159,7 +165,7 @@ class Machine:
     """
 
     def __init__(self, me: bytes, *, exact: bool = False) -> None:
-        self._me, self._own = me, "exact" if exact else this_machine()
+        self._me, self._own, self._is_exact = me, "exact" if exact else this_machine(), exact
         self._lossy_epoch = -1  # of the last state that was downloaded through a lossy codec
         self.name = self._own
 
@@ -171,8 +177,9 @@ class Machine:
 
     def has_averaged_state(self, epoch: int, *, whole: bool) -> None:
         """The state with which that epoch begins consists of averages; with `whole`, of nothing else."""
-        # What is not averaged was downloaded exactly, and still equals the others' if no step was made since.
-        if whole or epoch == self._lossy_epoch + 1:
+        # What is not averaged was downloaded exactly, and still equals the others' if no step was made since. (What an
+        # exact outer optimizer keeps does not depend on the parameters.)
+        if whole or self._is_exact or epoch == self._lossy_epoch + 1:
             self.name = self._own
 
 

@@ -14,8 +14,9 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> float:
     are added to halves, each sum rounded once."""
     total = 0.0
     for tensor in tensors:
-        for piece in torch.split(tensor.detach().reshape(-1), PIECE):
-            squares = piece.to("cpu", torch.float64).square_()
+        real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        for piece in torch.split(real.reshape(-1), PIECE):
+            squares = piece.to("cpu", torch.float64).square()  # apart: a piece may be of float64 itself
             while squares.numel() > 1:
                 half = squares.numel() // 2
                 rest = squares[2 * half :]

@@ -38,6 +38,7 @@ class HostCopy:
         given, self._precise = list(params), precise
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         self.model: list[Tensor] = []
+        self._copies: list[Tensor] = []
         self.groups = [{**group, "params": self._hosts(group["params"])} for group in groups]
         self.pinned = any(tensor.device.type == "cuda" for tensor in self.model)
         self.memory = FlatBuffer.adopt(self.model) if memory is None else memory
@@ -56,7 +57,22 @@ class HostCopy:
         self.model.append(item)
         fewer = self._precise and item.is_floating_point() and item.element_size() < 4
         dtype = torch.float32 if fewer else item.dtype
-        return nn.Parameter(item.detach().to("cpu", dtype, copy=True), requires_grad=item.requires_grad)
+        copy = nn.Parameter(item.detach().to("cpu", dtype, copy=True), requires_grad=item.requires_grad)
+        self._copies.append(copy)
+        return copy
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look whether that optimizer has the parameters of `groups` as they are there.
+
+        Raises:
+            ValueError: if it has left some out, or has them in another order.
+        """
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if list(map(id, own)) != list(map(id, self._copies)):
+            raise ValueError(
+                f"the function made a {type(optimizer).__name__} that does not have all parameters, or has them in "
+                "another order than they were given: divide them into groups before, in params="
+            )
 
     @torch.no_grad()
     def copy(self, source: FlatBuffer, target: FlatBuffer) -> None:

@@ -47,7 +47,7 @@ class LocalProgress:
     Attributes:
         peer_id: of this peer.
         epoch: the number of the epoch.
-        samples_accumulated: since it began.
+        samples_accumulated: since it began; inner steps, with DiLoCo(inner_steps=…).
         samples_per_second: a moving average.
         client_mode: whether it can't be dialled.
     """
@@ -65,8 +65,8 @@ class GlobalProgress:
 
     Attributes:
         epoch: the number of the epoch.
-        samples_accumulated: by all peers.
-        target_batch_size: at which the epoch ends.
+        samples_accumulated: by all peers; inner steps, with DiLoCo(inner_steps=…).
+        target_batch_size: at which the epoch ends, in the same.
         num_peers: the number of peers that have reported in this epoch.
         num_clients: the number of members of the run that can't be dialled, and that this peer trains with, directly or
             through others; includes this peer if it is one.

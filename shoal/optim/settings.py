@@ -301,6 +301,8 @@ def make_trained(
             )
         host = HostCopy(params)
     made = _make_optimizer(optimizer, params if host is None else host.groups)
+    if host is not None:
+        host.check(made)
     return made, _make_scheduler(scheduler, made), host
 
 
@@ -324,6 +326,7 @@ def make_outer(
     made = outer.optimizer(anchor.groups)
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"DiLoCo(optimizer=…) made {type(made).__name__}, which is not a torch.optim.Optimizer")
+    anchor.check(made)
     return inner, schedule, host, anchor, made
 
 

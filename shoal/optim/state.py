@@ -295,6 +295,7 @@ class Replica(TrainingState):
         self.trained = [parameter for parameter in model if parameter.requires_grad]
         self.frozen = [parameter for parameter in model if not parameter.requires_grad]
         self.stepped = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self._not_stepped = [parameter for parameter in self.parameters if not parameter.requires_grad]
         if not self.trained:
             raise ValueError("no parameter of the optimizer has requires_grad=True: there is nothing to train")
         compression = settings.state_averaging_compression
@@ -396,6 +397,9 @@ class Replica(TrainingState):
         if self.drift is not None:
             self.placement.take_over()
             self.drift.publish()
+            with torch.no_grad():
+                for frozen, kept in zip(self.frozen, self._not_stepped, strict=True):
+                    frozen.copy_(kept)
         elif self._host is not None:
             self.placement.restore()
             self._host.copy(self.memory, self._host.memory)
@@ -443,7 +447,12 @@ class Replica(TrainingState):
             self.placement.take_over()
             if self.drift is not None and keeps_drift:
                 self.drift.remember()
-            super().load(state)
+            try:
+                super().load(state)
+            except ValueError:
+                if self.drift is not None:
+                    self.drift.forget()
+                raise
             self.options.refresh()
             self.line.take_over(state.line, state.manifest.tip)
             self.tip = state.manifest.tip
@@ -496,14 +505,15 @@ class Replica(TrainingState):
     def _load_outer(self, drift: Drift, inner: dict[str, Any], ours: dict[str, Any]) -> None:
         """Load the inner optimizer's state, and the outer one's with the anchor if they were saved; else the anchor is
         the model as it is."""
+        assert self._host is not None
         drift.inner.load_state_dict(inner)
+        if drift.schedule is not None:
+            drift.schedule.rewind()
+        drift.reset()
+        self._host.copy(self._host.memory, self.memory)
         if "drift" in ours:
             self.optimizer.load_state_dict(ours["outer"])
             drift.load_state_dict(ours["drift"])
-        else:
-            assert self._host is not None
-            drift.reset()
-            self._host.copy(self._host.memory, self.memory)
 
 
 async def for_newcomer(take: Callable[[], Snapshot]) -> EncodedState:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 import shoal
+from shoal.compression import Blockwise4Bit, Float16Compression
+from shoal.integrations.terms import Terms
 from shoal.optim.drift import fragments_of
+from shoal.optim.epoch_round import Averaged
 from shoal.optim.exact_norm import norm_of
+from shoal.optim.kept import Kept
+from shoal.p2p.identity import PeerID
+from shoal.swarm.protocol.errors import AveragingError, Behind
 from tests.optim.models import fixed_batch, flat, make_model
+from tests.peers import ROOT
 
 Alone = Callable[..., shoal.Optimizer]
 RATE = 0.01
@@ -117,6 +129,9 @@ def test_settings_that_make_no_sense_together_are_refused_by_name(
         ({"inner_steps": 0}, "inner_steps=0.*give a whole number, at least 1"),
         ({"inner_steps": 7, "fragments": 2}, "which is not whole here: choose a multiple"),
         ({"fragments": 0}, "fragments=0"),
+        ({"inner_steps": 4, "fragments": []}, r"fragments=\[\]"),
+        ({"fragments": None}, "fragments=None"),
+        ({"fragments": 1.5}, "fragments=1.5"),
         ({"overlap": "soon"}, "overlap='soon'"),
         ({"overlap": 1}, "counts inner steps, and the epoch ends at target_batch_size"),
         ({"inner_steps": 4, "overlap": 4}, "an epoch has 4 inner steps"),
@@ -247,3 +262,347 @@ def test_fragments_have_every_layer_once() -> None:
 def test_the_norm_is_exact() -> None:
     tensors = [torch.randn(70001, generator=torch.Generator().manual_seed(0)), torch.zeros(0), torch.ones(1)]
     assert norm_of(tensors) == pytest.approx(float(torch.cat(tensors).double().norm()), rel=1e-12)
+
+
+# -- what the model has moved is neither lost nor counted twice
+
+
+def other_state(alone: Alone, epochs: int = 2, **arguments: Any) -> Kept:
+    """The state of a run's other peers after so many epochs, as this peer would download it."""
+    model = make_model(arguments.pop("seed", 0), arguments.pop("width", 20))
+    optimizer = make(alone, model, **arguments)
+    number = 100
+    while optimizer.local_epoch < epochs:
+        step(model, optimizer, number)
+        number += 1
+    return optimizer._replica.exact_copy()
+
+
+def download(optimizer: shoal.Optimizer, found: Kept) -> bool:
+    """`load_state_from_peers`, which finds that state."""
+    run = optimizer._run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "donors", lambda: [optimizer.dht.peer_id])
+        patch.setattr(run, "download", lambda *_: found.as_downloaded(0))
+        return optimizer.load_state_from_peers()
+
+
+def anchor_of(optimizer: shoal.Optimizer) -> torch.Tensor:
+    return torch.cat([anchor.detach().reshape(-1) for anchor in optimizer._replica.stepped])
+
+
+@pytest.mark.parametrize(
+    "choice", [{"fragments": 2}, {"mix": 0.5}, {"overlap": 1, "mix": 0.0, "fragments": 2}], ids=["parts", "mix", "late"]
+)
+def test_a_model_that_is_apart_from_the_anchor_stays_so_where_a_round_was_missed(
+    alone: Alone, choice: dict[str, Any]
+) -> None:
+    """Right after a round, other fragments (or a share of the drift) are in the model and in no round."""
+    model, outer = make_model(), shoal.DiLoCo(inner_steps=4, **choice)
+    optimizer = make(alone, model, outer=outer)
+    number = 0
+    while optimizer.local_epoch < 1:
+        step(model, optimizer, number)
+        number += 1
+    drift = flat(model) - anchor_of(optimizer)
+    assert drift.abs().max() > 0
+    assert download(optimizer, other_state(alone, outer=outer))
+    torch.testing.assert_close(flat(model) - anchor_of(optimizer), drift, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_without_samples_leaves_the_other_fragments_where_they_are(alone: Alone) -> None:
+    model = make_model()
+    optimizer = make(alone, model, outer=shoal.DiLoCo(inner_steps=4, fragments=2))
+    for number in range(2):
+        step(model, optimizer, number)
+    drift = optimizer._replica.drift
+    assert drift is not None
+    before = flat(model) - anchor_of(optimizer)
+    drift.close()  # as where the others' round is due
+    drift.remember()
+    with torch.no_grad():
+        for anchor in optimizer._replica.stepped:
+            anchor.add_(1.0)
+    drift.apply(used=False)
+    torch.testing.assert_close(flat(model) - anchor_of(optimizer), before, rtol=1e-4, atol=1e-6)
+
+
+def test_steps_during_a_round_that_took_nothing_of_this_peer_stay(alone: Alone) -> None:
+    model = make_model()
+    optimizer = make(alone, model, outer=shoal.DiLoCo(inner_steps=4, overlap="free"))
+    drift = optimizer._replica.drift
+    assert drift is not None
+    optimizer._replica.take_over()
+    drift.close()
+    drift.go_on()
+    drift.remember()  # in the thread that steps the anchor, before the next inner step
+    with torch.no_grad():
+        for anchor in optimizer._replica.stepped:
+            anchor.add_(1.0)
+    before = flat(model).clone()
+    inputs, outputs = fixed_batch(0)
+    ((model(inputs) - outputs) ** 2).mean().backward()
+    drift.accumulate(16)
+    moved = flat(model) - before
+    drift.apply(used=False)
+    torch.testing.assert_close(flat(model) - anchor_of(optimizer), moved, rtol=1e-4, atol=1e-6)
+
+
+def test_a_state_that_does_not_fit_leaves_nothing_behind(alone: Alone) -> None:
+    model = make_model()
+    optimizer = make(alone, model)
+    step(model, optimizer, 0)
+    with pytest.raises(AveragingError, match="does not fit"):
+        download(optimizer, other_state(alone, width=8))
+    for number in range(1, 6):
+        step(model, optimizer, number)
+    assert optimizer.local_epoch == 1
+    drift = flat(model) - anchor_of(optimizer)
+    assert download(optimizer, other_state(alone))
+    torch.testing.assert_close(flat(model) - anchor_of(optimizer), drift, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_in_the_others_state_is_not_brought_again_where_that_can_not_be_had(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round of other anchors than this peer's has its drift; the download fails at first."""
+    model = make_model()
+    optimizer = make(alone, model)
+    for number in range(3):
+        step(model, optimizer, number)
+    mine = PeerID(optimizer._run.me)
+    elsewhere = Averaged(optimizer._replica.tip, None, b"", (mine,))
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer._epoch._round, "average", lambda _: elsewhere)
+        step(model, optimizer, 3)
+    assert torch.equal(flat(model), anchor_of(optimizer))
+    assert optimizer._epoch._accumulation.samples == 0
+
+
+def test_a_part_that_may_be_in_a_round_takes_only_its_fragment_along(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, outer = make_model(), shoal.DiLoCo(inner_steps=4, fragments=2)
+    optimizer = make(alone, model, outer=outer)
+    step(model, optimizer, 0)
+    drift, found = optimizer._replica.drift, other_state(alone, outer=outer)
+    assert drift is not None
+    drift.close()  # for a round of which this peer does not hear the end
+    before = flat(model) - anchor_of(optimizer)
+    monkeypatch.setattr(optimizer._epoch._round, "may_be_in", lambda _: True)
+    assert download(optimizer, found)
+    after = flat(model) - anchor_of(optimizer)
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    for number, (was, now) in enumerate(zip(before.split(sizes), after.split(sizes), strict=True)):
+        expected = torch.zeros_like(was) if number in drift.fragments[0] else was
+        torch.testing.assert_close(now, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("overlap", ["free", 1])
+@pytest.mark.parametrize("error", [None, Behind("the run has gone on")])
+def test_samples_of_a_failed_round_count_in_the_next(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch, overlap: Any, error: Exception | None
+) -> None:
+    model = make_model()
+    optimizer = make(alone, model, outer=shoal.DiLoCo(inner_steps=4, overlap=overlap, mix="keep"))
+    average, brought, fails = optimizer._epoch._round.average, [], [True]
+
+    def averaged(samples: float) -> Any:
+        if fails:
+            fails.pop()
+            if error is not None:
+                raise error
+            return None
+        result = average(samples)
+        brought.append(samples)
+        return result
+
+    monkeypatch.setattr(optimizer._epoch._round, "average", averaged)
+    number = 0
+    while optimizer.local_epoch < 3 and number < 40:
+        step(model, optimizer, number)
+        ending = optimizer._epoch._ending
+        if ending is not None:
+            wait([ending.result])
+        number += 1
+    drift = optimizer._replica.drift
+    assert drift is not None
+    assert sum(brought) + drift.samples + (0 if optimizer._epoch.is_busy else drift._in_flight[0]) == number * 16
+
+
+# -- states of others
+
+
+@pytest.mark.parametrize("way", ["download", "checkpoint"])
+def test_frozen_parameters_are_of_the_state(alone: Alone, way: str) -> None:
+    def frozen(seed: int) -> nn.Sequential:
+        model = make_model(seed)
+        next(model.parameters()).requires_grad_(False)
+        return model
+
+    donor, newcomer = frozen(0), frozen(1)
+    giver, taker = make(alone, donor), make(alone, newcomer)
+    for number in range(4):
+        step(donor, giver, number)
+    if way == "download":
+        assert download(taker, giver._replica.exact_copy())
+    else:
+        newcomer.load_state_dict(donor.state_dict())
+        taker.load_state_dict(giver.state_dict())
+    assert torch.equal(flat(donor), flat(newcomer))
+    assert taker._replica.state_digest == giver._replica.state_digest
+
+
+def test_a_lossy_download_is_made_up_for_by_averaging_the_anchors(alone: Alone) -> None:
+    exact = make(alone, make_model())
+    lossy = make(alone, make_model(), load_state_compression=Float16Compression())
+    assert not exact._run.rules.may_average_state(1)
+    assert lossy._run.rules.may_average_state(1)
+
+
+def test_weights_that_are_loaded_into_an_offloaded_model_count(alone: Alone) -> None:
+    model = make_model()
+    optimizer = make(alone, model, offload_optimizer=True)
+    for number in range(6):
+        step(model, optimizer, number)
+    loaded = make_model(3)
+    model.load_state_dict(loaded.state_dict())
+    step(model, optimizer, 6)
+    step(loaded, make_sgd(loaded.parameters()), 6)
+    torch.testing.assert_close(flat(model), flat(loaded))
+
+
+@pytest.mark.parametrize("kind", ["exponential", "cosine", "sequence"])
+def test_a_checkpoint_has_the_rate_of_any_scheduler(alone: Alone, kind: str) -> None:
+    def scheduler(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        if kind == "exponential":
+            return lr_scheduler.ExponentialLR(optimizer, 0.9)
+        cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+        if kind == "cosine":
+            return cosine
+        return lr_scheduler.SequentialLR(optimizer, [lr_scheduler.LinearLR(optimizer), cosine], [3])
+
+    def rate(optimizer: shoal.Optimizer) -> float:
+        return float(optimizer.param_groups[0]["lr"])
+
+    model, other = make_model(), make_model()
+    optimizer, again = make(alone, model, scheduler=scheduler), make(alone, other, scheduler=scheduler)
+    for number in range(10):
+        step(model, optimizer, number)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(optimizer.state_dict())
+    assert rate(again) == pytest.approx(rate(optimizer), rel=1e-12)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert rate(again) == pytest.approx(rate(optimizer), rel=1e-12)
+    drift = again._replica.drift
+    assert drift is not None
+    drift.begin(0)
+    drift.begin(2)
+    assert rate(again) == pytest.approx(rate(optimizer), rel=1e-12)
+
+
+def test_residuals_of_other_fragments_are_no_obstacle(alone: Alone, caplog: pytest.LogCaptureFixture) -> None:
+    few = {"grad_compression": Blockwise4Bit(), "error_feedback": 1.0}
+    model, other = make_model(), make_model()
+    optimizer = make(alone, model, outer=shoal.DiLoCo(inner_steps=4, fragments=2), **few)
+    again = make(alone, other, outer=shoal.DiLoCo(inner_steps=4), **few)
+    for number in range(5):
+        step(model, optimizer, number)
+    other.load_state_dict(model.state_dict())
+    with caplog.at_level(logging.WARNING, "shoal"):
+        again.load_state_dict(optimizer.state_dict())
+    assert "residuals" in caplog.text
+    assert again.local_epoch == 2
+    for number in range(5, 12):
+        step(other, again, number)
+    assert again.local_epoch > 2
+
+
+# -- numbers
+
+
+def test_an_inner_optimizer_that_has_seen_nan_begins_anew(alone: Alone, caplog: pytest.LogCaptureFixture) -> None:
+    """Adam's averages would stay NaN for ever, and with them every model that it steps."""
+    model = make_model()
+    optimizer = make(alone, model, optimizer=lambda p: torch.optim.AdamW(p, lr=RATE))
+    with caplog.at_level(logging.WARNING, "shoal"):
+        for number in range(12):
+            inputs, outputs = fixed_batch(number)
+            scale = float("nan") if number == 1 else 1.0
+            (((model(inputs) - outputs) ** 2).mean() * scale).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert caplog.text.count("it goes back to the anchor") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128, torch.float16])
+def test_the_norm_is_of_all_that_is_there_and_leaves_it(dtype: torch.dtype) -> None:
+    tensor = torch.full((8,), 3.0, dtype=dtype)
+    if dtype.is_complex:
+        tensor = tensor + 4j
+    before = tensor.clone()
+    assert norm_of([tensor]) == pytest.approx(float(torch.linalg.vector_norm(before.to(torch.complex128))), rel=1e-12)
+    assert torch.equal(tensor, before)
+
+
+def test_a_drift_of_float64_is_clipped_like_any_other(alone: Alone) -> None:
+    model, alike = make_model().double(), make_model()
+    optimizers = [make(alone, each, max_grad_norm=0.01) for each in (model, alike)]
+    for number in range(8):
+        for each, optimizer in zip((model, alike), optimizers, strict=True):
+            inputs, outputs = fixed_batch(number)
+            ((each(inputs.to(flat(each).dtype)) - outputs) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(flat(model).float(), flat(alike), rtol=1e-4, atol=1e-6)
+
+
+def test_a_framework_clips_each_inner_step() -> None:
+    terms = Terms(None, "r", 64, {"outer": shoal.DiLoCo()})  # type: ignore[arg-type]
+    assert terms.clips_locally
+
+
+@pytest.mark.parametrize("outer", [None, shoal.DiLoCo()])
+def test_an_offloaded_optimizer_has_the_parameters_in_the_given_order(alone: Alone, outer: Any) -> None:
+    def regrouped(params: Any) -> torch.optim.Optimizer:
+        given = list(params)
+        given = given[0]["params"] if isinstance(given[0], dict) else given
+        groups = [[p for p in given if p.dim() < 2], [p for p in given if p.dim() > 1]]
+        return torch.optim.SGD([{"params": group} for group in groups], lr=RATE)
+
+    with pytest.raises(ValueError, match="in another order"):
+        make(alone, make_model(), optimizer=regrouped, offload_optimizer=True, outer=outer, target_batch_size=64)
+
+
+STEPS_ON_ANY_PROCESSOR = """
+import random, torch
+from blake3 import blake3
+from shoal.flat import bytes_of
+from shoal.optim.accumulator import clip
+from shoal.optim.exact_norm import norm_of
+from shoal.outer import Nesterov
+draw, hasher = random.Random(0), blake3()
+sizes = [1, 7, 64, 1000, 4099, 70001]
+for dtype in (torch.float32, torch.float64):
+    of = lambda size: torch.tensor([draw.gauss(0, 1) for _ in range(size)], dtype=dtype)
+    anchors = [torch.nn.Parameter(of(size)) for size in sizes]
+    outer = Nesterov(lr=0.7)(anchors)
+    for _ in range(3):
+        drifts = [of(size) for size in sizes]
+        clip(drifts, 0.3, norm=norm_of)
+        for anchor, drift in zip(anchors, drifts):
+            anchor.grad = drift
+        outer.step()
+    for anchor in anchors:
+        hasher.update(bytes_of(anchor.detach()))
+print(hasher.hexdigest())
+"""
+
+
+def test_clipped_steps_of_the_anchor_have_the_same_bits_with_other_instructions() -> None:
+    def run(capability: str) -> str:
+        environment = os.environ | ({"ATEN_CPU_CAPABILITY": capability} if capability else {})
+        command = [sys.executable, "-c", STEPS_ON_ANY_PROCESSOR]
+        return subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+
+    assert len({run(capability) for capability in ("", "default", "avx2")}) == 1

@@ -14,6 +14,7 @@ from shoal.p2p.transport import MAX_BUFFER_BYTES
 from shoal.swarm.protocol.actions import Ask, Send
 from shoal.swarm.protocol.book import RuleBroken, root_of
 from shoal.swarm.protocol.coordinator import REMINDER_SECONDS, Coordinator, Phase
+from shoal.swarm.protocol.history import History
 from shoal.swarm.protocol.messages import (
     MAX_GATHER_BYTES,
     Abort,
@@ -28,7 +29,7 @@ from shoal.swarm.protocol.messages import (
     Survey,
 )
 from shoal.swarm.protocol.rules import Rules
-from shoal.swarm.protocol.tip import MAX_LEAP, Ballot
+from shoal.swarm.protocol.tip import MAX_LEAP, Ballot, Tip
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role
 from tests.swarm.rounds import (
     RULES,
@@ -317,6 +318,75 @@ def test_who_left_does_not_count() -> None:
     coordinator.expect(members(1), 0.0)
     count, actions = report(coordinator, 1, 30.0)
     assert (count.samples, count.peers, actions) == (30.0, 1, [])
+
+
+EACH = replace(RULES, target_samples=8.0, target_is_each=True)
+
+
+def test_where_each_is_to_bring_so_much_a_round_is_called_when_all_have_it_on_average() -> None:
+    coordinator = gathering(1, 2, 3, rules=EACH, veterans=frozenset(keys(1, 2, 3)))
+    assert report(coordinator, 1, 8.0)[0].called is False
+    assert report(coordinator, 2, 10.0)[0].called is False
+    assert report(coordinator, 3, 5.0)[0].target == 24.0
+    count, actions = report(coordinator, 3, 6.0)
+    assert (count.samples, count.called) == (24.0, True)
+    assert told(actions, Call) == set(keys(1, 2, 3))
+
+
+def test_a_newcomer_that_has_not_reported_is_to_bring_nothing() -> None:
+    coordinator = gathering(1, 2, 3, rules=EACH, veterans=frozenset(keys(1, 2)))
+    report(coordinator, 1, 8.0)
+    assert report(coordinator, 2, 8.0)[0].called
+
+
+def test_the_first_epoch_ends_earlier_where_the_average_is_applied_late() -> None:
+    for tip in (Tip.genesis("r"), Tip.genesis("r").after(bytes(32), 1.0)):
+        coordinator = Coordinator(key(1), tip, replace(EACH, ahead=2.0), signer(1))
+        coordinator.expect(members(1, 2), 0.0)
+        coordinator.progress(key(1), Progress(tip, 6.0, 1.0), 0.0)
+        assert coordinator.progress(key(2), Progress(tip, 6.0, 1.0), 0.0)[0].called == (tip.epoch == 0)
+
+
+def test_what_one_that_left_was_to_bring_is_not_waited_for() -> None:
+    """The others have made their part, and say nothing more while they wait."""
+    coordinator = gathering(1, 2, 3, rules=EACH, veterans=frozenset(keys(1, 2, 3)))
+    report(coordinator, 1, 8.0)
+    report(coordinator, 2, 8.0)
+    assert coordinator.phase is Phase.COUNTING
+    assert told(coordinator.expect(members(1, 2), 1.0), Call) == set(keys(1, 2))
+
+
+def test_one_of_many_that_is_left_alone_counts_in_full() -> None:
+    history = History()
+    for number in range(4):
+        history.committed(dict.fromkeys(keys(*range(1, 11)), 16.0), 10.0 * number)
+    everyone = frozenset(keys(*range(1, 11)))
+    coordinator = gathering(1, 2, rules=EACH, veterans=everyone, history=history)
+    report(coordinator, 1, 8.0, 35.0)
+    assert report(coordinator, 2, 8.0, 35.0)[0].called
+
+
+@pytest.mark.parametrize("veterans", [frozenset(), frozenset(keys(*range(1, 11)))])
+def test_many_that_say_nothing_do_not_hold_up_the_few_that_train(veterans: frozenset[bytes]) -> None:
+    """They may be waiting for their data, or be made up. As many are counted on as have begun."""
+    coordinator = gathering(*range(1, 11), rules=EACH, veterans=veterans)
+    report(coordinator, 1, 8.0)
+    count, _ = report(coordinator, 2, 8.0)
+    assert (count.called, count.target) == (False, 32.0)
+    report(coordinator, 1, 16.0)
+    assert report(coordinator, 2, 16.0)[0].called
+
+
+def test_one_that_joins_rounds_and_brings_nothing_is_to_bring_nothing() -> None:
+    """As with `step(batch_size=0)`."""
+    history = History()
+    history.committed({key(1): 16.0, key(2): 0.0}, 10.0)
+    coordinator = gathering(1, 2, rules=EACH, veterans=frozenset(keys(1, 2)), history=history)
+    report(coordinator, 2, 0.0)
+    assert report(coordinator, 1, 8.0)[0].called
+    again = gathering(1, 2, rules=EACH, veterans=frozenset(keys(1, 2)), history=history)
+    report(again, 2, 1.0)  # it trains now
+    assert not report(again, 1, 8.0)[0].called
 
 
 def test_a_newcomer_that_is_still_downloading_is_not_waited_for() -> None:

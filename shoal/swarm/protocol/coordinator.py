@@ -165,6 +165,8 @@ class Coordinator:
                 self._forget_join(key)
                 self.counts.pop(key, None)
                 self.pace.lost(key)
+        if self.rules.target_is_each and self._is_due(now):  # who is gone was to bring its part
+            return self._call(now)
         return self.tick(now)
 
     def progress(self, key: bytes, report: msg.Progress, now: float) -> tuple[msg.Count, list[Send | Ask]]:
@@ -175,10 +177,9 @@ class Coordinator:
             self.counts[key] = msgspec.structs.replace(report, asks=False)
         target = self.target
         self.pace.target = math.inf if target is None else target
-        most = math.inf if target is None else self.history.most(key, target, now)
+        most = self._most(now)(key)
         samples = self._samples(now)
-        is_due = self.phase is Phase.COUNTING and target is not None and samples >= target
-        actions = self._gather(now + self.haste * self.rules.matchmaking_time, now) if is_due else []
+        actions = self._call(now) if self._is_due(now) else []
         if self.phase is Phase.COUNTING:
             actions = self.tick(now)  # of a JOIN that is alone it may be time
         rate = sum(count.rate for count in self.counts.values())
@@ -193,23 +194,46 @@ class Coordinator:
     def target(self) -> float | None:
         """What the members have together when the round is called; None if the first JOIN calls it. Where it is so much
         for each, those count that the round would wait for; in the first epoch, and where nobody is known to have been
-        in the last round, all that contribute."""
+        in the last round, all that contribute. But those that have brought nothing yet are at most as many as the
+        others: they may be waiting for their data, or be made up."""
         if not self.rules.target_is_each:
             return self.rules.target_samples
-        contributing = self._contributing()
-        known = [key for key in contributing if not self.veterans or self._waits_for(key)]
-        return self.rules.target(self.tip.epoch, len(known))
+        return self.rules.target(self.tip.epoch, self._counted_on())
+
+    def _counted_on(self) -> int:
+        brought = self.history.brought  # who had nothing to bring has it only when it says so
+        begun = {key for key, count in self.counts.items() if count.samples > 0}
+        known = [
+            key
+            for key in self._contributing()
+            if (not self.veterans or self._waits_for(key)) and (key in begun or brought.get(key, 1.0) > 0)
+        ]
+        return min(len(known), 2 * len(begun.intersection(known))) if begun else len(known)
+
+    def _is_due(self, now: float) -> bool:
+        """Whether the members have what they are to have when the round is called."""
+        target = self.target
+        return self.phase is Phase.COUNTING and target is not None and self._samples(now) >= target
+
+    def _most(self, now: float) -> Callable[[bytes], float]:
+        """For how much each member counts at most."""
+        target = self.target
+        if target is None:
+            return lambda key: math.inf
+        if self.rules.target_is_each:  # a share of the last round was one among those who were there then
+            target = self.rules.target(self.tip.epoch, max(self._counted_on(), len(self.history.last)))
+        of_all = target or 0.0
+        return lambda key: self.history.most(key, of_all, now)
 
     def _samples(self, now: float, but: bytes = b"") -> float:
         """The samples of all members (`but` that one), as far as they count: reported, or brought by a JOIN."""
-        target, is_each = self.target, self.rules.target_is_each
+        is_each = self.rules.target_is_each
         has = {key: 0.0 if is_each else join.weight for key, join in self.joins.items()}
         for key, count in self.counts.items():
             has[key] = max(has.get(key, 0.0), count.samples)
         has.pop(but, None)
-        if target is None:
-            return sum(has.values())
-        return sum(min(samples, self.history.most(key, target, now)) for key, samples in has.items())
+        most = self._most(now)
+        return sum(min(samples, most(key)) for key, samples in has.items())
 
     def _is_called_by_joins(self, now: float) -> bool:
         """Whether the JOINs that are there call the round. Where samples are counted, who has joined was called by an
@@ -275,6 +299,9 @@ class Coordinator:
             self.phase, self.deadline, self.reminded = Phase.COUNTING, math.inf, False
         elif self.rules.target_samples is None and not self.reminded:
             self.deadline = self._first_waits_until()
+
+    def _call(self, now: float) -> list[Send | Ask]:
+        return self._gather(now + self.haste * self.rules.matchmaking_time, now)
 
     def _gather(self, deadline: float, now: float) -> list[Send | Ask]:
         self.phase, self.deadline, self.called_at = Phase.GATHERING, deadline, now
