@@ -124,7 +124,7 @@ bench: $(VENV)/.installed $(BENCH_VENV)/.installed
 	$(VENV)/bin/python -m benchmarks.averaging --hivemind-python $(BENCH_VENV)/bin/python $(ARGS)
 
 diloco: $(VENV)/.installed
-	$(VENV)/bin/python examples/diloco.py $(ARGS)
+	$(VENV)/bin/python -m examples.diloco $(ARGS)
 
 albert: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[albert]'

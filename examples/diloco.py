@@ -1,7 +1,7 @@
 """How much a small GPT learns per token and per byte, trained by several peers in four ways, one after the other.
 
-    python examples/diloco.py                           # four runs of two peers; draws runs/diloco/loss.png
-    python examples/diloco.py --modes diloco --peers 4
+    python -m examples.diloco                           # four runs of two peers; draws runs/diloco/loss.png
+    python -m examples.diloco --modes diloco --peers 4
 
 Synchronous training averages gradients after each batch. DiLoCo averages what many inner steps have done; in 4 bits, or
 in the largest 64 of 4,096 elements, it sends less still, and error feedback makes up later for what was left out. All
@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from train import CHARACTERS, CONTEXT, GPT, draw_batch, read_text
 
 import shoal
+from examples.train import CHARACTERS, CONTEXT, GPT, draw_batch, read_text
 from shoal.compression import Blockwise4Bit, Compression, TopK
 
 BATCH, HELD_OUT = 16, 64 * CONTEXT  # samples in a step of one peer; bytes of the text that nobody trains on
@@ -97,7 +97,7 @@ def run(mode: str, options: argparse.Namespace) -> list[dict[str, float]]:
     try:
         for seed in range(options.peers):
             sizes = [options.tokens, options.samples, options.inner_steps, options.peers]
-            command = [sys.executable, __file__, "--peer", json.dumps([mode, seed, *sizes, addresses])]
+            command = [sys.executable, "-m", "examples.diloco", "--peer", json.dumps([mode, seed, *sizes, addresses])]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
             started.append(process)
             assert process.stdout is not None
