@@ -49,6 +49,16 @@ def test_a_newcomer_who_is_alone_with_a_liar_does_not_end(seed: int) -> None:
     assert try_seed(seed, liar=True).verdict == "ok"
 
 
+def test_members_that_doubt_all_coordinators_agree_on_one() -> None:
+    """A client doubts both nodes, and each node the other: unless they hear all doubts, each waits for another."""
+    assert try_seed(8528).verdict == "ok"
+
+
+def test_a_newcomer_with_clients_of_its_own_is_not_refused_by_the_run() -> None:
+    """The only other node is a liar, who as the coordinator refuses it, and all clients."""
+    assert try_seed(8457, liar=True).verdict == "ok"
+
+
 def test_a_seed_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     async def for_ever(*_: object) -> None:
         while True:  # noqa: ASYNC110

@@ -140,10 +140,14 @@ class Doubts:
             self._said[coordinator, self._me] = self._participant.signer.sign(doubt)
 
     @property
+    def own(self) -> list[msg.Doubt]:
+        """All of this peer's doubts."""
+        return [self._said[of, self._me] for of in self._participant.doubted]
+
+    @property
     def to_tell(self) -> list[msg.Doubt]:
         """This peer's doubts, for the next candidate."""
-        deposed = self._participant.deposed
-        return [self._said[of, self._me] for of in self._participant.doubted if of not in deposed]
+        return [doubt for doubt in self.own if doubt.of not in self._participant.deposed]
 
     @property
     def evidence(self) -> tuple[msg.Doubt, ...]:

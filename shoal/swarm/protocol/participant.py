@@ -281,8 +281,9 @@ class Participant:
         if trains:
             self._declined[key] = self.tip
             self.rejoin(key)
-        # Of those that it has lost, one may take it: who is cut off with a liar is not refused by the run.
-        others = (member.key for member in self.candidates() if self._declined.get(member.key) != self.tip)
+        # Of those that it has lost, one may take it: who is cut off with a liar is not refused by the run. Nor is one
+        # that has members of its own, be they clients.
+        others = (member.key for member in self.view.connected() if self._declined.get(member.key) != self.tip)
         alone = all(other in (self.me, key) for other in others) and not self.view.lost
         if self.input.tip is None or key == self.me or (alone and not self.made):
             self.error = Rejected(f"the run refuses this peer: {reason}")

@@ -696,8 +696,14 @@ class Peer:
         participant = self.participant
         self.doubts.look(now)
         self._count_doubts(now)  # some that did not doubt may be lost by now
-        following = next((m.key for m in participant.candidates() if m.key not in participant.doubted), self._me)
-        if following != self._me:
+        following = next((m.key for m in participant.candidates() if m.key not in participant.doubted), None)
+        if following is None:
+            # It doubts all whom it could follow, and others may doubt fewer of them. If not all knew who is doubted by
+            # most, each could wait for another one for ever.
+            others = [member.key for member in self.view.connected() if member.key != self._me]
+            for doubt in self.doubts.own:
+                self._send(others, doubt)
+        elif following != self._me:
             self._tell_doubts(following)
 
     def _tell_doubts(self, key: bytes) -> None:
