@@ -152,7 +152,7 @@ def test_other_parameters_are_noticed() -> None:
 
             def is_named() -> bool:
                 broken.ask(do="change")  # the machine does it again and again
-                return "has other parameters (than 2 like it, in epoch" in watcher.snapshot().sentence
+                return f"…{broken.peer[-8:]} has other parameters (than" in watcher.snapshot().sentence
 
             wait_until(is_named)
 
