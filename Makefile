@@ -100,10 +100,10 @@ CUTS := 2000
 CHAOS_MINUTES := 30
 CHAOS_SEED := 1
 SOAK_TESTS := tests/averaging/test_kill.py tests/averaging/test_restart.py tests/averaging/test_compressed_kill.py \
-	$(addprefix tests/optim/test_,$(addsuffix .py,averagers_killed failures restarted_node))
+	$(addprefix tests/optim/test_,$(addsuffix .py,averagers_killed diloco failures restarted_node))
 soak: $(VENV)/.installed-dev
 	for time in $$(seq $(TIMES)); do \
-		$(VENV)/bin/shoal demo && $(PYTEST) $(SOAK_TESTS) $(PYTEST_ARGS) || exit 1; \
+		$(VENV)/bin/shoal demo && SHOAL_KILLS=20 $(PYTEST) $(SOAK_TESTS) $(PYTEST_ARGS) || exit 1; \
 	done
 	$(VENV)/bin/python -m tests.soak.transport --times $(CUTS)
 	$(VENV)/bin/python -m tests.soak.chaos --minutes $(CHAOS_MINUTES) --seed $(CHAOS_SEED)

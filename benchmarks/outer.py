@@ -94,7 +94,7 @@ def measure_bytes(folder: Path) -> tuple[list[list[str]], list[Figure]]:
     until = 6 * INNER_STEPS * SYNCHRONOUS_SAMPLES
     found: dict[str, float] = {}
     for mode in ("synchronous", *OUTER):
-        said = peers(folder, mode=mode, until=until, elements=ELEMENTS, pause=0.002, **targets(mode))
+        said = peers(folder, mode=mode, until=until, elements=ELEMENTS, pause=0.05, **targets(mode))
         found[mode] = statistics.mean(one["sent"] / one["steps"] for one in said)
     base = found["synchronous"]
     rows = [[mode, number(sent / 1000, 1), number(base / sent, 1)] for mode, sent in found.items()]
