@@ -192,7 +192,7 @@ KILLS = int(os.environ.get("SHOAL_KILLS", "4"))  # in `make soak` 20
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("overlap", [None, "free"])
+@pytest.mark.parametrize("overlap", [None, pytest.param("free", marks=pytest.mark.skipif(KILLS < 20, reason="soak"))])
 def test_a_killed_peer_costs_no_survivor_an_inner_step(overlap: str | None) -> None:
     """In each of some epochs one of four is killed at a random moment, and another comes in its place."""
     draw = random.Random(18)
