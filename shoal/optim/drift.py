@@ -352,13 +352,23 @@ def fragments_of(given: int | Sequence[Sequence[Tensor]], model: Sequence[Tensor
                 "once"
             )
         return [[number for number in fragment if number is not None] for fragment in named]
-    layers: dict[int, list[int]] = {}
-    homes = {holder.index: id(holder.module) for holder in holders_of(model)} if given > 1 else {}
-    for number in range(len(model)):
-        layers.setdefault(homes.get(number, -1 - number), []).append(number)
+    layers = layers_of(model) if given > 1 else [list(range(len(model)))]
     if len(layers) < given:
         raise ValueError(f"DiLoCo(fragments={given}): the model has {len(layers)} layers with trained parameters")
     dealt: list[list[int]] = [[] for _ in range(given)]
-    for turn, layer in enumerate(layers.values()):
+    for turn, layer in enumerate(layers):
         dealt[turn % given] += layer
     return dealt
+
+
+def layers_of(model: Sequence[Tensor]) -> list[list[int]]:
+    """The numbers of the parameters of each layer, in their order. A parameter that two modules hold (tied weights)
+    makes one layer of both: the modules of a process have no order on which peers could agree."""
+    held: dict[int, set[int]] = {}
+    for holder in holders_of(model):
+        held.setdefault(id(holder.module), set()).add(holder.index)
+    layers: list[set[int]] = []
+    for numbers in [*held.values(), *({number} for number in range(len(model)))]:
+        tied = [layer for layer in layers if layer & numbers]
+        layers = [layer for layer in layers if not layer & numbers] + [numbers.union(*tied)]
+    return sorted(map(sorted, layers))

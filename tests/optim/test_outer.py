@@ -17,7 +17,9 @@ from torch.optim import lr_scheduler
 
 import shoal
 from shoal.compression import Blockwise4Bit, Float16Compression
+from shoal.flat import holders_of
 from shoal.integrations.terms import Terms
+from shoal.optim import drift
 from shoal.optim.drift import fragments_of
 from shoal.optim.epoch_round import Averaged
 from shoal.optim.exact_norm import norm_of
@@ -257,6 +259,17 @@ def test_fragments_have_every_layer_once() -> None:
     for wrong in ([parameters[:3]], [parameters, parameters[:1]], [parameters, []], [[torch.zeros(1)], parameters]):
         with pytest.raises(ValueError, match="each of the 6 trained parameters"):
             fragments_of(wrong, parameters)
+
+
+def test_tied_weights_are_in_one_fragment_whatever_module_is_found_first() -> None:
+    tied = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 5), nn.Linear(5, 7, bias=True))
+    tied[2].weight = tied[0].weight  # type: ignore[union-attr]
+    parameters = list(tied.parameters())  # the embedding's, two of the layer between, the bias of the last
+    holders = holders_of(parameters)
+    for found in (holders, holders[::-1]):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(drift, "holders_of", lambda _, found=found: found)
+            assert fragments_of(2, parameters) == [[0, 3], [1, 2]]
 
 
 def test_the_norm_is_exact() -> None:
