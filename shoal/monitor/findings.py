@@ -14,7 +14,7 @@ from shoal.p2p.identity import PeerID
 TOLD_SECONDS = 600.0  # for which it is told that a peer was lost
 CLOCK_SECONDS = 10.0  # by which two clocks may differ: records live 30 s, by the clock of who has written them
 ALONE_SECONDS = 2 * PERIOD_SECONDS  # that two peers have to meet
-UNLIKE_SECONDS = 3 * PERIOD_SECONDS  # for which a peer is named that has repaired its parameters
+UNLIKE_SECONDS = 3 * PERIOD_SECONDS  # for which a peer is named that has mended its parameters, by its own clock
 NOT_COMPARED = bytes(PREFIX_BYTES)  # a digest that is not to be compared
 
 T = TypeVar("T", bytes, str)
@@ -51,9 +51,13 @@ def findings_of(peers: Iterable[KnownPeer], now: float) -> tuple[dict[PeerID, li
         fault = health.fault
         if known.peer in unlike:
             add(unlike[known.peer])
-        elif fault is not None and fault.kind is FaultKind.UNLIKE and now - fault.at < UNLIKE_SECONDS:
+        elif fault is not None and fault.kind is FaultKind.UNLIKE and health.at - fault.at < UNLIKE_SECONDS:
             times = health.faults.get(FaultKind.UNLIKE, 1)
-            add(Finding(Trouble.UNLIKE, f"than those like it {times} times, and has downloaded theirs each time"))
+            add(
+                Finding(
+                    Trouble.UNLIKE, f"than those like it: found {times}x since it started, and mended by a download"
+                )
+            )
         if health.members == 1 and len(oldest) > 1 and now - max(known.first_at, oldest[1]) > ALONE_SECONDS:
             add(Finding(Trouble.ALONE, "it is connected to none of the others"))
         if unreached[prefix]:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from shoal.health.board import Posted
 from shoal.health.record import Fault, FaultKind, Lost, PutOut, Refused, Totals, name_of
-from shoal.monitor.findings import ALONE_SECONDS, TOLD_SECONDS
+from shoal.monitor.findings import ALONE_SECONDS, TOLD_SECONDS, UNLIKE_SECONDS
 from shoal.monitor.picture import LATE_SECONDS, Picture
 from shoal.monitor.snapshot import PeerView, Snapshot, Standing, Trouble
 from shoal.p2p.identity import Identity, PeerID
@@ -60,6 +60,21 @@ class World:
 @pytest.fixture
 def world() -> World:
     return World()
+
+
+def test_a_machine_that_breaks_its_parameters_again_and_again_is_named(world: World) -> None:
+    """It has mended them by a download whenever one looks; once it has not for a while, all is well."""
+    fault = Fault(FaultKind.UNLIKE, "this peer's parameters differ from those of like peers", START)
+    broken = {"faults": {FaultKind.UNLIKE: 7}, "fault": fault}
+    world.read(world.post(A), world.post(B), world.post(C, **broken))
+    assert world.troubles(C) == [Trouble.UNLIKE]
+    assert "has other parameters (than those like it: found 7x" in world.snapshot.sentence
+    world.pass_time(UNLIKE_SECONDS - 1)
+    world.read(world.post(A), world.post(B), world.post(C, **broken))
+    assert world.troubles(C) == [Trouble.UNLIKE]
+    world.pass_time(1.0)
+    world.read(world.post(A), world.post(B), world.post(C, **broken))
+    assert world.snapshot.is_well
 
 
 def test_all_is_well(world: World) -> None:
