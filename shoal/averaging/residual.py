@@ -9,9 +9,9 @@ With d what a peer contributes, e its residual, Q(x) what is decoded of x, and w
 and when it is committed, e becomes c - Q(c), or for a chunk that this peer has reduced itself (W / w) (mean - result):
 so the error of a result comes back too, in the next part of the peer that made it. With beta = 1 the sum of all results
 differs from the sum of the exact means by the weighted mean of the residuals that are left, however many rounds there
-were. Where weights change between rounds, an error comes back with the next weight. So that a peer which brings little
-once does not overshoot when it brings more, W / w is taken for 4 times the number of contributions if it is more: who
-brings less than a quarter of the mean weight makes up for a part of its results' errors.
+were. Where weights change between rounds, an error comes back with the next weight. A peer that brings little once, and
+more afterwards, would overshoot. So W / w is at most 4 times the number of contributions: who brings less than a
+quarter of the mean weight makes up for a part of its results' errors only.
 
 Source: Tang et al. 2019, "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-Pass Error-Compensated
 Compression" (arXiv 1905.05957), algorithm 1. There one server has the error of all results; here each reducer carries

@@ -135,10 +135,9 @@ class InSwarm(Trainer):
         outside, is the state after as many epochs as it has steps."""
         if checkpoint is None:
             return
-        schedule, paths = (
-            self.lr_scheduler,
-            [os.path.join(checkpoint, name) for name in (SCHEDULER_NAME, OPTIMIZER_NAME)],
-        )
+        schedule = self.lr_scheduler
+        paths = [os.path.join(checkpoint, name) for name in (SCHEDULER_NAME, OPTIMIZER_NAME)]
+        # Plain data only, as the Trainer itself loads it: a file of somebody else's runs nothing.
         saved = torch.load(paths[0], weights_only=True) if all(map(os.path.isfile, paths)) else {}
         if saved.keys() == schedule.state_dict().keys():
             super()._load_optimizer_and_scheduler(checkpoint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from torch.optim import Optimizer
 
-from shoal.flat import grad_of
 from shoal.health.record import FaultKind
-from shoal.optim.accumulator import lost_gradient
+from shoal.optim.accumulation import Accumulation
 from shoal.optim.drift import Drift
-from shoal.optim.epoch_round import Averaged, EpochRound, Gradients, report_of
+from shoal.optim.epoch_round import Averaged, EpochRound, report_of
 from shoal.optim.forks import Forks
-from shoal.optim.grad_averager import AveragerGradients
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.kept import Keeper, Kept, read_kept
 from shoal.optim.progress import RunProgress
@@ -87,193 +84,6 @@ class _Ending:
 
     tip: Future[Tip]
     result: Future[Averaged | None]
-
-
-class Accumulation:
-    """What this peer does with gradients within an epoch: it accumulates them, or makes local updates with them.
-
-    Args:
-        optimizer: the `Optimizer`, as a `GradScaler` knows it.
-        settings: of the optimizer.
-        run: whose epochs these are.
-        replica: makes the steps of local updates.
-        gradients: accumulates; None with local updates.
-
-    Attributes:
-        gradients: as given.
-        drift: the gradients, if they are what inner steps have done.
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, settings: Settings, run: Run, replica: Replica, gradients: Gradients | None
-    ) -> None:
-        self._optimizer, self._replica, self._run = optimizer, replica, run
-        self._reuse = settings.reuse_grad_buffers
-        self.gradients = gradients
-        self._own = gradients if isinstance(gradients, AveragerGradients) else None  # with rounds of their own
-        self.drift = replica.drift = gradients if isinstance(gradients, Drift) else None
-        self._local_samples = 0.0  # with local updates
-        self._scaler: GradScaler | None = None  # of the gradients that are accumulated in `.grad`
-        self._warned = False  # that no parameter has a gradient
-
-    @property
-    def samples(self) -> float:
-        """The number of samples that this peer has accumulated in this epoch."""
-        return self._local_samples if self.gradients is None else self.gradients.samples
-
-    @property
-    def progress(self) -> float:
-        """What this peer has of the epoch, in what the target counts: inner steps, or samples."""
-        return self.samples if self.drift is None else self.drift.progress
-
-    @property
-    def has_its_part(self) -> bool:
-        """Whether this peer has made its inner steps of the epoch, where they are counted."""
-        steps = None if self.drift is None else self.drift.steps_of_epoch
-        return steps is not None and self.progress >= steps
-
-    def add(self, batch_size: int, grad_scaler: GradScaler | None) -> None:
-        """Use the parameters' `.grad`, the mean over `batch_size` samples. Where no parameter has one, the samples do
-        not count.
-
-        Raises:
-            ValueError: if a parameter that was frozen from the beginning has a gradient, or if gradients that are
-                accumulated in `.grad` were lost.
-        """
-        replica = self._replica
-        if any(grad is not None for grad in map(grad_of, replica.frozen)):
-            raise ValueError(
-                "a parameter that was frozen (requires_grad=False) when the optimizer was made has a gradient now; the "
-                "peers do not average it: make a new optimizer, under a new run_id, after thawing parameters"
-            )
-        if not self.samples:  # once an epoch, before anything is computed with parameters that do not fit
-            replica.placement.check()
-        self._check_held()
-        if all(grad is None for grad in map(grad_of, replica.trained)):
-            replica.placement.check()  # modules may have other parameters now
-            if not self._warned:
-                self._warned = True
-                log.warning(
-                    "step was told of %g samples, and no parameter has a gradient: they do not count; call backward() "
-                    "before step(), zero_grad() after it, and step(batch_size=0) where there are no samples (this is "
-                    "said once)",
-                    batch_size,
-                )
-            return
-        if grad_scaler is not None and not grad_scaler.admits(self._optimizer):
-            log.info("the gradients overflowed (grad_scaler): they are not used")
-            if self._reuse:
-                self.restart()  # what came before is in the same `.grad`
-        elif self.gradients is None:
-            replica.step_locally()
-            self._local_samples += batch_size
-        else:
-            self.enter()
-            self.gradients.accumulate(batch_size)
-            if self._reuse:
-                self._scaler = grad_scaler
-
-    def _check_held(self) -> None:
-        gradients = self.gradients
-        if not self._reuse or gradients is None or isinstance(gradients, Drift):
-            return
-        if (index := gradients.accumulator.lost()) is not None:
-            self.restart()
-            raise lost_gradient(self._replica.placement.name_of(self._replica.trained[index]))
-
-    def go_on(self) -> None:
-        """What was closed is in a round in the background: accumulate for the next epoch."""
-        if self.drift is not None:
-            self.drift.go_on()
-        else:
-            self.restart()
-
-    def apply(self, *, used: bool, is_accumulating: bool) -> None:
-        """The step that ends an epoch is made: have the model follow it.
-
-        Args:
-            used: whether what this peer brought is in that step.
-            is_accumulating: whether the next epoch has begun already.
-        """
-        if self.drift is not None:
-            self._replica.placement.take_over()
-            self.drift.apply(used=used)
-            return
-        self._replica.publish()
-        if not is_accumulating:
-            self.restart()
-
-    def restart(self) -> None:
-        """Drop what was accumulated."""
-        self._local_samples = 0.0
-        if self.gradients is not None:
-            self.gradients.reset()
-        if self._scaler is not None:
-            self._scaler.release(self._optimizer)
-            self._scaler = None
-
-    def close(self) -> float:
-        """Bring what was accumulated to the end of the epoch.
-
-        Returns:
-            The number of samples behind it: none if an element is not finite.
-
-        Raises:
-            Behind: if the others have ended the epoch, so that gradients with rounds of their own come too late.
-            ValueError: if gradients that are accumulated in `.grad` were lost.
-        """
-        if self.gradients is None:
-            return self._local_samples
-        self._check_held()
-        if self._own is not None and not self._own.held and self._run.swarm.tip != self._replica.tip:
-            raise Behind("the epoch has ended before this peer's gradients were averaged")
-        samples = self.samples
-        usable = self.gradients.close(1.0 if self._scaler is None else self._scaler.get_scale())
-        if usable < samples:
-            what, then = "gradients", "it joins without them"
-            if self.drift is not None:
-                what, then = "inner steps", "it goes back to the anchor, and joins without them"
-            fields = self._run.faults.add(FaultKind.NOT_FINITE, f"this peer's {what} have NaN or infinity")
-            log.warning("this peer's %s are not finite (NaN or infinity): %s", what, then, extra=fields)
-        return usable
-
-    # -- gradients with rounds of their own
-
-    def enter(self) -> None:
-        """Join those who average gradients, before the run counts on this peer."""
-        if self._own is not None:
-            self._own.enter(lambda: self._run.swarm.called or self._run.swarm.tip != self._replica.tip)
-
-    def leave(self) -> None:
-        """Have nobody wait for this peer's gradients while it changes to another state."""
-        if self._own is not None:
-            self._own.leave()
-
-    def averager_state(self) -> dict[str, Any]:
-        """What the averager carries from one epoch to the next."""
-        return {} if self._own is None else self._own.averager.state_dict()
-
-    def load_averager_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `averager_state` returned; from {} as if the averager had averaged nothing.
-
-        Raises:
-            ValueError: if it is another averager's.
-        """
-        try:
-            if self._own is not None:
-                self._own.averager.load_state_dict(state)
-            elif state:
-                raise ValueError("this optimizer has none")
-        except ValueError as error:
-            raise ValueError(
-                f"the state dict was saved with another grad_averager_factory: {error}; to go on without what that "
-                'averager kept, remove state_dict["shoal"]["grad_averager"]'
-            ) from error
-
-    def stop(self) -> None:
-        """Leave for good. Waiting for an average fails."""
-        if self._own is not None:
-            self._own.averager.shutdown()
 
 
 class Epoch:

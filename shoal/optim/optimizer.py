@@ -17,8 +17,9 @@ from shoal.dht.dht import DHT
 from shoal.health.metrics import Metrics, MetricsServer, families
 from shoal.membership.holder import Source
 from shoal.optim._torch import scale_by_own_rules
+from shoal.optim.accumulation import Accumulation
 from shoal.optim.diloco import DiLoCo
-from shoal.optim.epoch import Accumulation, Epoch
+from shoal.optim.epoch import Epoch
 from shoal.optim.epoch_round import make_gradients, make_run
 from shoal.optim.epoch_scheduler import wraps
 from shoal.optim.grad_averager import AveragerGradients, GradientAverager, GradientAveragerFactory

@@ -333,11 +333,8 @@ class RunProgress:
         """At which count of all peers the epoch ends, as the coordinator has said last."""
         counted = self._reports.counted
         is_of_tip = counted is not None and counted.count.tip == self._mine.tip
-        return (
-            counted.count.target
-            if counted is not None and is_of_tip and counted.count.target
-            else self.target_batch_size
-        )
+        told = counted.count.target if counted is not None and is_of_tip else 0.0
+        return told or self.target_batch_size
 
     def report(self, samples: float, at_once: bool = False, *, behind: float | None = None) -> None:
         """Report that this peer has accumulated `samples` in this epoch, and update `ready_to_update_epoch`.

@@ -144,8 +144,11 @@ class Run:
         """Wait at most `timeout` seconds until the round of this tip is called, or was held, or there is a state that
         outranks it."""
         swarm = self.swarm
-        over = lambda: swarm.called or swarm.tip != tip or swarm.behind is not None  # noqa: E731
-        self._wait(until(over, swarm.news, timeout))
+
+        def is_over() -> bool:
+            return swarm.called or swarm.tip != tip or swarm.behind is not None
+
+        self._wait(until(is_over, swarm.news, timeout))
 
     def wait_for_pin(self, number: int, timeout: float) -> None:
         """Wait at most `timeout` seconds until a connected member holds a state with that pin."""
