@@ -20,7 +20,7 @@ from shoal.compression import Blockwise4Bit, Float16Compression
 from shoal.flat import holders_of
 from shoal.integrations.terms import Terms
 from shoal.optim import drift
-from shoal.optim.drift import fragments_of
+from shoal.optim.drift import fragments_of, layers_of
 from shoal.optim.epoch_round import Averaged
 from shoal.optim.exact_norm import norm_of
 from shoal.optim.kept import Kept
@@ -261,7 +261,7 @@ def test_fragments_have_every_layer_once() -> None:
             fragments_of(wrong, parameters)
 
 
-def test_tied_weights_are_in_one_fragment_whatever_module_is_found_first() -> None:
+def test_tied_weights_make_one_layer_whatever_module_is_found_first() -> None:
     tied = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 5), nn.Linear(5, 7, bias=True))
     tied[2].weight = tied[0].weight  # type: ignore[union-attr]
     parameters = list(tied.parameters())  # the embedding's, two of the layer between, the bias of the last
@@ -269,7 +269,7 @@ def test_tied_weights_are_in_one_fragment_whatever_module_is_found_first() -> No
     for found in (holders, holders[::-1]):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(drift, "holders_of", lambda _, found=found: found)
-            assert fragments_of(2, parameters) == [[0, 3], [1, 2]]
+            assert layers_of(parameters) == [[0, 3], [1, 2]]
 
 
 def test_the_norm_is_exact() -> None:
