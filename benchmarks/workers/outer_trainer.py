@@ -5,7 +5,9 @@ Its argument is a JSON object:
     seed: of the batches that this peer draws.
     mode: of `MODES`.
     rate: the inner learning rate.
+    nesterov: the outer learning rate and momentum, where the mode has both.
     samples: of an epoch of all peers; inner_steps: of an epoch of each; one of the two is None.
+    in_step: whether a peer makes one step in each epoch and waits for the others; else it goes on, as trainers do.
     peers: how many make a round.
     weights: a file of the parameters to begin with.
     until: the samples of all peers at which the run ends; seconds: after which this peer ends; one of the two is None.
@@ -34,8 +36,9 @@ from shoal.compression import Blockwise4Bit, Compression, TopK
 BATCH = 8  # samples of a step of one peer
 
 
-def mode_of(name: str, steps: int | None) -> dict[str, Any]:
+def mode_of(name: str, steps: int | None, rate: float, momentum: float) -> dict[str, Any]:
     """The arguments of `shoal.Optimizer` of that mode."""
+    nesterov = shoal.outer.Nesterov(lr=rate, momentum=momentum)
     four_bits, sparse = Blockwise4Bit(), Compression.of(parts=TopK(), results=Blockwise4Bit())
     match name:
         case "synchronous":
@@ -43,11 +46,11 @@ def mode_of(name: str, steps: int | None) -> dict[str, Any]:
         case "local updates":
             return {"use_local_updates": True}
         case "DiLoCo":
-            return {"outer": shoal.DiLoCo(inner_steps=steps)}
+            return {"outer": shoal.DiLoCo(inner_steps=steps, optimizer=nesterov)}
         case "DiLoCo, overlapped":
-            return {"outer": shoal.DiLoCo(inner_steps=steps, overlap="free", mix="keep")}
+            return {"outer": shoal.DiLoCo(inner_steps=steps, optimizer=nesterov, overlap="free", mix="keep")}
         case "DiLoCo, 4 bits":
-            outer = shoal.DiLoCo(inner_steps=steps)
+            outer = shoal.DiLoCo(inner_steps=steps, optimizer=nesterov)
             return {"outer": outer, "grad_compression": four_bits, "error_feedback": 1.0}
         case "DiLoCo, top-k":
             outer = shoal.DiLoCo(inner_steps=steps, optimizer=shoal.outer.SGD(lr=1.0))
@@ -93,7 +96,7 @@ def main() -> None:
             min_peers=given["peers"],
             matchmaking_time=30.0,
             averaging_timeout=60.0,
-            **mode_of(given["mode"], given["inner_steps"]),
+            **mode_of(given["mode"], given["inner_steps"], *given["nesterov"]),
         )
         say(addresses=[str(at) for at in dht.get_visible_maddrs()])
         sent, steps, began, first = 0, 0, time.monotonic(), 0.0
@@ -112,9 +115,13 @@ def main() -> None:
                 time.sleep(given["pause"])
             else:
                 model.loss(*corpus.random_windows(BATCH, model.shape.context, generator)).backward()
+            epoch = optimizer.local_epoch
             optimizer.step()
             optimizer.zero_grad()
             steps += 1
+            while given["in_step"] and optimizer.local_epoch == epoch:
+                time.sleep(0.002)
+                optimizer.step(batch_size=0)
         took = time.monotonic() - began
         optimizer.finish()
         loss = 0.0

@@ -185,6 +185,12 @@ class Exchange:
             self._errors.settle()
             self._errors = None
 
+    def take_over(self, earlier: Exchange) -> None:
+        """This is the round of `earlier` once more, to fetch its result: what was sent there counts for the
+        residuals."""
+        if self._errors is not None and earlier._errors is not None:
+            self._errors.take_over(earlier._errors)
+
     def close(self) -> None:
         """Nothing is written into the output any more, whatever still arrives."""
         self._expected.close()
@@ -369,12 +375,14 @@ class Vector:
         ]
 
     def opened(self, exchange: Exchange) -> None:
-        """An exchange of this vector has begun; what the one before has lost is forgotten."""
-        self._exchange = exchange if self.error_feedback is not None else None
+        """An exchange of this vector has begun; what the one before has lost is forgotten, unless that was of the same
+        round, which this peer has missed."""
+        earlier, self._exchange = self._exchange, exchange if self.error_feedback is not None else None
+        if earlier is not None and earlier.book.begin.round == exchange.book.begin.round:
+            exchange.take_over(earlier)
 
     def settle(self, outcome: Outcome) -> None:
-        """The result of that round is used. With error feedback, what was lost in the round becomes the residual. A
-        round that this peer has missed, and whose result it has fetched, changes nothing."""
+        """The result of that round is used. With error feedback, what was lost in the round becomes the residual."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None and exchange.book.begin.round == outcome.begin.round:
             exchange.settle()

@@ -23,7 +23,8 @@ had a part in is kept with the error that it would leave. A chunk may be sent tw
 peer may have reduced it itself, and the version of another may be committed. What decides is the committed digest: if
 it is that of what this peer has reduced, its part was exact; otherwise its part was what it has sent, and it has sent
 the same to all. A reducer has the parts of all members before it reduces a chunk, but for those it is parted from. So
-of a chunk that was sent only to such, the part may have been left out: its residual stays.
+of a chunk that was sent only to such, the part may have been left out: its residual stays. A peer that misses COMMIT
+and fetches the result owes what it had sent until then, as if it had heard COMMIT: its samples count as well.
 """
 
 from __future__ import annotations
@@ -86,6 +87,11 @@ class Errors:
         """This peer has reduced a chunk. The result has this error and that digest; `weights` are those of what it is
         the mean of, and among them is this peer's own."""
         self._reduced[chunk] = error.mul_(min(sum(weights) / own, MOST_SHARES * len(weights))), digest
+
+    def take_over(self, earlier: Errors) -> None:
+        """This is the round of `earlier` once more: what was sent and reduced there counts."""
+        self._sent, self._reduced = earlier._sent, earlier._reduced
+        self._book.parted |= earlier._book.parted
 
     def settle(self) -> None:
         """The round was committed: its errors are the residuals."""

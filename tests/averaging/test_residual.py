@@ -191,6 +191,28 @@ def test_a_part_for_one_that_it_is_parted_from_may_not_have_counted() -> None:
     assert torch.equal(one.owes(1), one.of(one.before, 1))
 
 
+@pytest.mark.parametrize("same_round", [True, False])
+def test_who_misses_commit_and_fetches_the_result_owes_what_it_has_sent(same_round: bool) -> None:
+    """Else its next parts make up for the same once more."""
+    one = OneMember()
+    vector = Vector(Layout.of([one.output]), codecs_of([one.output], FOUR), error_feedback=1)
+    vector.inputs.flat[0].copy_(one.inputs[1])
+    (residual,) = vector.residuals
+    assert residual is not None
+    residual.values.copy_(one.before)
+    exchange_of([vector], key(1), one.begin, lambda *_: None, lambda *_: None).start(2.0, Leases())
+    begin = one.begin if same_round else begin_of(members(1, 2, 3), chunks=3, weights=[4.0, 1.0, 5.0])
+    again = exchange_of([vector], key(1), begin, lambda *_: None, lambda *_: None)
+    for chunk in range(3):
+        data = bytes_of(torch.full((CHUNK,), float(chunk)))
+        again.fetched(chunk, blake3(data).digest(), data)
+    vector.settle(Outcome(begin, Commit(begin.tip, begin.round, bytes(32), 8.0, (), ()), {}, False, None))
+    for chunk in (1, 2):
+        expected = one.quantised(chunk) if same_round else one.of(one.before, chunk)
+        assert torch.equal(one.of(residual.values, chunk), expected)
+    assert torch.equal(one.of(residual.values, 0), one.of(one.before, 0)), "its own chunk it had not reduced"
+
+
 def test_a_part_that_was_left_out_changes_nothing() -> None:
     one = OneMember()
     one.inputs[1][CHUNK + 3] = torch.nan
@@ -229,25 +251,3 @@ def test_a_result_that_nobody_has_encoded_breaks_a_rule() -> None:
     payload[8:11] = b"\xff\xff\xff"
     with pytest.raises(RuleBroken, match="the result of chunk 1 can't be decoded"):
         one.exchange.result(key(2), Result(one.begin.round, 1, one.exchange.book.plan), [memoryview(payload)])
-
-
-def test_a_result_that_was_fetched_after_the_round_changes_nothing() -> None:
-    """This peer was in the round, has not heard of its COMMIT, and has opened it once more to fetch the result."""
-    begin = begin_of(members(1, 2, 3), chunks=3)
-    outcome = Outcome(begin, Commit(begin.tip, begin.round, bytes(32), 3.0, (), ()), {}, False, None)
-    for fetched in (False, True):
-        vector = Vector(
-            Layout.of([torch.zeros(3 * CHUNK)]), codecs_of([torch.zeros(3 * CHUNK)], FOUR), error_feedback=1
-        )
-        vector.inputs.flat[0].normal_(generator=torch.Generator().manual_seed(1))
-        first = exchange_of([vector], key(1), begin, lambda *_: None, lambda *_: None)
-        first.start(1.0, Leases())
-        for chunk in (1, 2):
-            data = FOUR.encode(torch.ones(CHUNK))
-            first.result(first.book.owners[chunk], Result(begin.round, chunk, begin.round), [data])
-        if fetched:
-            exchange_of([vector], key(1), begin, lambda *_: None, lambda *_: None)
-        vector.settle(outcome)
-        (residual,) = vector.residuals
-        assert residual is not None
-        assert bool(residual.values[CHUNK:].any()) is not fetched
