@@ -4,8 +4,8 @@
     python train.py --initial-peers /ip4/.../p2p/...    # any other, on this machine or another
 
 What is Shoal's here: `shoal.DHT`, by which peers find each other, and `shoal.Optimizer` around AdamW. The rest is an
-ordinary training script. All peers of a run must use the same --run-id and --target-batch-size; --batch-size is each
-one's own: what its memory holds.
+ordinary training script. All peers of a run must use the same --run-id, --target-batch-size and --send; --batch-size is
+each one's own: what its memory holds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,16 @@ import shoal
 
 CONTEXT, WIDTH, LAYERS, HEADS = 64, 192, 2, 6
 CHARACTERS = 256  # bytes, so that all peers have the same vocabulary whatever text they read
+
+SENT: dict[str, dict[str, Any]] = {  # by what peers send each other
+    "gradients": {},  # float32
+    "8-bit": {"grad_compression": shoal.compression.BlockwiseQuantization()},
+    "drift": {  # of many inner steps, in 4 bits
+        "outer": shoal.DiLoCo(),
+        "grad_compression": shoal.compression.Blockwise4Bit(),
+        "error_feedback": 1.0,
+    },
+}
 
 
 class GPT(nn.Module):
@@ -69,6 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--run-id", default="train", help="name of the training run")
     parser.add_argument("--batch-size", type=int, default=16, help="samples that this peer computes at once")
     parser.add_argument("--target-batch-size", type=int, default=128, help="samples of all peers in an epoch")
+    parser.add_argument("--send", choices=SENT, default="gradients", help="gradients in float32 or 8 bits, or DiLoCo")
     parser.add_argument("--epochs", type=int, default=200, help="stop when the run has reached this epoch")
     parser.add_argument("--host-maddrs", nargs="+", default=["/ip4/0.0.0.0/tcp/0"], help="where to listen")
     parser.add_argument("--identity", type=Path, help="file that keeps this peer's key: the peer id stays the same")
@@ -98,7 +110,9 @@ def main() -> None:
             params=model.parameters(),
             optimizer=lambda params: torch.optim.AdamW(params, lr=2e-3, betas=(0.9, 0.95)),
             scheduler=warm_up,
+            **SENT[arguments.send],
         )
+        optimizer.on_event = lambda event: print(event, flush=True)
         shown = -1
         while (epoch := optimizer.local_epoch) < arguments.epochs:
             inputs, targets = draw_batch(text, arguments.batch_size)
