@@ -157,6 +157,7 @@ class Health(msgspec.Struct, array_like=True, frozen=True, tag=1):
             none.
         samples: accumulated in this epoch, by this peer.
         all_samples, target: by all peers, as last told by the coordinator; where the epoch ends.
+        counts_steps: whether those three, and `samples_per_second`, are inner steps in place of samples.
         samples_per_second, step_seconds: a moving average; of the last steps.
         epoch_seconds: the mean of the last epochs; 0 before the second.
         last: the last round; None before the first.
@@ -201,6 +202,7 @@ class Health(msgspec.Struct, array_like=True, frozen=True, tag=1):
     memory: Count
     lost: Annotated[tuple[Lost, ...], msgspec.Meta(max_length=MAX_LOST)] = ()
     put_out: PutOut | None = None
+    counts_steps: bool = False
 
     @property
     def order(self) -> tuple[float, int]:

@@ -220,6 +220,7 @@ class Picture:
             loss=loss_of([known.health for known in here]),
             samples=max((known.health.all_samples for known in here if known.health.epoch == epoch), default=0.0),
             target=max((known.health.target for known in here), default=0.0),
+            counted="inner steps" if best is not None and best.counts_steps else "samples",
             samples_per_second=speed,
             phases=phases,
             advice="" if phases is None else advice_of(phases, statistics.fmean(sent) if sent else 0.0, len(here)),

@@ -137,6 +137,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         epoch_seconds: of an epoch; 0 if it is not known.
         loss: the mean of those that peers have reported, by their samples per second; None if none has.
         samples, target: in this epoch, of all peers; where it ends.
+        counted: what these are, and `samples_per_second`: "samples", or "inner steps" of a run with an outer optimizer.
         samples_per_second: of all peers.
         phases: of the last epochs; None before the first.
         advice: what follows from them.
@@ -154,6 +155,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     loss: float | None
     samples: float
     target: float
+    counted: str
     samples_per_second: float
     phases: Phases | None
     advice: str

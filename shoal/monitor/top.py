@@ -83,9 +83,10 @@ def _number(value: float, digits: int) -> str:
 
 def _epoch_line(snapshot: Snapshot) -> RenderableType:
     """How far the epoch has come; of one that is shorter than records are old, only what it is."""
-    pace, target = f"{_number(snapshot.samples_per_second, 1)} samples a second", _number(snapshot.target, 0)
+    pace = f"{_number(snapshot.samples_per_second, 1)} {snapshot.counted} a second"
+    target = _number(snapshot.target, 0)
     if snapshot.epoch_seconds <= LONG_SECONDS:
-        return Text(f"epoch {snapshot.epoch}: {target} samples, {pace}")
+        return Text(f"epoch {snapshot.epoch}: {target} {snapshot.counted}, {pace}")
     grid = Table.grid(padding=(0, 1))
     bar = ProgressBar(total=snapshot.target, completed=min(snapshot.samples, snapshot.target), width=PHASE_WIDTH)
     grid.add_row(f"epoch {snapshot.epoch}", bar, f"{_number(snapshot.samples, 0)} of {target}, {pace}")
@@ -108,7 +109,15 @@ def _table(snapshot: Snapshot) -> Table:
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
     table.add_column("peer", no_wrap=True)
     table.add_column("", no_wrap=True)
-    for heading in ("epoch", "loss", "samples/s", "share", "MB/s ↑/↓", "sees", "seen"):
+    for heading in (
+        "epoch",
+        "loss",
+        "samples/s" if snapshot.counted == "samples" else "steps/s",
+        "share",
+        "MB/s ↑/↓",
+        "sees",
+        "seen",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("bits", no_wrap=True)
     shown = sorted(snapshot.peers, key=lambda peer: not peer.findings) if _is_long(snapshot) else snapshot.peers

@@ -258,7 +258,13 @@ class Optimizer(torch.optim.Optimizer):
         )
         accumulation = Accumulation(self, settings, run, replica, self._gradients)
         self._epoch = Epoch(settings, run, replica, accumulation, self.tracker, self._tell)
-        self._vitals = Vitals(run, self.tracker, self._epoch, compares=not (use_local_updates or auxiliary))
+        self._vitals = Vitals(
+            run,
+            self.tracker,
+            self._epoch,
+            compares=not (use_local_updates or auxiliary),
+            counts_steps=settings.counts_steps,
+        )
         self._metrics: MetricsServer | None = None
         if metrics_port is not None:
             self._metrics = MetricsServer(metrics_port, self._collect)

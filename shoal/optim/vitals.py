@@ -66,10 +66,12 @@ class Vitals:
         tracker: counts samples.
         epoch: has the state.
         compares: whether peers of one kind of machine hold the same parameters at the end of each epoch.
+        counts_steps: whether an epoch ends after so many inner steps, not samples.
     """
 
-    def __init__(self, run: Run, tracker: RunProgress, epoch: Epoch, *, compares: bool) -> None:
+    def __init__(self, run: Run, tracker: RunProgress, epoch: Epoch, *, compares: bool, counts_steps: bool) -> None:
         self._run, self._tracker, self._epoch, self._compares = run, tracker, epoch, compares
+        self._counts_steps = counts_steps
         self._lock = threading.Lock()
         self._started, self._number = get_dht_time(), 0
         self._release = printable(version("shoal"), MAX_TEXT)
@@ -186,6 +188,7 @@ class Vitals:
             put_out=None
             if out is None
             else PutOut(out.key[:PREFIX_BYTES], out.number, printable(out.reason, MAX_REASON)),
+            counts_steps=self._counts_steps,
         )
 
     async def _publish(self, board: HealthBoard, *, left: bool = False) -> None:

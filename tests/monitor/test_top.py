@@ -37,6 +37,13 @@ def drawn(width: int = 180, **differing: Any) -> str:
         return console.export_text()
 
 
+def test_a_run_with_an_outer_optimizer_counts_inner_steps() -> None:
+    text = drawn(counts_steps=True, samples_behind=1e6)
+    assert "epoch 16: 100 inner steps, 150.0 inner steps a second" in text
+    assert "steps/s" in text
+    assert "samples" not in text
+
+
 def test_one_screen_has_it_all() -> None:
     text = drawn()
     assert "● 3 of 3 peers in epoch 16, 2.00 s an epoch, all alike" in text

@@ -46,6 +46,18 @@ def posts(dht: shoal.DHT, run_id: str) -> list[Posted]:
     return dht.run_coroutine(lambda _, node: HealthBoard(node, run_id).read(1))
 
 
+def test_with_an_outer_optimizer_it_counts_inner_steps(alone: Alone) -> None:
+    model = make_model()
+    optimizer = alone(model, optimizer=sgd, batch_size_per_step=8, outer=shoal.DiLoCo(inner_steps=4))
+    for _ in range(3):
+        inputs, outputs = fixed_batch(0)
+        backward(model, inputs[:8], outputs[:8])
+        optimizer.step()
+    told = health(optimizer)
+    assert (told.counts_steps, told.epoch, told.samples, told.target) == (True, 0, 3.0, 4.0)
+    assert not health(alone(make_model(), optimizer=sgd, **GIVEN)).counts_steps
+
+
 def test_it_tells_what_it_has_done(alone: Alone) -> None:
     model = make_model()
     optimizer = alone(model, optimizer=sgd, **GIVEN)

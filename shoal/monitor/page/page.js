@@ -46,7 +46,7 @@ function bar(target, legend, parts) {
 function figures(run) {
   const all = [
     ["epoch", run.epoch], ["an epoch", run.epoch_seconds ? seconds(run.epoch_seconds) : "…"],
-    ["loss", run.loss === null ? "…" : run.loss.toFixed(4)], ["samples a second", run.samples_per_second.toFixed(1)],
+    ["loss", run.loss === null ? "…" : run.loss.toFixed(4)], [`${run.counted} a second`, run.samples_per_second.toFixed(1)],
     ["samples in all", big(run.samples_behind)],
     ["peers", run.peers.filter((peer) => peer.standing === "here").length],
   ];
@@ -62,9 +62,10 @@ function epoch(run) {
   // Records are up to 10 s old: of a shorter epoch they do not say how far it has come.
   const isLong = run.epoch_seconds > 20;
   const pace = run.epoch_seconds ? ` in ${seconds(run.epoch_seconds)}` : "";
+  at("pace").textContent = run.counted === "samples" ? "samples/s" : "steps/s";
   at("epochtitle").textContent = isLong
-    ? `Epoch ${run.epoch}: ${run.samples.toFixed(0)} of ${run.target.toFixed(0)} samples`
-    : `Epoch ${run.epoch}: ${run.target.toFixed(0)} samples${pace}`;
+    ? `Epoch ${run.epoch}: ${run.samples.toFixed(0)} of ${run.target.toFixed(0)} ${run.counted}`
+    : `Epoch ${run.epoch}: ${run.target.toFixed(0)} ${run.counted}${pace}`;
   const done = make("i");
   done.style.width = (run.target ? Math.min(100, 100 * run.samples / run.target) : 0) + "%";
   done.style.background = style("--accent");
@@ -165,7 +166,7 @@ function draw() {
   at("noloss").hidden = told;
   at("loss").hidden = !told;
   if (told) charts.push(chart("loss", "loss", "loss", style("--accent")));
-  charts.push(chart("speed", "samples_per_second", "samples/s", style("--computing")));
+  charts.push(chart("speed", "samples_per_second", at("pace").textContent, style("--computing")));
 }
 
 async function load() {
