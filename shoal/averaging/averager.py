@@ -665,8 +665,9 @@ class DecentralizedAverager:
             raise AveragingError(NOT_STARTED)
         members = self._swarm.peer.view.connected()
         donors = [m.peer for m in members if m.role is not Role.AUXILIARY and m.peer != self.peer_id]
-        rng = random.Random(self.peer_id.key)
-        return await download_state(self.dht.node, f"state/{self.prefix}", donors, timeout=timeout, rng=rng)
+        relayed = [m.peer for m in members if m.is_relayed]
+        rng, name = random.Random(self.peer_id.key), f"state/{self.prefix}"
+        return await download_state(self.dht.node, name, donors, timeout=timeout, rng=rng, relayed=relayed)
 
     async def _take_snapshot(self, swarm: Swarm) -> EncodedState:
         def take() -> Snapshot:
