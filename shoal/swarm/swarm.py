@@ -273,6 +273,12 @@ class Swarm:
         for time in self.peer.view.ignore(self.tip, self._now(), cost):
             asyncio.get_running_loop().call_at(time + LATER_SECONDS, self._tell_news)
 
+    def is_reached(self, reach: Reach) -> None:
+        """Members reach this peer in this way from now on. If it was another, all are told."""
+        if reach is not self.me.reach:
+            self.peer.say(replace_struct(self.me, reach=reach), self._now())
+            self._act()
+
     def _now(self) -> float:
         """The loop's time; in any thread once this peer has started."""
         return (self._loop or asyncio.get_running_loop()).time()
@@ -736,14 +742,10 @@ class Swarm:
 
     def _look_how_it_is_reached(self) -> None:
         """A peer that listens at relays only is relayed, until all its connections to members are direct."""
-        if not self.me.listens_at_relays:
-            return
-        others = [member.peer for member in self.peer.view.connected() if member.key != self.me.key]
-        is_direct = bool(others) and all(map(self.node.transport.is_direct, others))
-        reach = Reach.DIRECT if is_direct else Reach.RELAYED
-        if reach is not self.me.reach:
-            self.peer.say(replace_struct(self.me, reach=reach), self._now())
-            self._act()
+        if self.me.listens_at_relays:
+            others = [member.peer for member in self.peer.view.connected() if member.key != self.me.key]
+            is_direct = bool(others) and all(map(self.node.transport.is_direct, others))
+            self.is_reached(Reach.DIRECT if is_direct else Reach.RELAYED)
 
     async def _keep_looking(self) -> None:
         """Every second: does the round make progress, and do those that this peer waits for live?"""

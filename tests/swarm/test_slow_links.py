@@ -19,9 +19,9 @@ V = 100e6  # bytes of the vector
 
 
 def seconds(shares: list[float], bandwidths: list[float], slow: list[tuple[int, int, float]]) -> float:
-    """How long a round of a vector of length 1 takes for those who reduce."""
+    """How long a round of a vector of length 1 takes."""
     n = len(bandwidths)
-    own = [(1 + (n - 2) * w) / b for w, b in zip(shares, bandwidths, strict=True) if w > 0]
+    own = [(1 + (n - 2) * w) / b for w, b in zip(shares, bandwidths, strict=True)]
     return max(*own, *((shares[i] + shares[j]) / rate for i, j, rate in slow))
 
 
@@ -39,7 +39,9 @@ def least_seconds(bandwidths: list[float], slow: list[tuple[int, int, float]]) -
         caps = [max(0.0, (until * b - 1) / (n - 2)) for b in bandwidths] + [until * rate for *_, rate in slow]
         return float((duals @ np.array(caps)).min())
 
-    early, late = 0.0, 1.0
+    early, late = 1 / min(bandwidths), 2 / min(bandwidths)
+    if most(early) >= 1:
+        return early
     while most(late) < 1:
         late *= 2
     for _ in range(40):

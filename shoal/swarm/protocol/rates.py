@@ -14,6 +14,7 @@ from shoal.swarm.protocol.tip import Digest
 MAX_SLOW = 8
 LEAST_BYTES = 1 << 18  # over a link in a round, to say anything of its rate: less takes as long as its latency
 LEAST_SECONDS = 1e-3
+SLOWER = 3.0  # times than the usual link of this peer: what shares its line with more others is no slow path
 KEPT_ROUNDS = 3  # the best of them counts: other programs, or a lost packet, only ever make a round slower
 KEPT_SECONDS = 600.0  # then a rate is forgotten: a slow link is spared, so nothing might show that it is mended
 
@@ -73,7 +74,7 @@ class Measured:
         self._links = {key: self._links[key] for key in best}
         own = min(limit, _best(self._own, now) or math.inf)
         usual = sorted(best.values())[len(best) // 2] if best else 0.0
-        slow = sorted((rate, key) for key, rate in best.items() if 2 * rate < usual)[:MAX_SLOW]
+        slow = sorted((rate, key) for key, rate in best.items() if SLOWER * rate < usual)[:MAX_SLOW]
         return Rates(None if own == math.inf else max(1.0, own), tuple((key, max(1.0, rate)) for rate, key in slow))
 
 
