@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -14,6 +17,7 @@ from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.exchange import Exchange
 from shoal.swarm.protocol.messages import Begin
 from shoal.swarm.protocol.plan import SOON_SECONDS, best_shares
+from tests.namespaces import ADDRESSES, inside, narrow, wired
 
 pytestmark = pytest.mark.usefixtures("all_are_here")
 
@@ -89,3 +93,55 @@ def test_equal_peers_share_alike_though_they_have_measured(begins: list[Begin]) 
     with limited([None] * 4) as peers:
         for _ in range(4):
             assert shares_of_a_round(peers, begins) == [0.25] * 4
+
+
+PEERS = textwrap.dedent(
+    """
+    import sys
+    from itertools import pairwise
+    import torch
+    import shoal
+
+    host, count, rounds, *known = sys.argv[1:]
+    dhts, peers = [], []
+    for _ in range(int(count)):
+        known = known or [str(address) for dht in dhts[:1] for address in dht.get_visible_maddrs()]
+        dhts.append(shoal.DHT(known, host_maddrs=[f"/ip4/{host}/tcp/0"], start=True))
+        tensor = torch.ones(1 << 20)
+        options = {"target_group_size": 4, "min_group_size": 4, "part_size_bytes": 1 << 16}
+        made = shoal.DecentralizedAverager([tensor], dhts[-1], prefix="test", start=True, **options)
+        peers.append(made)
+    print(dhts[0].get_visible_maddrs()[0], flush=True)
+    for _ in range(int(rounds)):
+        for control in [peer.step(wait=False) for peer in peers]:
+            control.result(60.0)
+    seconds = peers[0].last_round.allreduce_seconds
+    own = peers[0]._swarm._measured.rates(float("inf"), peers[0]._swarm._now()).own
+    begin = peers[0]._swarm.peer.participant._last.book.begin
+    lengths = {m.key: stop - start for m, (start, stop) in zip(begin.members, pairwise(begin.starts))}
+    print(round(own), lengths[peers[0].peer_id.key], begin.starts[-1], round(seconds, 2), flush=True)
+    for each in [*peers, *reversed(dhts)]:
+        each.shutdown()
+    """
+)
+
+
+@pytest.mark.alone
+def test_a_peer_behind_a_narrow_line_measures_it() -> None:
+    """Three peers in one network namespace, and one in another, whose way out carries 20 Mbit/s."""
+    with wired(), ExitStack() as ends:
+        narrow(1, 20.0)
+        processes, said = [], list[str]()
+        for side, count in ((0, 3), (1, 1)):
+            command = inside(side, sys.executable, "-c", PEERS, ADDRESSES[side], str(count), "3", *said[:1])
+            process = ends.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            ends.callback(process.kill)
+            processes.append(process)
+            assert process.stdout is not None
+            said.append(process.stdout.readline().strip())
+        (fast, some, chunks, _), (slow, none, _, _) = (
+            map(float, process.stdout.readline().split()) for process in processes if process.stdout is not None
+        )
+        assert slow == pytest.approx(20e6 / 8, rel=0.15)
+        assert fast > 10 * slow
+        assert (some, none) == (pytest.approx(chunks / 3, abs=1), 0)
