@@ -304,13 +304,15 @@ class _Download:
         return [donor for donor in self.donors if donor in holders]
 
     def _can_choose(self) -> bool:
-        """Whether the answers that are missing cannot change the choice, or are not worth waiting for."""
+        """Whether the answers that are missing cannot change the choice, or are not worth waiting for. Where only donors
+        that are relayed have answered, others are waited for."""
         left = len(self.donors) - len(self._dropped)
         most = max(Counter(manifest.id for manifest, _ in self._offers.values()).values(), default=0)
         priorities = {priority for _, priority in self._offers.values()}
         if (self._offers or self._unwanted) and now() >= self._waiting_until:
             return True  # others have answered
-        return len(self._offers) == left or (2 * most > left and len(priorities) == 1)
+        is_settled = 2 * most > left and len(priorities) == 1
+        return len(self._offers) == left or (is_settled and bool(self._offers.keys() - self.relayed))
 
     # -- its chunks
 
