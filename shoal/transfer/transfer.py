@@ -304,8 +304,8 @@ class _Download:
         return [donor for donor in self.donors if donor in holders]
 
     def _can_choose(self) -> bool:
-        """Whether the answers that are missing cannot change the choice, or are not worth waiting for. Where only donors
-        that are relayed have answered, others are waited for."""
+        """Whether the answers that are missing cannot change the choice, or are not worth waiting for. Where only
+        donors that are relayed have answered, others are waited for."""
         left = len(self.donors) - len(self._dropped)
         most = max(Counter(manifest.id for manifest, _ in self._offers.values()).values(), default=0)
         priorities = {priority for _, priority in self._offers.values()}

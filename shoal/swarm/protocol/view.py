@@ -44,8 +44,9 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
         key: the bytes of its peer id.
         addresses: where it listens; none for a client.
         role: see `Role`.
-        bandwidth: how much it can carry, in any unit that is the same in the whole run; spans are sized by it. None:
-            not known, and taken for the mean of those that are.
+        bandwidth: how much it can carry, as its user says, in any unit that is the same in the whole run; spans are
+            sized by it. None: not given, and taken for the mean of those that are. If no member of a round gives one,
+            what they have measured counts (`Rates`).
         reach: see `Reach`.
     """
 
