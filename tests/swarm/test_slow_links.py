@@ -136,14 +136,18 @@ def test_what_was_measured_does_not_count_beside_what_a_user_gives() -> None:
     assert lengths({2: Rates(5e6), 3: Rates(1e7), 4: Rates(1e7)}, none)[1] < 3333
 
 
-def test_a_slow_link_is_spared_whoever_of_the_two_tells_of_it() -> None:
-    fast = of(dict.fromkeys(range(1, 5), 10000000.0))
-    slow = {**fast, 1: Rates(1e7, ((key(2), 2e5),))}
-    shares = lengths(slow)
-    assert shares[0] + shares[1] < 1000
-    assert shares == lengths({**fast, 2: Rates(1e7, ((key(1), 2e5),))})
-    assert lengths({**fast, 1: Rates(1e7, ((key(99), 2e5), (key(1), 2e5)))}) == [2500] * 4, "strangers, or itself"
-    assert lengths(slow, nbytes=1000) == [2500] * 4, "it carries that soon enough"
+def test_a_slow_link_is_spared_if_more_than_one_member_tells_of_it() -> None:
+    def told(*slow: tuple[int, int]) -> dict[int, Rates]:
+        """Of each pair, the first says that its link to the second is slow."""
+        links = {by: tuple((key(of), 2e5) for one, of in slow if one == by) for by in range(1, 5)}
+        return {number: Rates(1e7, links[number]) for number in range(1, 5)}
+
+    both = lengths(told((1, 2), (2, 1)))
+    assert both[0] + both[1] < 1000
+    assert lengths(told((1, 2), (2, 1)), nbytes=1000) == [2500] * 4, "it carries that soon enough"
+    assert lengths(told((1, 3), (2, 3), (4, 3)))[2] == 0, "its way in is slow, of which it does not know"
+    for slow in ([(1, 2)], [(1, 2), (1, 3), (1, 4)], [(1, 2), (2, 3)], [(1, 99), (99, 1), (1, 1)]):
+        assert lengths(told(*slow)) == [2500] * 4, "what one says alone, or of others, counts for nothing"
 
 
 def test_who_is_relayed_reduces_only_if_all_are() -> None:
