@@ -367,7 +367,7 @@ class Coordinator:
         if self._is_full():
             return -math.inf
         if missing := self._missing():
-            is_final = self.reminded or self.rules.target_samples is None
+            is_final = self.reminded or self.rules.target_samples is None or self._are_few()
             return self.deadline if is_final else max(map(self._is_awaited_until, missing))
         # Until then some members may not have been found yet.
         all_are_here = all(key in self.joins for key in self.expected)
@@ -375,7 +375,14 @@ class Coordinator:
 
     def _missing(self) -> list[bytes]:
         """The members that BEGIN waits for and that have not joined."""
-        return [key for key in self.expected if key not in self.joins and self._waits_for(key)]
+        late = [key for key in self.expected if key not in self.joins]
+        return [key for key in late if self._waits_for(key) or (key in self.counts and self._are_few())]
+
+    def _are_few(self) -> bool:
+        """Whether less than half of those that have reported samples have joined: then BEGIN waits for all of them, for
+        as long as it may. A peer that coordinates all rounds, and had no patience with the others once, could go on
+        without them for ever."""
+        return self.rules.target_samples is not None and 2 * len(self.joins.keys() & self.counts) < len(self.counts)
 
     def _is_awaited_until(self, key: bytes) -> float:
         at = min(self.called_at, self.deadline)
