@@ -18,7 +18,10 @@ VERSION = 2
 INSTANCE_BYTES = 8
 NONCE_BYTES = 32
 TOKEN_BYTES = 32
-LANE_BYTE = b"\0"  # the first of a token: nothing of TLS begins with it, and links come to the same port
+# The first byte of what comes to the port where links come, and is none. Nothing of TLS begins so.
+LANE_BYTE = b"\0"  # of a lane's token
+CIRCUIT_BYTE = b"\1"  # of the token of a circuit's end
+WHERE_BYTE = b"\2"  # nothing follows: where do you see me?
 _MAX_REASON = 1024
 # The first bytes of version 1, which was ZeroMQ's (ZMTP), and what they are answered.
 FIRST_VERSION = b"\xff\0\0\0\0\0\0\0\1\x7f"
@@ -132,6 +135,11 @@ def decode(payload: memoryview) -> Said:
     if isinstance(said, Challenge | Hello) and (said.magic, said.version) != (MAGIC, VERSION):
         raise ValueError(f"it speaks {said.magic!r} version {said.version}, this peer {MAGIC!r} version {VERSION}")
     return said
+
+
+def whereabouts(host: str, port: int) -> bytes:
+    """The answer to WHERE_BYTE: from which address and port it came, as a line of text."""
+    return f"{host} {port}\n".encode()
 
 
 def refusal(reason: str) -> Refusal:

@@ -113,10 +113,12 @@ class Lane:
 
     # -- connections
 
-    def dial(self, address: Address, token: bytes, keys: Keys) -> None:
-        """Add a connection to that address, where `token` is known."""
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._add(_Connection(self, socket.socket(family, socket.SOCK_STREAM), keys, (address, token)))
+    def dial(self, where: Address | socket.socket, token: bytes, keys: Keys) -> None:
+        """Add a connection to that address, where `token` is known; or one that leads there already."""
+        if isinstance(where, socket.socket):
+            return self._add(_Connection(self, where, keys, (None, token)))
+        family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
+        self._add(_Connection(self, socket.socket(family, socket.SOCK_STREAM), keys, (where, token)))
 
     def accept(self, accepted: socket.socket, keys: Keys) -> None:
         """Add a connection that came with a token for this lane, which was read."""
@@ -268,11 +270,11 @@ class _Connection:
     """One connection of a lane, and its two threads.
 
     Args:
-        dialled: address and token, if this side dials.
+        dialled: if this side dials: the address, None where it is connected already, and the token.
     """
 
     def __init__(
-        self, lane: Lane, connection: socket.socket, keys: Keys, dialled: tuple[Address, bytes] | None
+        self, lane: Lane, connection: socket.socket, keys: Keys, dialled: tuple[Address | None, bytes] | None
     ) -> None:
         self.socket = connection
         self.reader = threading.Thread(target=self._run, name="shoal-lane-in", daemon=True)
@@ -317,7 +319,8 @@ class _Connection:
             self.socket.setsockopt(socket.SOL_SOCKET, option, _PATIENCE.pack(int(PATIENCE), int(PATIENCE % 1 * 1e6)))
         if self._dialled is not None:
             address, token = self._dialled
-            for step in (partial(self.socket.connect, address), partial(self._greet, token)):
+            connect = [partial(self.socket.connect, address)] if address is not None else []
+            for step in (*connect, partial(self._greet, token)):
                 if self._lane.over.is_set():  # since before there was anything to shut down
                     raise PeerLost("this side ended it")
                 step()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
 from shoal.p2p import congestion
+from shoal.p2p.errors import P2PError
 from shoal.p2p.greeting import LANE_BYTE, TOKEN_BYTES, Key, Token, Wanted
-from shoal.p2p.lane import MAX_CONNECTIONS, Lane, Shared
+from shoal.p2p.lane import MAX_CONNECTIONS, OPENING_SECONDS, Lane, Shared
 from shoal.p2p.link import Link, Stage
+from shoal.p2p.route import Route
 from shoal.p2p.sealing import KEY_BYTES, Keys, has_aes, suite_of
 
 TOKEN_SECONDS: Final = 60.0
@@ -44,6 +46,7 @@ class Lanes:
         self._lanes: set[Lane] = set()
         self._none = asyncio.Event()  # there is no lane
         self._none.set()
+        self._dials: set[asyncio.Task[None]] = set()  # over routes
         self._tokens: dict[bytes, tuple[Link, Keys, str]] = {}  # and from where they will be used
 
     def of(self, link: Link) -> Lane:
@@ -111,13 +114,33 @@ class Lanes:
                 self._answer(link)
             case Token() if link.dialled and link.lane is not None and link.dialled_lanes < len(link.keys):
                 keys = Keys(suite_of(said.aes), link.keys[link.dialled_lanes], said.key)
-                link.lane.dial(link.address, said.token, keys)
+                if link.route is None:
+                    link.lane.dial(link.address, said.token, keys)
+                else:
+                    self._spawn(self._dial_by(link.route, link, said.token, keys))
                 link.dialled_lanes += 1
                 loses = congestion.is_long(link.socket) and not (said.bbr and congestion.has_bbr())
                 if loses and link.dialled_lanes == 1:
                     link.more = MAX_CONNECTIONS - 1
             case _:
                 raise ValueError(f"{type(said).__name__} is not expected now")
+
+    def _spawn(self, dial: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(dial)
+        self._dials.add(task)
+        task.add_done_callback(self._dials.discard)
+
+    async def _dial_by(self, route: Route, link: Link, token: bytes, keys: Keys) -> None:
+        lane = link.lane
+        assert lane is not None
+        try:
+            async with asyncio.timeout(OPENING_SECONDS):
+                connection = await route.connect()
+        except (P2PError, OSError, TimeoutError) as error:
+            if link.lane is lane:
+                self._opened(link, str(error) or "the other side did not answer in time")
+        else:
+            lane.dial(connection, token, keys)
 
     def _answer(self, link: Link) -> None:
         """Give the other side of a link the tokens that it may have: for one connection, and for more when a chunk has
@@ -158,6 +181,9 @@ class Lanes:
 
     async def close(self, linger: float) -> None:
         """End all lanes when what is queued has left, or after `linger` seconds."""
+        for dial in self._dials:
+            dial.cancel()
+        await asyncio.gather(*self._dials, return_exceptions=True)
         for lane in list(self._lanes):
             lane.finish()
         with suppress(TimeoutError):

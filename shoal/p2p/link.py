@@ -26,6 +26,7 @@ from shoal.p2p.frames import Kind
 from shoal.p2p.identity import PeerID
 from shoal.p2p.lane import Address, Lane
 from shoal.p2p.limit import Limit
+from shoal.p2p.route import Route
 from shoal.p2p.transport import LARGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ Wait = Generator[None, None, T]
 
 QUEUE_BYTES = 128 << 20  # that wait for one peer; more than a peer that keeps the rules can be owed
 PROOF_TIMEOUT = 10.0  # seconds from a link's beginning until both sides must be proven
+ANSWERED_SECONDS = 1.0  # that one has to read where it is
 UNPROVEN_BYTES = 16 << 10  # that may come before a link is open; a handshake and a hello take about 1 kB
 RECEIVE_BYTES = 64 << 10  # at a time
 _STEPS = 64  # of TLS at a time, before the loop may do something else
@@ -79,6 +81,10 @@ class LinkEvents(ABC):
         """The accepted connection is no link: it begins with the token of a lane."""
 
     @abstractmethod
+    def circuit_came(self, link: Link, token: bytes) -> None:
+        """The accepted connection is no link: it begins with the token of a circuit."""
+
+    @abstractmethod
     def ended(self, link: Link, reason: str) -> None:
         """The link has ended. Called once, last, and never from within a call of the link's methods."""
 
@@ -90,7 +96,8 @@ class Link:
         events: told what happens.
         connection: a socket that does not block; only this link uses it.
         context: of TLS.
-        address: the address that this side dials; None if the other side has dialled.
+        address: the address that this side dials; None if the other side has dialled, or there is a route.
+        route: by which this side has connected; None for none.
         limits: the limits of upload and download that this link shares with others.
         budget: the memory for large messages that this link shares with others.
 
@@ -118,11 +125,13 @@ class Link:
         connection: socket.socket,
         context: ssl.SSLContext,
         address: Address | None,
+        route: Route | None,
         limits: tuple[Limit, Limit],
         budget: Budget[Link],
     ) -> None:
         self.socket = connection
-        self.dialled = address is not None
+        self.dialled = address is not None or route is not None
+        self.route = route
         self.peer: PeerID | None = None
         self.instance = self.nonce = self.certificate = b""
         self.said_hello = False
@@ -294,10 +303,17 @@ class Link:
         tcp.prepare(self.socket)
         self._loop.add_reader(self.socket, self._go_on)
         first = b""
-        while not self.dialled and len(first) < (greeting.TOKEN_BYTES if first[:1] == greeting.LANE_BYTE else 1):
+        with_token = greeting.LANE_BYTE, greeting.CIRCUIT_BYTE
+        while not self.dialled and len(first) < (greeting.TOKEN_BYTES if first[:1] in with_token else 1):
             first += yield from self._bytes(greeting.TOKEN_BYTES - len(first))
-        if first[:1] == greeting.LANE_BYTE:
-            return self._events.lane_came(self, first)
+        match first[:1]:
+            case greeting.LANE_BYTE:
+                return self._events.lane_came(self, first)
+            case greeting.CIRCUIT_BYTE:
+                return self._events.circuit_came(self, first)
+            case greeting.WHERE_BYTE:
+                self._unsent += greeting.whereabouts(*self.address[:2])
+                return self.finish(ANSWERED_SECONDS, "it has only asked where it is")
         self._incoming.write(first)
         yield from self._step(self._tls.do_handshake)
         self.stage = Stage.GREETING

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakValueDictionary
@@ -27,6 +27,7 @@ from shoal.p2p.link import Link, LinkEvents, Stage
 from shoal.p2p.listener import Admission, Listener, most_connections
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.race import first_to_succeed
+from shoal.p2p.route import Route, Router
 from shoal.p2p.transport import Buffer, Transport, check_size
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,8 @@ class SocketTransport(Transport, LinkEvents):
         self._admission = Admission(0)
         self.budget: Budget[Link] = Budget(UNFINISHED_BYTES)
         self._next_look: asyncio.TimerHandle | None = None
+        self.router: Router | None = None  # finds the ways through relays
+        self.on_circuit: Callable[[socket.socket, bytes], None] | None = None  # of a relay: gets the ends of circuits
         self._closed = False
         self._emptied: asyncio.Event = asyncio.Event()
 
@@ -122,10 +125,21 @@ class SocketTransport(Transport, LinkEvents):
         except OSError as error:
             raise OSError(error.errno, f"can't listen at {address}: {os.strerror(error.errno or 0)}") from error
         self._listeners.append(listener)
+        self._be_ready_to_accept()
+        return address.with_port(listener.port).with_peer(self.peer_id)
+
+    def _be_ready_to_accept(self) -> None:
         if self._listening is None:
             self._listening, self._certificate = tls.listening(self.identity)
             self._admission = Admission(most_connections())
-        return address.with_port(listener.port).with_peer(self.peer_id)
+
+    def accept(self, connection: socket.socket, where: str) -> None:
+        """Take a connection, which does not block, for one that was accepted: who is at the other end believes to have
+        dialled this peer. It comes from the host `where`."""
+        if self._closed:
+            return connection.close()
+        self._be_ready_to_accept()
+        self._accepted(connection, where)
 
     def _accepted(self, connection: socket.socket, where: str) -> None:
         reason = self._admission.refusal(where, self._lanes.connections, expected=self._lanes.expects(where))
@@ -136,9 +150,15 @@ class SocketTransport(Transport, LinkEvents):
         assert self._listening is not None
         self._admission.enter(self._link(connection, self._listening), where)
 
-    def _link(self, connection: socket.socket, context: ssl.SSLContext, address: Address | None = None) -> Link:
+    def _link(
+        self,
+        connection: socket.socket,
+        context: ssl.SSLContext,
+        address: Address | None = None,
+        route: Route | None = None,
+    ) -> Link:
         limits = self.shared.upload, self.shared.download
-        link = Link(self, connection, context, address, limits, self.budget)
+        link = Link(self, connection, context, address, route, limits, self.budget)
         self._links.add(link)
         if self._next_look is None:
             self._look()
@@ -148,6 +168,8 @@ class SocketTransport(Transport, LinkEvents):
         peer = address.peer_id
         if peer is None:
             raise ValueError(f"{address} does not say whom to expect: it must end in /p2p/<peer id>")
+        if address.relay is not None:
+            return await self._dial_by(peer, address)
         try:
             found = await self._resolve(address)
         except OSError as error:
@@ -156,16 +178,47 @@ class SocketTransport(Transport, LinkEvents):
             return
         await first_to_succeed([partial(self._dial, peer, ip, address.port) for ip in found])
 
-    async def _dial(self, peer: PeerID, ip: IPAddress, port: int) -> None:
+    async def _dial_by(self, peer: PeerID, address: Multiaddr) -> None:
+        """Dial by way of a relay."""
+        if self.is_connected(peer):
+            return
+        if self.router is None:
+            raise PeerUnreachable(f"{address}: this peer dials through no relay")
+        route = self.router(address)
+        connection = await route.connect()
+        if self._closed or self.is_connected(peer):
+            connection.close()
+            return self._check_open()
+        link = self._link(connection, self._tls_dialling(), route=route)
+        try:
+            await self._greet(link, peer)
+        except PeerUnreachable as error:
+            raise type(error)(f"{address}: {error}") from error
+        if self._peers.get(peer) is link:
+            route.opened()
+
+    def _check_open(self) -> None:
         if self._closed:
             raise PeerUnreachable("this transport is closed")
+
+    def _tls_dialling(self) -> ssl.SSLContext:
         self._dialling = self._dialling or tls.dialling()
+        return self._dialling
+
+    async def _dial(self, peer: PeerID, ip: IPAddress, port: int) -> None:
+        self._check_open()
         try:
             connection = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET)
         except OSError as error:
             raise PeerUnreachable(f"{ip} can't be dialled: {error.strerror}") from error
         connection.setblocking(False)
-        link = self._link(connection, self._dialling, (str(ip), port))
+        try:
+            await self._greet(self._link(connection, self._tls_dialling(), (str(ip), port)), peer)
+        except PeerUnreachable as error:
+            raise type(error)(f"{ip}:{port}: {error}") from error
+
+    async def _greet(self, link: Link, peer: PeerID) -> None:
+        """Return when a link that this side dials, or another one to that peer, is open."""
         link.peer = peer
         try:
             await asyncio.wait([link.challenged, link.outcome], return_when=asyncio.FIRST_COMPLETED)
@@ -175,8 +228,8 @@ class SocketTransport(Transport, LinkEvents):
                     return link.end("another link was quicker")
                 self._say_hello(link, peer)
                 await link.outcome
-        except PeerUnreachable as error:
-            raise type(error)(f"{ip}:{port}: {error}") from error
+        except PeerUnreachable:
+            raise
         except BaseException:
             # Cancelled. A caller may give up in the very moment in which the link opens: then it stays.
             link.outcome.cancel()
@@ -186,6 +239,16 @@ class SocketTransport(Transport, LinkEvents):
 
     def is_connected(self, peer: PeerID) -> bool:
         return peer in self._peers
+
+    def host_of(self, peer: PeerID) -> str:
+        """From where that connected peer is seen to come; "" if it is not connected."""
+        link = self._peers.get(peer)
+        return "" if link is None else link.address[0]
+
+    def route_to(self, peer: PeerID) -> Route | None:
+        """By which route this side has dialled that connected peer; None for none."""
+        link = self._peers.get(peer)
+        return None if link is None else link.route
 
     def disconnect(self, peer: PeerID) -> None:
         link = self._peers.pop(peer, None)
@@ -266,6 +329,12 @@ class SocketTransport(Transport, LinkEvents):
     def lane_came(self, link: Link, token: bytes) -> None:
         """What was accepted is no link, but a lane's connection, if its first bytes are a good token."""
         self._lanes.admit(link.socket, token)
+        link.end("it is no link")
+
+    def circuit_came(self, link: Link, token: bytes) -> None:
+        """What was accepted is one end of a circuit."""
+        if self.on_circuit is not None:
+            self.on_circuit(link.socket.dup(), token)
         link.end("it is no link")
 
     # -- greetings
