@@ -117,7 +117,7 @@ class SocketTransport(Transport, LinkEvents):
     # -- connections
 
     async def listen(self, address: Multiaddr) -> Multiaddr:
-        ip = (await self._resolve(address))[0]
+        ip = (await self.resolve(address))[0]
         if self._closed:
             raise RuntimeError("this transport is closed")
         try:
@@ -171,7 +171,7 @@ class SocketTransport(Transport, LinkEvents):
         if address.relay is not None:
             return await self._dial_by(peer, address)
         try:
-            found = await self._resolve(address)
+            found = await self.resolve(address)
         except OSError as error:
             raise PeerUnreachable(f"{address}: {error}") from error
         if self.is_connected(peer):
@@ -555,7 +555,7 @@ class SocketTransport(Transport, LinkEvents):
                 most.end("it took nothing while too much waited for all")
         self._next_look = asyncio.get_running_loop().call_later(LOOK_INTERVAL, self._look)
 
-    async def _resolve(self, address: Multiaddr) -> list[IPAddress]:
+    async def resolve(self, address: Multiaddr) -> list[IPAddress]:
         """The numeric addresses of a host; OSError if it has none."""
         if address.protocol in ("ip4", "ip6"):
             return [ipaddress.ip_address(address.host)]
