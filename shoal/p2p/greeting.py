@@ -56,6 +56,7 @@ class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
         magic, version, instance: as above.
         peer: the key of its peer id.
         signature: made with that key, over `signed`.
+        succeeds: whether this link is to take the place of the one that the two have.
     """
 
     magic: Magic
@@ -63,6 +64,7 @@ class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
     instance: Instance
     peer: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     signature: Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+    succeeds: bool = False
 
 
 class Kept(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -121,7 +123,11 @@ class Token(msgspec.Struct, tag=8, array_like=True, frozen=True):
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
-Said = Challenge | Hello | Kept | Refusal | Taken | Alive | Wanted | Key | Token
+class Moved(msgspec.Struct, tag=9, array_like=True, frozen=True):
+    """The last word over a link: what follows comes over the one that succeeds it."""
+
+
+Said = Challenge | Hello | Kept | Refusal | Taken | Alive | Wanted | Key | Token | Moved
 _decoder = msgspec.msgpack.Decoder(Said)
 encode = msgspec.msgpack.Encoder().encode
 

@@ -87,6 +87,8 @@ class Lanes:
 
     def _opened(self, link: Link, why_not: str) -> None:
         """A connection of the lane beside a link has opened, or has not: who dials tries again a few times."""
+        if link.succeeded:
+            return
         if not link.dialled:
             self._answer(link)
         elif not why_not:
@@ -98,12 +100,22 @@ class Lanes:
         elif link.lane is not None and not link.lane.connections:
             link.lane.end(why_not)
 
+    def succeed(self, old: Link, new: Link) -> None:
+        """Another link takes the place of `old`, and its lane, if there is something to send, that of the old one."""
+        if old.lane is not None:
+            for chunk in old.lane.leave():
+                self.of(new).send(chunk.header.name, chunk.header.message, chunk.memory)
+
     def _offer(self, link: Link) -> None:
+        if link.succeeded:
+            return
         link.keys.append(os.urandom(KEY_BYTES))
         link.say(Key(link.keys[-1], has_aes(), congestion.has_bbr()))
 
     def heard(self, link: Link, said: Wanted | Key | Token) -> None:
         """The other side of an open link says something of its lane. Raises ValueError if that is not its turn."""
+        if link.succeeded:
+            return  # the other side did not know that yet
         match said:
             case Wanted() if link.dialled:
                 self.of(link)
@@ -145,6 +157,8 @@ class Lanes:
     def _answer(self, link: Link) -> None:
         """Give the other side of a link the tokens that it may have: for one connection, and for more when a chunk has
         passed."""
+        if link.succeeded:
+            return
         while link.asked and link.lane is not None and self._admits(link.lane):
             said, where = link.asked.pop(0)
             link.keys.append(os.urandom(KEY_BYTES))

@@ -110,6 +110,10 @@ class Link:
         challenged: of a dialled link: done when the listener has sent its challenge.
         outcome: of a dialled link: done when messages can pass, or never will.
         said_hello: of a dialled link: whether the listener may keep it.
+        succeeds: of a dialled link: whether it is to take the place of another one.
+        succeeded: whether another one has taken its place, so this one is about to end.
+        emptied: whether the other side sends nothing more over it, because another one takes its place.
+        held: whether messages that come wait, until `release`.
         error: of a dialled link: the error that the dialler gets when the link has ended.
         lane: the lane beside this link, if there is one.
         keys: the keys with which this side seals what it sends, one for each connection of the lane.
@@ -134,7 +138,7 @@ class Link:
         self.route = route
         self.peer: PeerID | None = None
         self.instance = self.nonce = self.certificate = b""
-        self.said_hello = False
+        self.said_hello = self.succeeds = self.succeeded = self.emptied = self.held = False
         self.error: type[PeerUnreachable] = PeerUnreachable
         self.lane: Lane | None = None
         self.keys: list[bytes] = []
@@ -271,6 +275,11 @@ class Link:
             self._loop.add_reader(self.socket, self._go_on)
             self._go_on()
 
+    def release(self) -> None:
+        """Messages that come wait no longer."""
+        self.held = False
+        self.resume()
+
     def _go_on(self) -> None:
         try:
             next(self._life)
@@ -326,6 +335,9 @@ class Link:
         """Receives a frame, each of its parts into memory of its own."""
         head = yield from self._read(frames.HEAD_BYTES)
         kind, sizes = frames.announced(head, opened=self.stage is Stage.OPEN)
+        while self.held and kind is Kind.MESSAGE:
+            self._loop.remove_reader(self.socket)
+            yield
         large = sum(sizes) >= LARGE_BYTES
         while large and not self._budget.take(self, sum(sizes), self.resume):
             self._loop.remove_reader(self.socket)

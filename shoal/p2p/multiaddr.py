@@ -1,5 +1,5 @@
-"""Addresses of peers, in multiaddr form: `/ip4/203.0.113.7/tcp/31337/p2p/<peer id>`, and those of peers that are reached
-by way of a relay: `/ip4/203.0.113.7/tcp/31337/p2p/<relay's id>/p2p-circuit/p2p/<peer id>`."""
+"""Addresses of peers, in multiaddr form: `/ip4/203.0.113.7/tcp/31337/p2p/<peer id>`, or by way of a relay:
+`/ip4/203.0.113.7/tcp/31337/p2p/<relay's id>/p2p-circuit/p2p/<peer id>`."""
 
 from __future__ import annotations
 

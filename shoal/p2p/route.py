@@ -17,7 +17,7 @@ class Route(ABC):
         """A TCP connection that does not block, whose other end the peer's transport accepts. Raises PeerUnreachable.
         The caller sets the deadline."""
 
-    def opened(self) -> None:
+    def opened(self) -> None:  # noqa: B027 - most routes need not know
         """A link over this route, which this side has dialled, is open."""
 
 

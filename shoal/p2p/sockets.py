@@ -17,7 +17,7 @@ from shoal.p2p import frames, greeting, sealing, tcp, tls
 from shoal.p2p.budget import Budget
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.frames import Kind
-from shoal.p2p.greeting import Alive, Challenge, Hello, Kept, Key, Refusal, Taken, Token, Wanted
+from shoal.p2p.greeting import Alive, Challenge, Hello, Kept, Key, Moved, Refusal, Taken, Token, Wanted
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.lane import Address, Shared
 from shoal.p2p.lanes import Lanes
@@ -33,6 +33,7 @@ from shoal.p2p.transport import Buffer, Transport, check_size
 log = logging.getLogger(__name__)
 
 REFUSAL_TIME = 1.0  # seconds that a refused peer has to read why
+MOVE_LINGER = 60.0  # seconds that what was queued for a link has to leave when another one has taken its place
 ALIVE_TIMEOUT = 3.0  # seconds that a connected peer has to show that it lives, when another says to be the same one
 LINGER = 0.5  # seconds that what is queued has to leave when the transport is closed
 LINKS_PER_PEER = 4  # accepted ones, refused ones that have not left yet included
@@ -62,6 +63,18 @@ class _Rival:
     timer: asyncio.TimerHandle
 
 
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """One link takes the place of another. This side sends over the new one already.
+
+    Attributes:
+        old, new: these links.
+    """
+
+    old: Link
+    new: Link
+
+
 class SocketTransport(Transport, LinkEvents):
     """Links over TCP.
 
@@ -80,6 +93,11 @@ class SocketTransport(Transport, LinkEvents):
 
     The kernel asks after the other side (`tcp`), so a machine or a network that is gone is noticed, however long a
     large message takes on a slow line. A process that hangs is not: its kernel still answers.
+
+    A link may take the place of another one while messages pass (`succeed`), as a direct one does of one through a
+    relay. Each side says over the old link when it sends over the new one (`greeting.Moved`), and takes nothing from
+    the new one before it has heard that; so all messages arrive, once and in order. The old lane ends when what was
+    under way over it has come. If the old link ends before that, the peer is lost.
 
     Large named buffers pass over a lane beside the link (`lanes`), which lives as long as the link.
 
@@ -100,6 +118,7 @@ class SocketTransport(Transport, LinkEvents):
         self._instance = os.urandom(greeting.INSTANCE_BYTES)
         self._peers: dict[PeerID, Link] = {}
         self._links: set[Link] = set()  # all that have not ended
+        self._moves: dict[PeerID, _Move] = {}
         self._rivals: dict[PeerID, _Rival] = {}
         self._greeting: WeakValueDictionary[PeerID, asyncio.Lock] = WeakValueDictionary()
         self._listeners: list[Listener] = []
@@ -224,7 +243,7 @@ class SocketTransport(Transport, LinkEvents):
             await asyncio.wait([link.challenged, link.outcome], return_when=asyncio.FIRST_COMPLETED)
             # A peer that is dialled at several addresses hears one hello at a time.
             async with self._greeting.setdefault(peer, asyncio.Lock()):
-                if not link.outcome.done() and self.is_connected(peer):
+                if not link.outcome.done() and self.is_connected(peer) and not link.succeeds:
                     return link.end("another link was quicker")
                 self._say_hello(link, peer)
                 await link.outcome
@@ -236,6 +255,17 @@ class SocketTransport(Transport, LinkEvents):
             if self._peers.get(peer) is not link:
                 link.end("this side gave up")
             raise
+
+    async def succeed(self, peer: PeerID, connection: socket.socket, route: Route) -> None:
+        """Have a link over this connection, which does not block, take the place of the one to that peer. The other
+        side accepts it (`accept`). Lanes are dialled by `route` then. Raises PeerUnreachable if that fails: then the
+        old one stays."""
+        if self._closed or peer not in self._peers:
+            connection.close()
+            raise PeerUnreachable("there is no link that it could succeed")
+        link = self._link(connection, self._tls_dialling(), route=route)
+        link.succeeds = True
+        await self._greet(link, peer)
 
     def is_connected(self, peer: PeerID) -> bool:
         return peer in self._peers
@@ -252,6 +282,7 @@ class SocketTransport(Transport, LinkEvents):
 
     def disconnect(self, peer: PeerID) -> None:
         link = self._peers.pop(peer, None)
+        self._end_move(peer, "this side disconnected")
         if peer in self._leaving:
             link, _, timer = self._leaving.pop(peer)
             timer.cancel()
@@ -307,14 +338,14 @@ class SocketTransport(Transport, LinkEvents):
 
     def received(self, link: Link, header: memoryview, buffers: Sequence[memoryview]) -> None:
         """A message has come over an open link."""
-        if link.peer is not None and self._peers.get(link.peer) is link:
+        if link.peer is not None and self._is_of(link, link.peer):
             self._deliver(link.peer, header, buffers)
 
     def _on_chunk(self, link: Link, message: bytes, memory: memoryview) -> None:
         """A message has come over the lane beside a link, which may have ended since."""
         assert link.peer is not None
         leaving = self._leaving.get(link.peer)
-        if self._peers.get(link.peer) is link or (leaving is not None and leaving[0] is link):
+        if self._is_of(link, link.peer) or (leaving is not None and leaving[0] is link):
             self._deliver(link.peer, memoryview(message), [memory])
 
     def _deliver(self, peer: PeerID, header: memoryview, buffers: Sequence[memoryview]) -> None:
@@ -351,7 +382,7 @@ class SocketTransport(Transport, LinkEvents):
         """The other transport says something. Raises ValueError if that is nothing that it may say."""
         said = greeting.decode(payload)
         peer = link.peer
-        connected = peer is not None and self._peers.get(peer) is link
+        connected = peer is not None and self._is_of(link, peer)
         undecided = link.dialled and not link.outcome.done()
         match said:
             case Challenge() if undecided and not link.nonce:
@@ -376,6 +407,10 @@ class SocketTransport(Transport, LinkEvents):
                 self._lives(peer)
             case Wanted() | Key() | Token() if connected:
                 self._lanes.heard(link, said)
+            case Moved() if connected and peer is not None and not link.emptied:
+                link.emptied = True
+                if peer in self._moves:  # else the dialler of the new link has not heard yet that it was kept
+                    self._on_moved(self._moves[peer])
             case _:
                 self.broke(link, f"{type(said).__name__} is not expected now")
 
@@ -385,7 +420,8 @@ class SocketTransport(Transport, LinkEvents):
         signed = greeting.signed(self.peer_id, peer, self._instance, link.nonce, link.certificate)
         link.said_hello = True
         signature = self.identity.sign(signed)
-        link.say(Hello(greeting.MAGIC, greeting.VERSION, self._instance, self.peer_id.key, signature))
+        me = self.peer_id.key
+        link.say(Hello(greeting.MAGIC, greeting.VERSION, self._instance, me, signature, link.succeeds))
 
     def _on_hello(self, link: Link, hello: Hello) -> None:
         peer = PeerID(hello.peer)
@@ -403,7 +439,12 @@ class SocketTransport(Transport, LinkEvents):
         link.peer, link.instance = peer, hello.instance
         self._left(peer)
         earlier = self._peers.get(peer)
-        if earlier is None:
+        if hello.succeeds:
+            if not self._may_succeed(link, peer):
+                return self._refuse(link, "there is no link that it could succeed")
+            link.say(Kept())
+            self._succeed(link, peer)
+        elif earlier is None:
             self._welcome(link, peer)
         elif earlier.instance != hello.instance or earlier.dialled:
             self._hold(link, peer)
@@ -416,7 +457,11 @@ class SocketTransport(Transport, LinkEvents):
     def _on_kept(self, link: Link, peer: PeerID) -> None:
         """The other side keeps a link that was dialled, or uses one that was kept."""
         self._left(peer)
-        if peer in self._peers:
+        if link.succeeds:
+            if not self._may_succeed(link, peer):
+                return link.end("the link that it was to succeed is no more")
+            self._succeed(link, peer)
+        elif peer in self._peers:
             self._hold(link, peer)
         elif link.dialled:
             self._welcome(link, peer)
@@ -487,6 +532,55 @@ class SocketTransport(Transport, LinkEvents):
         link.say(answer or greeting.refusal(reason))
         link.finish(REFUSAL_TIME, reason)
 
+    # -- a link that takes the place of another one
+
+    def _is_of(self, link: Link, peer: PeerID) -> bool:
+        """Whether messages of that peer may come over that link."""
+        return self._peers.get(peer) is link or (peer in self._moves and self._moves[peer].old is link)
+
+    def _may_succeed(self, link: Link, peer: PeerID) -> bool:
+        old = self._peers.get(peer)
+        busy = peer in self._moves or peer in self._rivals
+        return old is not None and old.stage is Stage.OPEN and old.instance == link.instance and not busy
+
+    def _succeed(self, link: Link, peer: PeerID) -> None:
+        """Send over that link from now on. Who has accepted it does so first."""
+        old = self._peers[peer]
+        old.succeeded, link.held = True, not old.emptied
+        move = self._moves[peer] = _Move(old, link)
+        self._peers[peer] = link
+        link.open()
+        if not link.outcome.done():
+            link.outcome.set_result(None)
+        self._lanes.succeed(old, link)
+        old.say(Moved())
+        if link.dialled and old.lane is not None:
+            old.lane.part()  # the other side has left it already
+        if old.emptied:
+            self._on_moved(move)
+
+    def _on_moved(self, move: _Move) -> None:
+        """The other side sends over the new link as well, and has left the old lane."""
+        if move.new.held:
+            move.new.release()
+        if move.old.lane is not None:
+            move.old.lane.part()
+        self._finish_move(move)
+
+    def _finish_move(self, move: _Move) -> None:
+        """End the old link if all has come that was sent over it."""
+        if not move.new.held and move.old.lane is None and move.old.peer is not None:
+            self._moves.pop(move.old.peer, None)
+            move.old.finish(MOVE_LINGER, "another link has taken its place")
+
+    def _end_move(self, peer: PeerID, reason: str) -> None:
+        """That peer is connected no more."""
+        move = self._moves.pop(peer, None)
+        if move is not None:
+            move.old.end(reason)
+            if move.old.lane is not None:
+                move.old.lane.end(reason)
+
     # -- ends
 
     def broke(self, link: Link, reason: str) -> None:
@@ -511,13 +605,17 @@ class SocketTransport(Transport, LinkEvents):
             if rival is not None and rival.link is link:
                 rival.timer.cancel()
                 del self._rivals[link.peer]
-            if self._peers.get(link.peer) is link:
+            move = self._moves.get(link.peer)
+            if move is not None and move.old is link and link.emptied:
+                self._finish_move(move)  # the other side is done with it
+            elif self._is_of(link, link.peer):
                 self._lose(link.peer, reason)
         if self._closed and not self._links:
             self._emptied.set()
 
     def _lose(self, peer: PeerID, reason: str) -> None:
         link = self._peers.pop(peer, None)
+        self._end_move(peer, reason)
         if link is not None:
             link.end(reason)
             wait = LANE_LINGER if link.lane is not None else 0.0
@@ -541,6 +639,9 @@ class SocketTransport(Transport, LinkEvents):
         leaving = self._leaving.get(link.peer)
         if leaving is not None and leaving[0] is link:
             self._left(link.peer)
+        move = self._moves.get(link.peer)
+        if move is not None and move.old is link and not reason:
+            return self._finish_move(move)
         link.end(f"its lane was lost: {reason}")
 
     def _look(self) -> None:

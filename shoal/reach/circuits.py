@@ -131,7 +131,7 @@ class Circuits:
             self.on_change()
 
     def _listens(self, relay: PeerID) -> list[Multiaddr]:
-        """Where a relay listens: first where this peer has reached it, those of loopback only if there are no others."""
+        """Where a relay listens: first where this peer has reached it; of loopback only if there is nothing else."""
         known = [a for a in self._node.known_addresses(relay) if a.relay is None]
         known.sort(key=lambda address: (address.is_loopback, address.host != self._transport.host_of(relay)))
         return [a for a in known if a.is_loopback == known[0].is_loopback][:ADDRESSES_PER_RELAY]

@@ -21,7 +21,9 @@ WAITING: Final = 256  # for an end
 WAITING_PER_NETWORK: Final = 64  # of who has asked
 WAITING_PER_PEER: Final = 16
 TOKEN_SECONDS: Final = 10.0  # that a circuit waits for its ends
-IDLE_SECONDS: Final = 60.0  # without a byte, after which a circuit makes room for another one, if there is no other room
+IDLE_SECONDS: Final = (
+    60.0  # without a byte, after which a circuit makes room for another one, if there is no other room
+)
 
 Connection = TypeVar("Connection")
 Joined = TypeVar("Joined", bound=Hashable)

@@ -331,7 +331,12 @@ def test_addresses_through_a_relay():
     assert address.decapsulate(f"/p2p-circuit/p2p/{peer}") == address.of_relay()
     assert address.value_for_protocol("p2p") == str(peer)
     assert address.value_for_protocol("p2p-circuit") == ""
-    for wrong in ("/p2p-circuit", f"/p2p-circuit/p2p/{peer}", f"/p2p/{relay}/p2p-circuit/p2p", f"/p2p/{relay}/p2p/{peer}"):
+    for wrong in (
+        "/p2p-circuit",
+        f"/p2p-circuit/p2p/{peer}",
+        f"/p2p/{relay}/p2p-circuit/p2p",
+        f"/p2p/{relay}/p2p/{peer}",
+    ):
         with pytest.raises(ValueError, match="is not an address"):
             Multiaddr(f"/ip4/203.0.113.7/tcp/31337{wrong}")
     for neither in (address, address.of_relay().with_peer(None)):
