@@ -27,7 +27,7 @@ from shoal.dht.messages import (
     Store,
     Stored,
 )
-from shoal.dht.quota import OWNED_RECORDS, STORED_BYTES, STORED_RECORDS, VERIFIED, Quota
+from shoal.dht.rates import OWNED_RECORDS, STORED_BYTES, STORED_RECORDS, VERIFIED
 from shoal.dht.records import DHTRecord, key_id, owners_of
 from shoal.dht.replication import Replication
 from shoal.dht.routing import RoutingTable
@@ -35,6 +35,7 @@ from shoal.p2p.errors import P2PError, Refused, Unavailable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Answer, Node
+from shoal.p2p.quota import Quota
 
 log = logging.getLogger(__name__)
 

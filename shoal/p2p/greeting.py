@@ -20,6 +20,7 @@ NONCE_BYTES = 32
 TOKEN_BYTES = 32
 LANE_BYTE = b"\0"  # the first of a token: nothing of TLS begins with it, and links come to the same port
 _MAX_REASON = 1024
+_MAX_HOST = 64  # characters of a numeric address
 # The first bytes of version 1, which was ZeroMQ's (ZMTP), and what they are answered.
 FIRST_VERSION = b"\xff\0\0\0\0\0\0\0\1\x7f"
 OUTDATED = f"This peer of Shoal speaks version {VERSION} of its protocol, and no earlier one: update it.\n".encode()
@@ -118,7 +119,23 @@ class Token(msgspec.Struct, tag=8, array_like=True, frozen=True):
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
-Said = Challenge | Hello | Kept | Refusal | Taken | Alive | Wanted | Key | Token
+class Observe(msgspec.Struct, tag=9, array_like=True, frozen=True):
+    """In place of a hello: from where does this connection come? The link ends with the answer."""
+
+
+class Observed(msgspec.Struct, tag=10, array_like=True, frozen=True):
+    """The listener's answer, as it sees the dialler.
+
+    Attributes:
+        host: an IPv4 or IPv6 address.
+        port: of TCP.
+    """
+
+    host: Annotated[str, msgspec.Meta(max_length=_MAX_HOST)]
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+Said = Challenge | Hello | Kept | Refusal | Taken | Alive | Wanted | Key | Token | Observe | Observed
 _decoder = msgspec.msgpack.Decoder(Said)
 encode = msgspec.msgpack.Encoder().encode
 
