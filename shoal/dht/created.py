@@ -14,15 +14,26 @@ from shoal.dht.node import DHTNode
 from shoal.dht.validation import RecordValidator
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.identity import Identity
+from shoal.p2p.interfaces import is_of_this_machine
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
 from shoal.p2p.sockets import SocketTransport
+from shoal.reach.asking import Asking
+from shoal.reach.finding import Finding, Reached
+from shoal.reach.probe import DialBack
 
 log = logging.getLogger(__name__)
 
 
 class CreatedNode(DHTNode):
-    """See `DHTNode`; made by `create`, with a transport of its own."""
+    """See `DHTNode`; made by `create`, with a transport of its own.
+
+    Attributes:
+        is_client: whether nobody can dial it: it was made a client, or nobody reaches it. (A node that is reached by
+            relays only keeps nothing for others, too, but they dial it.)
+    """
+
+    is_client: bool
 
     @classmethod
     async def create(
@@ -33,7 +44,7 @@ class CreatedNode(DHTNode):
         announce_maddrs: Sequence[Multiaddr | str] = (),
         identity: Identity | None = None,
         identity_path: str | os.PathLike[str] | None = None,
-        client_mode: bool = False,
+        client_mode: bool | None = False,
         record_validator: RecordValidator | None = None,
         validators: Iterable[RecordValidator] = (),
         wait_timeout: float = 3.0,
@@ -52,7 +63,8 @@ class CreatedNode(DHTNode):
             announce_maddrs: addresses to name to others besides those.
             identity: who this node is; None takes it from `identity_path`, or makes a new one.
             identity_path: file that keeps who this node is, made if it does not exist.
-            client_mode: see `DHTNode`.
+            client_mode: see `DHTNode`; None: whether others reach it decides, once it has joined through another
+                machine.
             record_validator: a rule for records, for who has only one.
             validators: rules for records beside `SignatureValidator`, which every node has.
             wait_timeout: seconds until a node that does not answer counts as failed.
@@ -73,18 +85,49 @@ class CreatedNode(DHTNode):
         try:
             for address in map(Multiaddr, () if client_mode else host_maddrs):
                 await node.listen(address)
-            options |= {"client_mode": client_mode, "validators": rules, "request_timeout": wait_timeout}
+            DialBack(node)
+            options |= {"validators": rules, "request_timeout": wait_timeout}
+            elsewhere = not all(is_of_this_machine(Multiaddr(address)) for address in initial_peers or ())
+            # Whom nobody may reach keeps nothing for others until it is known: they would look for it in vain.
+            options["client_mode"] = elsewhere if client_mode is None else client_mode
             dht_node = cls(node, announce=list(map(Multiaddr, announce_maddrs)), **options)
+            dht_node.is_client = client_mode is True
             try:
                 await dht_node.bootstrap(initial_peers or (), bootstrap_timeout)
             except PeerUnreachable as error:
                 if ensure_bootstrap_success:
                     raise
                 log.warning("%s", error)
+            if client_mode is not True:
+                await dht_node._find_out(insists=client_mode is False)
         except BaseException:  # cancelled, too: the node must not go on listening
             await node.close()
             raise
         return dht_node
+
+    async def _find_out(self, *, insists: bool) -> None:
+        """Ask others whether they reach this node, and be a node or a client by that; go on to ask."""
+
+        async def changed(finding: Finding) -> None:
+            unreached = finding.reached in (Reached.NOBODY, Reached.RELAYED)
+            self.is_client = not insists and finding.reached is Reached.NOBODY
+            if insists and finding.reached is Reached.NOBODY:
+                finding = Finding()  # it announces what its user says
+            await self.found(finding, client_mode=unreached and not insists)
+
+        asking = Asking(
+            self.node,
+            contacts=self.contacts,
+            own=lambda: self.own_addresses(latest=True),
+            changed=changed,
+            insists=insists,
+            rng=self._rng,
+        )
+        await asking.find_out()
+        if asking.finding == Finding() and self.client_mode:
+            await self.found(asking.finding, client_mode=False)
+        if not all(address.is_loopback for address in self.own_addresses()):
+            self.node.spawn(asking.keep_up())
 
     async def shutdown(self) -> None:
         """As `close`, and end all connections of `node`."""

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 from shoal.dht.created import CreatedNode as DHTNode
-from shoal.dht.interfaces import is_of_this_machine
 from shoal.dht.records import (
     DHTExpiration,
     DHTKey,
@@ -56,11 +55,12 @@ class DHT:
         start: start right away (`run_in_background`).
         host_maddrs: where to listen; port 0 means any free one. By default on loopback only, where no other machine
             reaches it: a script that is tried opens no port to the network. Use /ip4/0.0.0.0/tcp/<port> (all
-            interfaces, as `shoal node` does) to be reached from elsewhere; who joins through another machine and
-            listens on loopback only is warned.
+            interfaces, as `shoal node` does) to be reached from elsewhere.
         announce_maddrs: addresses to tell others besides those, such as that of a router which forwards a port.
         identity_path: file that keeps who this peer is (made if it does not exist); None makes a new identity.
-        client_mode: never listen and keep nothing for others; needs initial peers.
+        client_mode: True: never listen and keep nothing for others; needs initial peers. False: be a node, with a
+            warning if nobody reaches it. None: find out: when it joins through another machine, others dial it back,
+            and it becomes a client, with a warning that names the ways out, if nobody reaches it.
         record_validators: rules for records, beside that of owned keys, which always holds (`SignatureValidator`).
         num_replicas: nodes that keep each record; what that means for its safety is told in `DHTNode`.
         bootstrap_timeout: seconds that initial peers have to answer.
@@ -83,7 +83,7 @@ class DHT:
         host_maddrs: Sequence[Multiaddr | str] = ("/ip4/127.0.0.1/tcp/0",),
         announce_maddrs: Sequence[Multiaddr | str] = (),
         identity_path: str | os.PathLike[str] | None = None,
-        client_mode: bool = False,
+        client_mode: bool | None = None,
         record_validators: Iterable[RecordValidator] = (),
         num_replicas: int = 10,
         bootstrap_timeout: float = 10.0,
@@ -113,7 +113,7 @@ class DHT:
                 raise ValueError(f"{name} must be at least {LEAST_RATE} bytes per second, or None, not {limit:g}")
         self.upload_limit, self.download_limit = upload_limit, download_limit
         self.identity_path = identity_path
-        self.client_mode = client_mode
+        self._client_mode = client_mode
         self.num_replicas = num_replicas
         self.bootstrap_timeout = bootstrap_timeout
         self.shutdown_timeout = shutdown_timeout
@@ -175,33 +175,13 @@ class DHT:
             host_maddrs=self.host_maddrs,
             announce_maddrs=self.announce_maddrs,
             identity=identity,
-            client_mode=self.client_mode,
+            client_mode=self._client_mode,
             validators=self._validators,
             num_replicas=self.num_replicas,
             upload_limit=self.upload_limit,
             download_limit=self.download_limit,
             bootstrap_timeout=self.bootstrap_timeout,
         )
-        self._look_at_addresses(self._dht_node)
-
-    def _look_at_addresses(self, dht_node: DHTNode) -> None:
-        """Warn if others are on other machines, and can't reach this one."""
-        visible = dht_node.visible_addresses()
-        elsewhere = [
-            address
-            for address in self.initial_peers
-            if address.peer_id is not None
-            and dht_node.node.is_connected(address.peer_id)
-            and not is_of_this_machine(address)
-        ]
-        if visible and elsewhere and all(address.is_loopback for address in visible):
-            log.warning(
-                "this peer listens on loopback only (%s), where no other machine reaches it, and has joined through "
-                "another machine (%s). Make its DHT with host_maddrs=['/ip4/0.0.0.0/tcp/<port>'] and open that port, "
-                "or with client_mode=True",
-                ", ".join(str(address.with_peer(None)) for address in visible),
-                elsewhere[0],
-            )
 
     def shutdown(self) -> None:
         """Leave: stop listening, end all connections, cancel what is under way. Calling it again does nothing."""
@@ -269,11 +249,18 @@ class DHT:
             raise RuntimeError(_NOT_STARTED)
         return self._peer_id
 
+    @property
+    def client_mode(self) -> bool:
+        """Whether nobody can dial this peer: it was made a client, or has found that nobody reaches it. Waits until it
+        has joined, if that is to be found out."""
+        return self.dht_node.is_client if self._client_mode is None else self._client_mode
+
     def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
         """Addresses at which others can reach this peer, to be passed on as their `initial_peers`; none of a client.
 
-        Those of `announce_maddrs` come first and those of loopback last. Where it listens on all interfaces (0.0.0.0),
-        each interface has its own; `latest` looks again which there are. A forked child may ask for its parent's.
+        Those at which others have reached it come first, then those of `announce_maddrs`; those of loopback last.
+        Where it listens on all interfaces (0.0.0.0), each interface has its own; `latest` looks again which there are.
+        A forked child may ask for its parent's.
         """
         dht_node = self.dht_node
         if not self.reactor.is_alive():

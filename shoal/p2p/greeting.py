@@ -21,8 +21,8 @@ TOKEN_BYTES = 32
 # The first byte of what comes to the port where links come, and is none. Nothing of TLS begins so.
 LANE_BYTE = b"\0"  # of a lane's token
 CIRCUIT_BYTE = b"\1"  # of the token of a circuit's end
-WHERE_BYTE = b"\2"  # nothing follows: where do you see me?
 _MAX_REASON = 1024
+_MAX_HOST = 64  # characters of a numeric address
 # The first bytes of version 1, which was ZeroMQ's (ZMTP), and what they are answered.
 FIRST_VERSION = b"\xff\0\0\0\0\0\0\0\1\x7f"
 OUTDATED = f"This peer of Shoal speaks version {VERSION} of its protocol, and no earlier one: update it.\n".encode()
@@ -123,11 +123,27 @@ class Token(msgspec.Struct, tag=8, array_like=True, frozen=True):
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
-class Moved(msgspec.Struct, tag=9, array_like=True, frozen=True):
+class Observe(msgspec.Struct, tag=9, array_like=True, frozen=True):
+    """In place of a hello: from where does this connection come? The link ends with the answer."""
+
+
+class Observed(msgspec.Struct, tag=10, array_like=True, frozen=True):
+    """The listener's answer, as it sees the dialler.
+
+    Attributes:
+        host: an IPv4 or IPv6 address.
+        port: of TCP.
+    """
+
+    host: Annotated[str, msgspec.Meta(max_length=_MAX_HOST)]
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+class Moved(msgspec.Struct, tag=11, array_like=True, frozen=True):
     """The last word over a link: what follows comes over the one that succeeds it."""
 
 
-Said = Challenge | Hello | Kept | Refusal | Taken | Alive | Wanted | Key | Token | Moved
+Said = Challenge | Hello | Kept | Refusal | Taken | Alive | Wanted | Key | Token | Observe | Observed | Moved
 _decoder = msgspec.msgpack.Decoder(Said)
 encode = msgspec.msgpack.Encoder().encode
 
@@ -141,11 +157,6 @@ def decode(payload: memoryview) -> Said:
     if isinstance(said, Challenge | Hello) and (said.magic, said.version) != (MAGIC, VERSION):
         raise ValueError(f"it speaks {said.magic!r} version {said.version}, this peer {MAGIC!r} version {VERSION}")
     return said
-
-
-def whereabouts(host: str, port: int) -> bytes:
-    """The answer to WHERE_BYTE: from which address and port it came, as a line of text."""
-    return f"{host} {port}\n".encode()
 
 
 def refusal(reason: str) -> Refusal:

@@ -36,7 +36,6 @@ Wait = Generator[None, None, T]
 
 QUEUE_BYTES = 128 << 20  # that wait for one peer; more than a peer that keeps the rules can be owed
 PROOF_TIMEOUT = 10.0  # seconds from a link's beginning until both sides must be proven
-ANSWERED_SECONDS = 1.0  # that one has to read where it is
 UNPROVEN_BYTES = 16 << 10  # that may come before a link is open; a handshake and a hello take about 1 kB
 RECEIVE_BYTES = 64 << 10  # at a time
 _STEPS = 64  # of TLS at a time, before the loop may do something else
@@ -114,6 +113,7 @@ class Link:
         succeeded: whether another one has taken its place, so this one is about to end.
         emptied: whether the other side sends nothing more over it, because another one takes its place.
         held: whether messages that come wait, until `release`.
+        observed: of a link that was dialled to ask: where the other side sees this one.
         error: of a dialled link: the error that the dialler gets when the link has ended.
         lane: the lane beside this link, if there is one.
         keys: the keys with which this side seals what it sends, one for each connection of the lane.
@@ -139,6 +139,7 @@ class Link:
         self.peer: PeerID | None = None
         self.instance = self.nonce = self.certificate = b""
         self.said_hello = self.succeeds = self.succeeded = self.emptied = self.held = False
+        self.observed: greeting.Observed | None = None
         self.error: type[PeerUnreachable] = PeerUnreachable
         self.lane: Lane | None = None
         self.keys: list[bytes] = []
@@ -320,9 +321,6 @@ class Link:
                 return self._events.lane_came(self, first)
             case greeting.CIRCUIT_BYTE:
                 return self._events.circuit_came(self, first)
-            case greeting.WHERE_BYTE:
-                self._unsent += greeting.whereabouts(*self.address[:2])
-                return self.finish(ANSWERED_SECONDS, "it has only asked where it is")
         self._incoming.write(first)
         yield from self._step(self._tls.do_handshake)
         self.stage = Stage.GREETING

@@ -17,7 +17,20 @@ from shoal.p2p import frames, greeting, sealing, tcp, tls
 from shoal.p2p.budget import Budget
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.frames import Kind
-from shoal.p2p.greeting import Alive, Challenge, Hello, Kept, Key, Moved, Refusal, Taken, Token, Wanted
+from shoal.p2p.greeting import (
+    Alive,
+    Challenge,
+    Hello,
+    Kept,
+    Key,
+    Moved,
+    Observe,
+    Observed,
+    Refusal,
+    Taken,
+    Token,
+    Wanted,
+)
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.lane import Address, Shared
 from shoal.p2p.lanes import Lanes
@@ -28,7 +41,7 @@ from shoal.p2p.listener import Admission, Listener, most_connections
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.race import first_to_succeed
 from shoal.p2p.route import Route, Router
-from shoal.p2p.transport import Buffer, Transport, check_size
+from shoal.p2p.transport import Buffer, Observation, Transport, check_size
 
 log = logging.getLogger(__name__)
 
@@ -206,8 +219,7 @@ class SocketTransport(Transport, LinkEvents):
         route = self.router(address)
         connection = await route.connect()
         if self._closed or self.is_connected(peer):
-            connection.close()
-            return self._check_open()
+            return connection.close()
         link = self._link(connection, self._tls_dialling(), route=route)
         try:
             await self._greet(link, peer)
@@ -216,23 +228,13 @@ class SocketTransport(Transport, LinkEvents):
         if self._peers.get(peer) is link:
             route.opened()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise PeerUnreachable("this transport is closed")
-
     def _tls_dialling(self) -> ssl.SSLContext:
         self._dialling = self._dialling or tls.dialling()
         return self._dialling
 
     async def _dial(self, peer: PeerID, ip: IPAddress, port: int) -> None:
-        self._check_open()
         try:
-            connection = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET)
-        except OSError as error:
-            raise PeerUnreachable(f"{ip} can't be dialled: {error.strerror}") from error
-        connection.setblocking(False)
-        try:
-            await self._greet(self._link(connection, self._tls_dialling(), (str(ip), port)), peer)
+            await self._greet(self._dialled(peer, ip, port), peer)
         except PeerUnreachable as error:
             raise type(error)(f"{ip}:{port}: {error}") from error
 
@@ -267,13 +269,55 @@ class SocketTransport(Transport, LinkEvents):
         link.succeeds = True
         await self._greet(link, peer)
 
+    def _dialled(self, peer: PeerID, ip: IPAddress, port: int, source_port: int | None = None) -> Link:
+        if self._closed:
+            raise PeerUnreachable("this transport is closed")
+        try:
+            connection = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET)
+        except OSError as error:
+            raise PeerUnreachable(f"{ip} can't be dialled: {error.strerror}") from error
+        if source_port is not None:
+            # Others come from there, too: on Linux, all of them have to say that they share it.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                connection.bind(("", source_port))
+            except OSError as error:
+                connection.close()
+                raise PeerUnreachable(f"{ip} can't be dialled from port {source_port}: {error.strerror}") from error
+        connection.setblocking(False)
+        link = self._link(connection, self._tls_dialling(), (str(ip), port))
+        link.peer = peer
+        return link
+
+    async def observe(self, address: Multiaddr, source_port: int = 0) -> Observation:
+        if address.peer_id is None:
+            raise ValueError(f"{address} does not say whom to expect: it must end in /p2p/<peer id>")
+        try:
+            [ip, *_] = await self.resolve(address)
+        except OSError as error:
+            raise PeerUnreachable(f"{address}: {error}") from error
+        link = self._dialled(address.peer_id, ip, address.port, source_port)
+        try:
+            await asyncio.wait([link.challenged, link.outcome], return_when=asyncio.FIRST_COMPLETED)
+            if not link.outcome.done():
+                link.instance = b""  # it is no link to that peer, which others would take the place of
+                own_port: int = link.socket.getsockname()[1]
+                link.say(Observe())
+            await link.outcome
+            assert link.observed is not None  # or the outcome is an error
+            return Observation(_plain(link.observed.host), link.observed.port, own_port)
+        finally:
+            link.outcome.cancel()
+            link.end("it was dialled to ask")
+
+    def source(self, peer: PeerID) -> str:
+        try:
+            return _plain(self._peers[peer].address[0]) if peer in self._peers else ""
+        except OSError:  # it has just ended, which is told elsewhere
+            return ""
+
     def is_connected(self, peer: PeerID) -> bool:
         return peer in self._peers
-
-    def host_of(self, peer: PeerID) -> str:
-        """From where that connected peer is seen to come; "" if it is not connected."""
-        link = self._peers.get(peer)
-        return "" if link is None else link.address[0]
 
     def route_to(self, peer: PeerID) -> Route | None:
         """By which route this side has dialled that connected peer; None for none."""
@@ -388,6 +432,14 @@ class SocketTransport(Transport, LinkEvents):
             case Challenge() if undecided and not link.nonce:
                 link.instance, link.nonce = said.instance, said.nonce
                 link.challenged.set_result(None)
+            case Observe() if not link.dialled and peer is None:
+                host, port = link.address[:2]
+                link.say(Observed(_plain(host), port))
+                link.finish(REFUSAL_TIME, "it came to ask from where it comes")
+            case Observed() if undecided and link.nonce and not link.said_hello:
+                ipaddress.ip_address(said.host)  # ValueError if it is none
+                link.observed = said
+                link.outcome.set_result(None)
             case Hello() if not link.dialled and peer is None:
                 self._on_hello(link, said)
             case Kept() if connected:
@@ -664,3 +716,9 @@ class SocketTransport(Transport, LinkEvents):
             address.host, address.port, family=_FAMILIES[address.protocol], type=socket.SOCK_STREAM
         )
         return list(dict.fromkeys(ipaddress.ip_address(where[0]) for *_, where in found))
+
+
+def _plain(host: str) -> str:
+    """A numeric address as people write it: an IPv4 one without the IPv6 around it, and without a zone."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return str(getattr(address, "ipv4_mapped", None) or address)

@@ -133,7 +133,7 @@ class Circuits:
     def _listens(self, relay: PeerID) -> list[Multiaddr]:
         """Where a relay listens: first where this peer has reached it; of loopback only if there is nothing else."""
         known = [a for a in self._node.known_addresses(relay) if a.relay is None]
-        known.sort(key=lambda address: (address.is_loopback, address.host != self._transport.host_of(relay)))
+        known.sort(key=lambda address: (address.is_loopback, address.host != self._transport.source(relay)))
         return [a for a in known if a.is_loopback == known[0].is_loopback][:ADDRESSES_PER_RELAY]
 
     def _handle(self, relay: PeerID, coming: Incoming, _buffers: Sequence[memoryview]) -> None:
@@ -148,7 +148,7 @@ class Circuits:
         except PeerUnreachable as error:
             log.info("a circuit of %r did not come about: %s", PeerID(coming.peer), error)
         else:
-            self._transport.accept(connection, self._transport.host_of(relay) or "0.0.0.0")
+            self._transport.accept(connection, self._transport.source(relay) or "0.0.0.0")
         finally:
             self._coming -= 1
 

@@ -68,7 +68,7 @@ class Relay:
         return self._ledger.numbers
 
     def _handle(self, peer: PeerID, message: msgspec.Struct, _buffers: Sequence[memoryview]) -> msgspec.Struct:
-        network = network_of(self._transport.host_of(peer))
+        network = network_of(self._transport.source(peer))
         match message:
             case Reserve():
                 return Reserved(self._ledger.reserve(peer, network, time.monotonic()))

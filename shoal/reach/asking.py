@@ -1,0 +1,145 @@
+"""Asks other hosts whether they reach this peer: at its start, and again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+
+from shoal.p2p.errors import P2PError, Unavailable
+from shoal.p2p.identity import PeerID
+from shoal.p2p.interfaces import is_host_of_this_machine
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.node import Node
+from shoal.reach.finding import LATER, SOON, Finding, Reached, host_of, judge
+from shoal.reach.probe import DIAL_BACK, MAX_ADDRESSES, Answer, probe
+from shoal.reach.words import found
+
+log = logging.getLogger(__name__)
+
+HOSTS = 3  # that are asked at once: two that agree outvote one that lies
+LOOK = 30.0  # seconds between two looks at the interfaces
+TIMEOUT = DIAL_BACK + 0.4  # seconds for an answer
+
+
+Reserve = Callable[[Node, Sequence[PeerID]], Awaitable[list[Multiaddr]]]
+"""Takes places at relays for a node that nobody reaches: asks those of its connected peers that relay, and returns the
+addresses at which it is reached through them; none if nobody takes it. It raises nothing of the network."""
+
+
+async def no_relays(_node: Node, _contacts: Sequence[PeerID]) -> list[Multiaddr]:
+    """Reserves nothing."""
+    return []
+
+
+class Asking:
+    """Finds out how others reach this peer, keeps it up to date, and says what was found.
+
+    Args:
+        node: of this peer.
+        contacts: gives the peers that it may ask, connected or not.
+        own: gives the addresses at which it listens, or that its user announces; looks at the interfaces again.
+        changed: told of each finding that differs from the one before.
+        insists: whether it stays a node if nobody reaches it.
+        mapped: gives the address that the router has mapped for it, if it has.
+        reserve: tried where nobody reaches it.
+        rng: draws whom to ask, and when.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        *,
+        contacts: Callable[[], Sequence[PeerID]],
+        own: Callable[[], Sequence[Multiaddr]],
+        changed: Callable[[Finding], Awaitable[None]],
+        insists: bool,
+        mapped: Callable[[], Multiaddr | None] = lambda: None,
+        reserve: Reserve = no_relays,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._node, self._contacts, self._own, self._changed = node, contacts, own, changed
+        self._insists, self._mapped, self._reserve = insists, mapped, reserve
+        self._rng = rng or random.Random()
+        self._asked_of: list[Multiaddr] = []  # what was asked about last
+        self.finding = Finding()
+
+    async def find_out(self) -> None:
+        """Ask, and take it in. Takes TIMEOUT at most, and what `reserve` takes."""
+        own, mapped = self._own(), self._mapped()
+        self._asked_of = self._to_ask(own, mapped)
+        hosts = self._hosts()
+        if not hosts:
+            return
+        if self._asked_of:
+            finding = await self._ask(list(hosts.values()), self._asked_of, mapped)
+        else:
+            finding = Finding(Reached.NOBODY)  # it listens on loopback only
+        if finding is None:
+            return
+        if finding.reached is Reached.NOBODY:
+            circuits = await self._reserve(self._node, list(hosts.values()))
+            if circuits:
+                finding = Finding(Reached.RELAYED, tuple(circuits), finding.failed, finding.seen)
+        if finding != self.finding:
+            before, self.finding = self.finding, finding
+            found(before, finding, own, list(hosts), insists=self._insists)
+            await self._changed(finding)
+
+    async def keep_up(self) -> None:
+        """Ask again: when the addresses of this machine change, soon where nothing is known, and else now and then."""
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+        while True:
+            await asyncio.sleep(LOOK * self._rng.uniform(0.8, 1.2))
+            wait = SOON if self.finding.reached is Reached.UNKNOWN else LATER
+            if self._to_ask(self._own(), self._mapped()) != self._asked_of or loop.time() - asked_at >= wait:
+                asked_at = loop.time()
+                await self.find_out()
+
+    def _to_ask(self, own: Sequence[Multiaddr], mapped: Multiaddr | None) -> list[Multiaddr]:
+        asked = ([] if mapped is None else [mapped]) + [address for address in own if not address.is_loopback]
+        return list(dict.fromkeys(asked))[:MAX_ADDRESSES]
+
+    def _hosts(self) -> dict[str, PeerID]:
+        """The other machines that can be asked, each with one peer there, in an order that nobody can foresee."""
+        contacts = list(dict.fromkeys(self._contacts()))
+        self._rng.shuffle(contacts)
+        found: dict[str, PeerID] = {}
+        for peer in contacts:
+            source = self._node.transport.source(peer)
+            if source and not is_host_of_this_machine(source):
+                found.setdefault(host_of(source), peer)
+        return found
+
+    async def _ask(self, peers: list[PeerID], addresses: list[Multiaddr], mapped: Multiaddr | None) -> Finding | None:
+        """What HOSTS of them say together, as soon as that is decided; who can't answer is replaced."""
+        answers: list[Answer] = []
+        running: set[asyncio.Task[Answer]] = set()
+        num_hosts = 0
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                while True:
+                    while peers and len(running) + len(answers) < HOSTS:
+                        running.add(asyncio.create_task(probe(self._node, peers.pop(), addresses, TIMEOUT)))
+                        num_hosts += 1
+                    if not running:
+                        return None
+                    ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    for task in ended:
+                        try:
+                            answers.append(task.result())
+                        except Unavailable:  # an earlier version, or too much to do: it is none of those to ask
+                            num_hosts -= 1
+                        except (P2PError, TimeoutError) as error:
+                            log.debug("a probe failed: %s", error)
+                    finding = judge(answers, num_hosts, addresses, mapped)
+                    if finding is not None and (num_hosts > 1 or not peers):
+                        return finding
+        except TimeoutError:
+            return None
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
