@@ -18,9 +18,11 @@ from shoal.p2p.interfaces import is_of_this_machine
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
 from shoal.p2p.sockets import SocketTransport
-from shoal.reach.asking import Asking
+from shoal.reach.asking import Asking, no_relays
+from shoal.reach.circuits import Circuits
 from shoal.reach.finding import Finding, Reached
 from shoal.reach.probe import DialBack
+from shoal.reach.relay import Relay
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +33,13 @@ class CreatedNode(DHTNode):
     Attributes:
         is_client: whether nobody can dial it: it was made a client, or nobody reaches it. (A node that is reached by
             relays only keeps nothing for others, too, but they dial it.)
+        circuits: through relays; others', and those that lead to this node.
+        relay: what it is to others, if it relays.
     """
 
     is_client: bool
+    circuits: Circuits
+    relay: Relay | None
 
     @classmethod
     async def create(
@@ -52,6 +58,8 @@ class CreatedNode(DHTNode):
         ensure_bootstrap_success: bool = True,
         upload_limit: float | None = None,
         download_limit: float | None = None,
+        relay: bool = False,
+        relay_bandwidth: float | None = None,
         **options: Any,
     ) -> CreatedNode:
         """A node with a transport of its own, on the running loop, that listens and has joined the DHT; `shutdown` ends
@@ -71,6 +79,8 @@ class CreatedNode(DHTNode):
             bootstrap_timeout: seconds that the initial peers have to answer.
             ensure_bootstrap_success: if False, a node whom no initial peer answers goes on, and dials them again.
             upload_limit, download_limit: bytes per second that this node sends and receives at most; None for no limit.
+            relay: lead others to peers that nobody can dial.
+            relay_bandwidth: bytes per second that pass through this relay at most; None for no limit.
             **options: see `DHTNode`.
 
         Raises:
@@ -81,17 +91,20 @@ class CreatedNode(DHTNode):
         if identity is None:
             identity = Identity.from_file(identity_path) if identity_path is not None else Identity()
         rules = [*validators, *([record_validator] if record_validator is not None else [])]
-        node = Node(identity, SocketTransport(identity, upload_limit=upload_limit, download_limit=download_limit))
+        transport = SocketTransport(identity, upload_limit=upload_limit, download_limit=download_limit)
+        node = Node(identity, transport)
         try:
             for address in map(Multiaddr, () if client_mode else host_maddrs):
                 await node.listen(address)
             DialBack(node)
+            relaying = Relay(node, transport, relay_bandwidth) if relay else None
             options |= {"validators": rules, "request_timeout": wait_timeout}
             elsewhere = not all(is_of_this_machine(Multiaddr(address)) for address in initial_peers or ())
             # Whom nobody may reach keeps nothing for others until it is known: they would look for it in vain.
             options["client_mode"] = elsewhere if client_mode is None else client_mode
             dht_node = cls(node, announce=list(map(Multiaddr, announce_maddrs)), **options)
             dht_node.is_client = client_mode is True
+            dht_node.circuits, dht_node.relay = Circuits(node, transport, dht_node.contacts), relaying
             try:
                 await dht_node.bootstrap(initial_peers or (), bootstrap_timeout)
             except PeerUnreachable as error:
@@ -114,6 +127,8 @@ class CreatedNode(DHTNode):
             if insists and finding.reached is Reached.NOBODY:
                 finding = Finding()  # it announces what its user says
             await self.found(finding, client_mode=unreached and not insists)
+            if finding.reached is not Reached.RELAYED and finding.reached is not Reached.NOBODY:
+                self.circuits.stop_reserving()
 
         asking = Asking(
             self.node,
@@ -121,8 +136,13 @@ class CreatedNode(DHTNode):
             own=lambda: self.own_addresses(latest=True),
             changed=changed,
             insists=insists,
+            reserve=no_relays if insists else self.circuits.reserve,
             rng=self._rng,
         )
+        def led() -> None:
+            self.node.spawn(asking.led(self.circuits.addresses))
+
+        self.circuits.on_change = led
         await asking.find_out()
         if asking.finding == Finding() and self.client_mode:
             await self.found(asking.finding, client_mode=False)
@@ -132,4 +152,7 @@ class CreatedNode(DHTNode):
     async def shutdown(self) -> None:
         """As `close`, and end all connections of `node`."""
         await self.close()
+        self.circuits.close()
+        if self.relay is not None:
+            self.relay.close()
         await self.node.close()

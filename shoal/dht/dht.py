@@ -67,6 +67,9 @@ class DHT:
         await_ready: with `start`, wait until it has joined.
         upload_limit, download_limit: bytes per second that this peer sends and receives at most, for who shares a home
             line; None for no limit.
+        relay: lead other peers to those that nobody can dial, as `shoal node --relay` does: for a machine that others
+            reach, with bandwidth to spare.
+        relay_bandwidth: bytes per second that this peer passes on as a relay at most; None for no limit.
         shutdown_timeout: seconds that `shutdown` may take; what is not ended by then is left behind, with a warning.
 
     Raises:
@@ -90,6 +93,8 @@ class DHT:
         await_ready: bool = True,
         upload_limit: float | None = None,
         download_limit: float | None = None,
+        relay: bool = False,
+        relay_bandwidth: float | None = None,
         shutdown_timeout: float = 3.0,
     ) -> None:
         self.initial_peers = _addresses("initial_peers", initial_peers or ())
@@ -108,10 +113,16 @@ class DHT:
             raise ValueError("host_maddrs is empty: name an address to listen on, or set client_mode=True")
         if num_replicas < 1:
             raise ValueError(f"num_replicas must be at least 1, not {num_replicas}")
-        for name, limit in (("upload_limit", upload_limit), ("download_limit", download_limit)):
+        if relay and client_mode:
+            raise ValueError("relay=True is for a node that others reach: leave client_mode=True out")
+        if relay_bandwidth is not None and not relay:
+            raise ValueError("relay_bandwidth limits what a relay passes on: add relay=True")
+        limits = {"upload_limit": upload_limit, "download_limit": download_limit, "relay_bandwidth": relay_bandwidth}
+        for name, limit in limits.items():
             if limit is not None and not limit >= LEAST_RATE:
                 raise ValueError(f"{name} must be at least {LEAST_RATE} bytes per second, or None, not {limit:g}")
         self.upload_limit, self.download_limit = upload_limit, download_limit
+        self.relay, self.relay_bandwidth = relay, relay_bandwidth
         self.identity_path = identity_path
         self._client_mode = client_mode
         self.num_replicas = num_replicas
@@ -180,6 +191,8 @@ class DHT:
             num_replicas=self.num_replicas,
             upload_limit=self.upload_limit,
             download_limit=self.download_limit,
+            relay=self.relay,
+            relay_bandwidth=self.relay_bandwidth,
             bootstrap_timeout=self.bootstrap_timeout,
         )
 

@@ -110,6 +110,7 @@ class DHTNode:
         self._initial_peers: dict[PeerID, list[Multiaddr]] = {}
         self._redial = Redial(self._rng)
         self._initial_lost = asyncio.Event()
+        self._moved: list[Callable[[], None]] = []
         self._stop_listening_for_losses = node.on_lost(self._on_lost)
         self._validator = CompositeValidator([SignatureValidator(node.identity), ClosedRunValidator(), *validators])
         self._replication = Replication(self.table, self.storage, num_replicas, republish_period, self._rng)
@@ -143,8 +144,15 @@ class DHTNode:
         was_client = self.client_mode
         self._protocol.finding = finding
         self._protocol.turn(client_mode)
+        for handler in list(self._moved):
+            handler()
         if not (was_client and client_mode):
             await self._meet(self.table.own_id)
+
+    def on_moved(self, handler: Callable[[], None]) -> Callable[[], None]:
+        """Have `handler` called when `visible_addresses` may have changed; returns a function that ends that."""
+        self._moved.append(handler)
+        return lambda: self._moved.remove(handler) if handler in self._moved else None
 
     def contacts(self) -> list[PeerID]:
         """The peers that it knows as nodes of the DHT, and its initial peers."""

@@ -38,14 +38,14 @@ class Admission:
         proving = [where for where in self._accepted.values() if where]
         if len(proving) >= HANDSHAKES:
             return f"{HANDSHAKES} others are about to prove who they are"
-        network = network_of(address)
+        network = _network(address)
         if proving.count(network) >= HANDSHAKES_PER_ADDRESS:
             return f"{HANDSHAKES_PER_ADDRESS} others from {network} are about to prove who they are"
         return ""
 
     def enter(self, connection: Hashable, address: str) -> None:
         """A connection was accepted."""
-        self._accepted[connection] = network_of(address)
+        self._accepted[connection] = _network(address)
 
     def proven(self, connection: Hashable) -> None:
         """It is known who that is."""
@@ -56,12 +56,11 @@ class Admission:
         self._accepted.pop(connection, None)
 
 
-def network_of(address: str) -> str:
-    """That of one subscriber, about: an address of IPv4, a /64 of IPv6."""
+def _network(address: str) -> str:
     ip = ipaddress.ip_address(address.partition("%")[0])
     if ip.version == 6 and ip.ipv4_mapped is not None:
         ip = ip.ipv4_mapped
-    return str(ipaddress.ipnetwork_of((ip, 64), strict=False)) if ip.version == 6 else str(ip)
+    return str(ipaddress.ip_network((ip, 64), strict=False)) if ip.version == 6 else str(ip)
 
 
 def most_connections() -> int:

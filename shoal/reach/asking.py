@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 
 from shoal.p2p.errors import P2PError, Unavailable
 from shoal.p2p.identity import PeerID
@@ -23,12 +24,12 @@ LOOK = 30.0  # seconds between two looks at the interfaces
 TIMEOUT = DIAL_BACK + 0.4  # seconds for an answer
 
 
-Reserve = Callable[[Node, Sequence[PeerID]], Awaitable[list[Multiaddr]]]
-"""Takes places at relays for a node that nobody reaches: asks those of its connected peers that relay, and returns the
-addresses at which it is reached through them; none if nobody takes it. It raises nothing of the network."""
+Reserve = Callable[[], Awaitable[Sequence[Multiaddr]]]
+"""Takes places at relays for a node that nobody reaches: asks its connected peers, and returns the addresses at which
+it is reached through those that relay; none if nobody takes it. It raises nothing of the network."""
 
 
-async def no_relays(_node: Node, _contacts: Sequence[PeerID]) -> list[Multiaddr]:
+async def no_relays() -> list[Multiaddr]:
     """Reserves nothing."""
     return []
 
@@ -63,6 +64,7 @@ class Asking:
         self._insists, self._mapped, self._reserve = insists, mapped, reserve
         self._rng = rng or random.Random()
         self._asked_of: list[Multiaddr] = []  # what was asked about last
+        self._asked: list[str] = []  # and which hosts
         self.finding = Finding()
 
     async def find_out(self) -> None:
@@ -79,13 +81,11 @@ class Asking:
         if finding is None:
             return
         if finding.reached is Reached.NOBODY:
-            circuits = await self._reserve(self._node, list(hosts.values()))
+            circuits = await self._reserve()
             if circuits:
                 finding = Finding(Reached.RELAYED, tuple(circuits), finding.failed, finding.seen)
-        if finding != self.finding:
-            before, self.finding = self.finding, finding
-            found(before, finding, own, list(hosts), insists=self._insists)
-            await self._changed(finding)
+        self._asked = list(hosts)
+        await self._take_in(finding, own, self._asked)
 
     async def keep_up(self) -> None:
         """Ask again: when the addresses of this machine change, soon where nothing is known, and else now and then."""
@@ -97,6 +97,20 @@ class Asking:
             if self._to_ask(self._own(), self._mapped()) != self._asked_of or loop.time() - asked_at >= wait:
                 asked_at = loop.time()
                 await self.find_out()
+
+    async def led(self, circuits: Sequence[Multiaddr]) -> None:
+        """The addresses at which this peer is reached through relays are these now, if nobody reaches it directly."""
+        before = self.finding
+        if before.reached in (Reached.NOBODY, Reached.RELAYED):
+            reached = Reached.RELAYED if circuits else Reached.NOBODY
+            await self._take_in(replace(before, reached=reached, addresses=tuple(circuits)), self._own(), self._asked)
+
+    async def _take_in(self, finding: Finding, own: Sequence[Multiaddr], asked: Collection[str]) -> None:
+        if finding != self.finding:
+            before, self.finding = self.finding, finding
+            if finding.reached is not Reached.RELAYED or before.reached is not Reached.RELAYED:
+                found(before, finding, own, asked, insists=self._insists)
+            await self._changed(finding)
 
     def _to_ask(self, own: Sequence[Multiaddr], mapped: Multiaddr | None) -> list[Multiaddr]:
         asked = ([] if mapped is None else [mapped]) + [address for address in own if not address.is_loopback]

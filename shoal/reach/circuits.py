@@ -64,13 +64,12 @@ class Circuits:
 
     # -- to be reached
 
-    async def reserve(self) -> bool:
-        """Reserve at up to MAX_RELAYS relays, and keep that up. Returns whether there is one, when each candidate was
-        asked once."""
+    async def reserve(self) -> list[Multiaddr]:
+        """Reserve at up to MAX_RELAYS relays, and keep that up. Returns `addresses` when each candidate was asked."""
         if self._keeping is None:
             await self._look()
             self._keeping = self._node.spawn(self._keep())
-        return bool(self._reserved)
+        return self.addresses
 
     def stop_reserving(self) -> None:
         """Be reached through relays no more; what they were promised runs out."""

@@ -16,9 +16,9 @@ import msgspec
 from shoal.p2p.errors import Refused
 from shoal.p2p.greeting import CIRCUIT_BYTE, TOKEN_BYTES
 from shoal.p2p.identity import PeerID
-from shoal.p2p.listener import network_of
 from shoal.p2p.node import Node
 from shoal.p2p.sockets import SocketTransport
+from shoal.reach.finding import host_of
 from shoal.reach.ledger import TOKEN_SECONDS, Ledger
 from shoal.reach.messages import CIRCUIT, RELAY, Circuit, Incoming, Opened, Reserve, Reserved
 from shoal.reach.splice import Circuit as Spliced
@@ -68,7 +68,10 @@ class Relay:
         return self._ledger.numbers
 
     def _handle(self, peer: PeerID, message: msgspec.Struct, _buffers: Sequence[memoryview]) -> msgspec.Struct:
-        network = network_of(self._transport.source(peer))
+        source = self._transport.source(peer)
+        if not source:
+            raise Refused("its connection has ended")
+        network = host_of(source)
         match message:
             case Reserve():
                 return Reserved(self._ledger.reserve(peer, network, time.monotonic()))

@@ -61,7 +61,7 @@ class End:
         for relay in relays:
             self.node.learn(relay.peer_id, [relay.address])
             await self.node.connect(relay.peer_id)
-        assert await self.circuits.reserve()
+        assert await self.circuits.reserve(), "no reservation"
 
     async def close(self) -> None:
         self.circuits.close()

@@ -147,7 +147,7 @@ def test_a_node_that_does_not_relay_says_so_and_is_not_asked_again():
     asyncio.run(main())
 
 
-def test_a_relay_that_leads_to_somebody_else_is_found_out():
+def test_a_relay_that_leads_to_somebody_else_is_found_out(monkeypatch):
     async def main() -> None:
         async with ends(3) as ([relay], [one, other, impostor]):
             await impostor.use(relay)
@@ -158,7 +158,7 @@ def test_a_relay_that_leads_to_somebody_else_is_found_out():
                 astray = service is CIRCUIT and peers == [other.peer_id]
                 notify([impostor.peer_id] if astray else peers, service, message, *rest)
 
-            relay.node.notify = lead_astray
+            monkeypatch.setattr(relay.node, "notify", lead_astray)
             one.node.learn(other.peer_id, other.circuits.addresses)
             with pytest.raises(HandshakeFailed, match="cannot prove to be that peer"):
                 await one.node.connect(other.peer_id)
@@ -210,7 +210,12 @@ def test_a_token_is_good_once():
             await joined(one, other, relay)
             tokens = []
             came = relay.transport.on_circuit
-            relay.transport.on_circuit = lambda connection, token: (tokens.append(token), came(connection, token))
+
+            def on_circuit(connection, token):
+                tokens.append(token)
+                came(connection, token)
+
+            relay.transport.on_circuit = on_circuit
             one.node.disconnect(other.peer_id, "to dial anew")
             await eventually(lambda: not other.node.is_connected(one.peer_id))
             await one.node.connect(other.peer_id)
@@ -254,7 +259,7 @@ def test_two_dials_at_once_use_one_link():
             one.node.learn(other.peer_id, other.circuits.addresses)
             other.node.learn(one.peer_id, one.circuits.addresses)
             await asyncio.gather(one.node.connect(other.peer_id), other.node.connect(one.peer_id))
-            assert await asyncio.gather(one.ask(other, "a"), other.ask(one, "b")) == ["a", "b"]
+            assert list(await asyncio.gather(one.ask(other, "a"), other.ask(one, "b"))) == ["a", "b"]
             await eventually(lambda: relay.relay.numbers[2] == 1)
             assert one.lost == other.lost == []
 
