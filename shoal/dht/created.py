@@ -22,6 +22,7 @@ from shoal.reach.asking import Asking, no_relays
 from shoal.reach.circuits import Circuits
 from shoal.reach.finding import Finding, Reached
 from shoal.reach.probe import DialBack
+from shoal.reach.punch import Punch
 from shoal.reach.relay import Relay
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ class CreatedNode(DHTNode):
             dht_node = cls(node, announce=list(map(Multiaddr, announce_maddrs)), **options)
             dht_node.is_client = client_mode is True
             dht_node.circuits, dht_node.relay = Circuits(node, transport, dht_node.contacts), relaying
+            dht_node.circuits.on_dialled = Punch(node, transport, dht_node._observers, dht_node._direct).begin
             try:
                 await dht_node.bootstrap(initial_peers or (), bootstrap_timeout)
             except PeerUnreachable as error:
@@ -139,6 +141,7 @@ class CreatedNode(DHTNode):
             reserve=no_relays if insists else self.circuits.reserve,
             rng=self._rng,
         )
+
         def led() -> None:
             self.node.spawn(asking.led(self.circuits.addresses))
 
@@ -148,6 +151,15 @@ class CreatedNode(DHTNode):
             await self.found(asking.finding, client_mode=False)
         if not all(address.is_loopback for address in self.own_addresses()):
             self.node.spawn(asking.keep_up())
+
+    def _observers(self) -> list[Multiaddr]:
+        connected = [peer for peer in self.contacts() if self.node.is_connected(peer)]
+        known = [self.node.known_addresses(peer)[:1] for peer in connected]
+        return [address for [address] in known if address.relay is None]
+
+    def _direct(self) -> list[Multiaddr]:
+        finding = self._protocol.finding
+        return list(finding.addresses) if finding.reached in (Reached.PUBLIC, Reached.MAPPED) else []
 
     async def shutdown(self) -> None:
         """As `close`, and end all connections of `node`."""

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Final
 
 from shoal.p2p.errors import P2PError, PeerUnreachable, Unavailable
@@ -40,11 +39,13 @@ class Circuits:
     Attributes:
         addresses: at which this peer is reached through relays.
         on_change: called when these have changed.
+        on_dialled: called when a link through a relay is open that this side has dialled, with peer and address.
     """
 
     def __init__(self, node: Node, transport: SocketTransport, candidates: Callable[[], Iterable[PeerID]]) -> None:
         self.addresses: list[Multiaddr] = []
         self.on_change: Callable[[], None] = lambda: None
+        self.on_dialled: Callable[[PeerID, Multiaddr], None] = lambda peer, address: None
         self._node, self._transport, self._candidates = node, transport, candidates
         self._reserved: dict[PeerID, float] = {}  # when each is to be renewed
         self._no_relays: dict[PeerID, float] = {}  # until when each is not asked
@@ -52,7 +53,7 @@ class Circuits:
         self._news = asyncio.Event()  # a relay was lost
         self._keeping: asyncio.Task[None] | None = None
         self._stop_listening = node.on_lost(lambda peer, _reason: self._lost(peer))
-        transport.router = partial(Through, node, transport)
+        transport.router = self._route
         node.serve(CIRCUIT, self._handle)
 
     def close(self) -> None:
@@ -61,6 +62,9 @@ class Circuits:
         self._stop_listening()
         self._transport.router = None
         self._node.stop_serving(CIRCUIT)
+
+    def _route(self, address: Multiaddr) -> Route:
+        return Through(self._node, self._transport, address, self.on_dialled)
 
     # -- to be reached
 
@@ -158,10 +162,21 @@ class Through(Route):
     Args:
         node, transport: of this peer.
         address: of the other one.
+        on_opened: called with peer and address when a link over this way is open.
     """
 
-    def __init__(self, node: Node, transport: SocketTransport, address: Multiaddr) -> None:
-        self._node, self._transport, self.address = node, transport, address
+    def __init__(
+        self,
+        node: Node,
+        transport: SocketTransport,
+        address: Multiaddr,
+        on_opened: Callable[[PeerID, Multiaddr], None],
+    ) -> None:
+        self._node, self._transport, self.address, self._on_opened = node, transport, address, on_opened
+
+    def opened(self) -> None:
+        assert self.address.peer_id is not None
+        self._on_opened(self.address.peer_id, self.address)
 
     async def connect(self) -> socket.socket:
         address, node = self.address, self._node
