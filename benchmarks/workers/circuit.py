@@ -6,12 +6,17 @@ It answers JSON lines, as `benchmarks.workers.link` does, and imports no torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import socket
 import sys
+import threading
 import time
 from typing import Any
 
+from shoal.p2p.errors import P2PError
+from shoal.p2p.greeting import CIRCUIT_BYTE, TOKEN_BYTES
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
@@ -81,6 +86,50 @@ class EndWorker:
         self._socket = socket.create_connection((self._relay.host, self._relay.port))
         self._socket.sendall(token)
 
+    def flood(self, to: str, circuits: int, connections: int) -> int:
+        """Asks for so many circuits to that peer, and comes to those that it gets. Opens so many more connections: half
+        of them say nothing, and half come with a token that nobody knows. Those that the relay closes are opened again
+        every second, until `calm`. Returns how many circuits it got."""
+        self._floods = threading.Event()
+        self._held = self._reactor.run(self._ask_for(PeerID.parse(to), circuits))
+        self._flooding = threading.Thread(target=self._keep_open, args=(connections,), daemon=True)
+        self._flooding.start()
+        return len(self._held)
+
+    def calm(self) -> None:
+        """Ends that."""
+        self._floods.set()
+        self._flooding.join()
+        for connection in self._held:
+            connection.close()
+
+    async def _ask_for(self, to: PeerID, number: int) -> list[socket.socket]:
+        relay = self._relay.peer_id
+        assert relay is not None
+        held = []
+        for _ in range(number):
+            with contextlib.suppress(P2PError):
+                opened = await self._node.call(relay, RELAY, Circuit(to.key), Opened, timeout=10)
+                held.append(socket.create_connection((self._relay.host, self._relay.port)))
+                held[-1].sendall(opened.token)
+        return held
+
+    def _keep_open(self, number: int) -> None:
+        where = self._relay.host, self._relay.port
+        kept: list[socket.socket] = []
+        while not self._floods.is_set():
+            living = [connection for connection in kept if not is_closed(connection)]
+            for connection in set(kept) - set(living):
+                connection.close()
+            while len(living) < number:
+                living.append(socket.create_connection(where))
+                if len(living) % 2:
+                    living[-1].sendall(CIRCUIT_BYTE + os.urandom(TOKEN_BYTES - 1))
+            kept = living
+            self._floods.wait(1)
+        for connection in kept:
+            connection.close()
+
     def send(self, size: int) -> None:
         """Sends so many bytes."""
         piece = memoryview(bytearray(PIECE))
@@ -96,6 +145,16 @@ class EndWorker:
             started = started or time.monotonic()
             left -= got
         return time.monotonic() - started
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other side has ended that connection, which sends nothing."""
+    try:
+        return connection.recv(1, socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def main() -> None:

@@ -196,7 +196,7 @@ def test_who_joins_through_another_machine_and_listens_on_loopback_is_told_so(
     async def resolve(_transport: SocketTransport, _address: Multiaddr) -> list[ipaddress.IPv4Address]:
         return [ipaddress.IPv4Address("127.0.0.1")]
 
-    monkeypatch.setattr(SocketTransport, "_resolve", resolve)
+    monkeypatch.setattr(SocketTransport, "resolve", resolve)
     monkeypatch.setattr(SocketTransport, "source", lambda *_: "203.0.113.9")
     with DHT(start=True) as first:
         [address] = first.get_visible_maddrs()
