@@ -1,5 +1,5 @@
-"""One of four Shoal peers, of which the last two are connected through the first, which relays. Arguments: rank, elements,
-and "relayed" or "direct"."""
+"""One of four Shoal peers. Arguments: rank, elements, and "direct", or "relayed" if the last two are to be connected
+through the first, which relays."""
 
 from __future__ import annotations
 

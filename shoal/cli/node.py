@@ -34,6 +34,8 @@ def run_node(
         )
         for address in dht.get_visible_maddrs():
             console.print(f"--initial-peers {address}", markup=False, highlight=False, soft_wrap=True)
+        if relay:
+            console.print("Peers that nobody can dial are reached through it: see docs/guides/relays.md", markup=False)
         try:
             threading.Event().wait()
         except KeyboardInterrupt:

@@ -93,7 +93,7 @@ class CreatedNode(DHTNode):
             identity = Identity.from_file(identity_path) if identity_path is not None else Identity()
         rules = [*validators, *([record_validator] if record_validator is not None else [])]
         transport = SocketTransport(identity, upload_limit=upload_limit, download_limit=download_limit)
-        node = Node(identity, transport)
+        node, relaying = Node(identity, transport), None
         try:
             for address in map(Multiaddr, () if client_mode else host_maddrs):
                 await node.listen(address)
@@ -116,6 +116,8 @@ class CreatedNode(DHTNode):
             if client_mode is not True:
                 await dht_node._find_out(insists=client_mode is False)
         except BaseException:  # cancelled, too: the node must not go on listening
+            if relaying is not None:
+                relaying.close()
             await node.close()
             raise
         return dht_node

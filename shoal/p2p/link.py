@@ -97,6 +97,7 @@ class Link:
         context: of TLS.
         address: the address that this side dials; None if the other side has dialled, or there is a route.
         route: by which this side has connected; None for none.
+        relayed: whether the connection leads through somebody else.
         limits: the limits of upload and download that this link shares with others.
         budget: the memory for large messages that this link shares with others.
 
@@ -130,12 +131,13 @@ class Link:
         context: ssl.SSLContext,
         address: Address | None,
         route: Route | None,
+        relayed: bool,
         limits: tuple[Limit, Limit],
         budget: Budget[Link],
     ) -> None:
         self.socket = connection
         self.dialled = address is not None or route is not None
-        self.route = route
+        self.route, self.relayed = route, relayed
         self.peer: PeerID | None = None
         self.instance = self.nonce = self.certificate = b""
         self.said_hello = self.succeeds = self.succeeded = self.emptied = self.held = False

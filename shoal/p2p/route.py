@@ -10,7 +10,13 @@ from shoal.p2p.multiaddr import Multiaddr
 
 
 class Route(ABC):
-    """A way to one peer, for the link and for each connection of its lane."""
+    """A way to one peer, for the link and for each connection of its lane.
+
+    Attributes:
+        relayed: whether it leads through somebody else.
+    """
+
+    relayed = False
 
     @abstractmethod
     async def connect(self) -> socket.socket:

@@ -165,22 +165,22 @@ class SocketTransport(Transport, LinkEvents):
             self._listening, self._certificate = tls.listening(self.identity)
             self._admission = Admission(most_connections())
 
-    def accept(self, connection: socket.socket, where: str) -> None:
+    def accept(self, connection: socket.socket, where: str, *, relayed: bool = False) -> None:
         """Take a connection, which does not block, for one that was accepted: who is at the other end believes to have
-        dialled this peer. It comes from the host `where`."""
+        dialled this peer. It comes from the host `where`, which is a relay's if it is `relayed`."""
         if self._closed:
             return connection.close()
         self._be_ready_to_accept()
-        self._accepted(connection, where)
+        self._accepted(connection, where, relayed=relayed)
 
-    def _accepted(self, connection: socket.socket, where: str) -> None:
+    def _accepted(self, connection: socket.socket, where: str, *, relayed: bool = False) -> None:
         reason = self._admission.refusal(where, self._lanes.connections, expected=self._lanes.expects(where))
         if reason:
             log.info("refused a connection from %s: %s", where, reason)
             connection.close()
             return
         assert self._listening is not None
-        self._admission.enter(self._link(connection, self._listening), where)
+        self._admission.enter(self._link(connection, self._listening, relayed=relayed), where)
 
     def _link(
         self,
@@ -188,9 +188,11 @@ class SocketTransport(Transport, LinkEvents):
         context: ssl.SSLContext,
         address: Address | None = None,
         route: Route | None = None,
+        *,
+        relayed: bool = False,
     ) -> Link:
         limits = self.shared.upload, self.shared.download
-        link = Link(self, connection, context, address, route, limits, self.budget)
+        link = Link(self, connection, context, address, route, relayed, limits, self.budget)
         self._links.add(link)
         if self._next_look is None:
             self._look()
@@ -220,7 +222,7 @@ class SocketTransport(Transport, LinkEvents):
         connection = await route.connect()
         if self._closed or self.is_connected(peer):
             return connection.close()
-        link = self._link(connection, self._tls_dialling(), route=route)
+        link = self._link(connection, self._tls_dialling(), route=route, relayed=route.relayed)
         try:
             await self._greet(link, peer)
         except PeerUnreachable as error:
@@ -311,18 +313,14 @@ class SocketTransport(Transport, LinkEvents):
             link.end("it was dialled to ask")
 
     def source(self, peer: PeerID) -> str:
+        link = self._peers.get(peer)
         try:
-            return _plain(self._peers[peer].address[0]) if peer in self._peers else ""
+            return _plain(link.address[0]) if link is not None and not link.relayed else ""
         except OSError:  # it has just ended, which is told elsewhere
             return ""
 
     def is_connected(self, peer: PeerID) -> bool:
         return peer in self._peers
-
-    def route_to(self, peer: PeerID) -> Route | None:
-        """By which route this side has dialled that connected peer; None for none."""
-        link = self._peers.get(peer)
-        return None if link is None else link.route
 
     def disconnect(self, peer: PeerID) -> None:
         link = self._peers.pop(peer, None)

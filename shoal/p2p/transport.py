@@ -93,7 +93,8 @@ class Transport(ABC):
 
     @abstractmethod
     def source(self, peer: PeerID) -> str:
-        """The numeric address (IPv4 or IPv6) at the other end of the connection to `peer`; "" if there is none."""
+        """The numeric address (IPv4 or IPv6) at the other end of the connection to `peer`; "" if there is none, or a
+        relay is at that end."""
 
     @abstractmethod
     def is_connected(self, peer: PeerID) -> bool:

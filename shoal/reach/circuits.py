@@ -151,7 +151,7 @@ class Circuits:
         except PeerUnreachable as error:
             log.info("a circuit of %r did not come about: %s", PeerID(coming.peer), error)
         else:
-            self._transport.accept(connection, self._transport.source(relay) or "0.0.0.0")
+            self._transport.accept(connection, self._transport.source(relay) or "0.0.0.0", relayed=True)
         finally:
             self._coming -= 1
 
@@ -164,6 +164,8 @@ class Through(Route):
         address: of the other one.
         on_opened: called with peer and address when a link over this way is open.
     """
+
+    relayed = True
 
     def __init__(
         self,

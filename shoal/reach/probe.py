@@ -80,7 +80,7 @@ class DialBack:
             raise Unavailable(f"ask less: more than {PROBES.per_second:g} probes a second came from this peer")
         source = self._node.transport.source(peer)
         if not source:
-            raise Unavailable("its connection has ended")
+            raise Unavailable("its connection has ended, or leads through a relay")
         addresses = _parsed(message.addresses, peer)
         async with self._gate:
             there = [await self._is_at(address, source) for address in addresses]

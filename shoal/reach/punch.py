@@ -152,7 +152,7 @@ class Punch:
         """A fresh port, and where it is seen from outside. Raises PeerUnreachable if another host sees it elsewhere, or
         nobody says."""
         loop = asyncio.get_running_loop()
-        others = {address.host: address for address in self._observers()} | {relay.host: relay}
+        others = [*(address for address in self._observers() if address.peer_id != relay.peer_id), relay]
         [ip, *_] = await self._transport.resolve(relay)
         holder = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET)
         found: list[Observation] = []
@@ -163,7 +163,7 @@ class Punch:
             while others and len(found) < HOSTS:
                 started = loop.time()
                 with contextlib.suppress(PeerUnreachable):
-                    found.append(await self._observed(others.popitem()[1], port))
+                    found.append(await self._observed(others.pop(), port))
                     seconds = loop.time() - started
             if not found:
                 raise PeerUnreachable("nobody says from where this peer comes")

@@ -70,7 +70,7 @@ class Relay:
     def _handle(self, peer: PeerID, message: msgspec.Struct, _buffers: Sequence[memoryview]) -> msgspec.Struct:
         source = self._transport.source(peer)
         if not source:
-            raise Refused("its connection has ended")
+            raise Refused("its connection has ended, or leads through another relay")
         network = host_of(source)
         match message:
             case Reserve():

@@ -78,7 +78,8 @@ def test_all_messages_come_once_and_in_order_while_links_take_each_others_place(
                 before = link_of(other, one)
                 await eventually(lambda: not (one.transport._moves or other.transport._moves))
                 await succeed(one, other)
-                await eventually(lambda before=before: link_of(other, one) is not before)
+                assert link_of(one, other).succeeds
+                await other.until(lambda before=before: link_of(other, one) is not before)  # type: ignore[misc]
             going = False
             await asyncio.gather(*talks)
             for end, to in ((one, other), (other, one)):

@@ -63,6 +63,10 @@ class End:
             await self.node.connect(relay.peer_id)
         assert await self.circuits.reserve(), "no reservation"
 
+    def route(self, other: End) -> str:
+        """The kind of the way by which it has dialled that connected peer."""
+        return type(self.transport._peers[other.peer_id].route).__name__
+
     async def close(self) -> None:
         self.circuits.close()
         await self.node.close()

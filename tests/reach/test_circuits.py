@@ -100,7 +100,7 @@ def test_a_direct_address_is_tried_first():
             direct = await other.node.listen(Multiaddr("/ip4/127.0.0.1/tcp/0"))
             one.node.learn(other.peer_id, [*other.circuits.addresses, direct])
             await one.node.connect(other.peer_id)
-            assert one.transport.route_to(other.peer_id) is None
+            assert one.route(other) == "NoneType"
             assert relay.relay.numbers[1:] == (0, 0)
 
     asyncio.run(main())

@@ -49,7 +49,7 @@ for line in sys.stdin:
             answer = [data[at : at + 16].hex() for at in range(0, len(data), len(data) // 10)]
         case "ways":
             transport = dht.node.transport
-            answer = {str(p): type(transport.route_to(p)).__name__ for p in list(transport._peers)}
+            answer = {str(p): type(link.route).__name__ for p, link in transport._peers.items()}
         case ["round", change]:
             vector.add_(torch.rand(elements, generator=torch.Generator().manual_seed(change + rank)))
             averager.step(timeout=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -170,9 +171,9 @@ def test_a_circuit_can_be_ended_and_no_descriptor_stays():
             one, other, circuit = at.circuit()
             one.sendall(bytes(MIB))
             at.splicer.end(circuit)
-            with pytest.raises((ConnectionError, AssertionError)):
-                while True:
-                    assert other.recv(MIB)
+            with contextlib.suppress(ConnectionError):
+                while other.recv(MIB):
+                    pass
             one.close()
             other.close()
         at.until_over(20)
@@ -186,7 +187,7 @@ def test_a_machine_that_is_gone_ends_its_circuit(monkeypatch):
         one, other, circuit = at.circuit()
         _, _, stays = at.circuit()
         gone = circuit.ends[0].fileno()
-        monkeypatch.setattr(splice.tcp, "is_silent", lambda connection: connection.fileno() == gone)
+        monkeypatch.setattr("shoal.p2p.tcp.is_silent", lambda connection: connection.fileno() == gone)
         one.sendall(b"x")
         at.until_over()
         assert at.over == [circuit]
