@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 HOSTS = 3  # that are asked at once: two that agree outvote one that lies
 LOOK = 30.0  # seconds between two looks at the interfaces
 TIMEOUT = DIAL_BACK + 0.4  # seconds for an answer
+GRACE = 0.2  # seconds that the others have when it is decided: they may name more addresses
 
 
 Reserve = Callable[[Node, Sequence[PeerID]], Awaitable[list[Multiaddr]]]
@@ -114,31 +115,33 @@ class Asking:
         return found
 
     async def _ask(self, peers: list[PeerID], addresses: list[Multiaddr], mapped: Multiaddr | None) -> Finding | None:
-        """What HOSTS of them say together, as soon as that is decided; who can't answer is replaced."""
+        """What HOSTS of them say together, a moment after that is decided; who can't answer is replaced."""
+        loop = asyncio.get_running_loop()
+        finding: Finding | None = None
         answers: list[Answer] = []
         running: set[asyncio.Task[Answer]] = set()
-        num_hosts = 0
+        num_hosts, until = 0, loop.time() + TIMEOUT
         try:
-            async with asyncio.timeout(TIMEOUT):
-                while True:
-                    while peers and len(running) + len(answers) < HOSTS:
-                        running.add(asyncio.create_task(probe(self._node, peers.pop(), addresses, TIMEOUT)))
-                        num_hosts += 1
-                    if not running:
-                        return None
-                    ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                    for task in ended:
-                        try:
-                            answers.append(task.result())
-                        except Unavailable:  # an earlier version, or too much to do: it is none of those to ask
-                            num_hosts -= 1
-                        except (P2PError, TimeoutError) as error:
-                            log.debug("a probe failed: %s", error)
+            while True:
+                while peers and len(running) + len(answers) < HOSTS:
+                    running.add(asyncio.create_task(probe(self._node, peers.pop(), addresses, TIMEOUT)))
+                    num_hosts += 1
+                ended: set[asyncio.Task[Answer]] = set()
+                if running:
+                    wait = until - loop.time()
+                    ended, running = await asyncio.wait(running, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+                if not ended:
+                    return finding
+                for task in ended:
+                    try:
+                        answers.append(task.result())
+                    except Unavailable:  # an earlier version, or too much to do: it is none of those to ask
+                        num_hosts -= 1
+                    except (P2PError, TimeoutError) as error:
+                        log.debug("a probe failed: %s", error)
+                if num_hosts > 1 or not peers:
                     finding = judge(answers, num_hosts, addresses, mapped)
-                    if finding is not None and (num_hosts > 1 or not peers):
-                        return finding
-        except TimeoutError:
-            return None
+                    until = min(until, loop.time() + GRACE) if finding is not None else until
         finally:
             for task in running:
                 task.cancel()

@@ -1,0 +1,169 @@
+"""Peers behind real home routers (in namespaces) find out how they are reached."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from tests.homes import Bed, Host, Router, homes
+
+PORT = 31337
+
+NODE = """
+import sys, shoal
+with shoal.DHT(sys.argv[2:], start=True, client_mode=False, host_maddrs=[sys.argv[1]]) as dht:
+    print(dht.get_visible_maddrs()[0], flush=True)
+    sys.stdin.read()
+"""
+
+# Answers what is asked of it, whatever is true; argv[1]: "yes" or "no".
+LIAR = """
+import sys, shoal
+from shoal.p2p.node import Node
+from shoal.reach import probe
+async def lie(self, peer, message, _buffers):
+    lies = tuple(f"/ip4/6.6.6.6/tcp/{shoal.p2p.Multiaddr(address).port}" for address in message.addresses)
+    where = tuple(str(shoal.p2p.Multiaddr(address)) for address in message.addresses)
+    return probe.Probed("6.6.6.6", lies, ()) if sys.argv[1] == "yes" else probe.Probed("6.6.6.6", (), lies)
+probe.DialBack._handle = lie
+""" + NODE.replace("sys.argv[1]", "sys.argv[2]").replace("sys.argv[2:]", "sys.argv[3:]")
+
+PEER = """
+import json, logging, sys, time
+import shoal
+said = []
+class Said(logging.Handler):
+    def emit(self, record):
+        if record.name.startswith("shoal") and record.levelno >= logging.WARNING:
+            said.append(record.getMessage())
+logging.getLogger("shoal").addHandler(Said())
+options = json.loads(sys.argv[1])
+began = time.perf_counter()
+with shoal.DHT(sys.argv[2:], start=True, **options) as dht:
+    print(json.dumps({
+        "seconds": time.perf_counter() - began,
+        "client": dht.client_mode,
+        "addresses": [str(address.with_peer(None)) for address in dht.get_visible_maddrs() if not address.is_loopback],
+        "peer": str(dht.peer_id),
+        "said": said,
+    }), flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def running(host: Host, program: str, *arguments: str) -> Iterator[str]:
+    """The first line that the program prints in this host, which then runs to the end of the block."""
+    with host.python(program, *arguments) as process:
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            if not line:
+                pytest.fail(f"{process.communicate(timeout=10)}")
+            yield line.strip()
+        finally:
+            process.kill()
+
+
+@contextmanager
+def nodes(bed: Bed, number: int, liar: str = "") -> Iterator[list[str]]:
+    """So many nodes with public addresses, of one DHT; the last one lies, if `liar` says what."""
+    with ExitStack() as stack:
+        addresses: list[str] = []
+        for host in bed.publics[:number]:
+            lies = [liar] if liar and host is bed.publics[number - 1] else []
+            program = LIAR if lies else NODE
+            listen = f"/ip4/{host.address}/tcp/{PORT}"
+            addresses.append(stack.enter_context(running(host, program, *lies, listen, *addresses[:1])))
+        yield addresses
+
+
+def found_by(host: Host, initial: list[str], **options: Any) -> dict[str, Any]:
+    """What a peer in that host finds out at its start."""
+    options = {"host_maddrs": [f"/ip4/0.0.0.0/tcp/{PORT}"]} | options
+    with running(host, PEER, json.dumps(options), *initial) as line:
+        return dict(json.loads(line))
+
+
+@pytest.mark.parametrize("liar", ["", "no", "yes"])
+def test_a_peer_finds_out_whether_and_where_others_reach_it(liar: str) -> None:
+    """With three hosts to ask, one that lies alone changes nothing."""
+    with homes(*Router, publics=4) as bed, nodes(bed, 3, liar) as initial:
+        for router, host in zip(Router, bed.homes, strict=True):
+            found = found_by(host, initial)
+            assert found["seconds"] < 3.5, "2 s, and a process on a machine that does other things, too"
+            if router is Router.FORWARDING:
+                assert not found["client"]
+                assert found["addresses"] == [f"/ip4/{host.public}/tcp/{PORT}", f"/ip4/{host.address}/tcp/{PORT}"]
+                assert found["said"] == []
+            else:
+                assert found["client"], router
+                assert found["addresses"] == []
+                [warning] = found["said"]
+                assert f"forward TCP port {PORT} of the router {host.public} to {host.address}" in warning
+                assert "port_mapping=True" in warning
+                assert "shoal node --relay" in warning
+        public = found_by(bed.publics[3], initial)
+        assert (public["client"], public["said"]) == (False, [])
+        assert public["addresses"] == [f"/ip4/{bed.publics[3].address}/tcp/{PORT}"]
+
+
+def test_one_host_to_ask_decides_and_two_that_disagree_change_nothing() -> None:
+    with homes(Router.CONE, publics=2) as bed:
+        [home] = bed.homes
+        with nodes(bed, 1) as initial:
+            assert found_by(home, initial)["client"]
+            insists = found_by(home, initial, client_mode=False)
+            assert not insists["client"]
+            assert insists["addresses"] == [f"/ip4/{home.address}/tcp/{PORT}"]
+            assert "stays a node, as it was told to" in insists["said"][0]
+        with nodes(bed, 2, "yes") as initial:
+            found = found_by(home, initial)
+            assert (found["client"], found["said"]) == (False, [])
+            assert found["addresses"] == [f"/ip4/{home.address}/tcp/{PORT}"], "and not what the liar says"
+
+
+def test_ipv6_and_names() -> None:
+    with homes(publics=3) as bed:
+        own = [f"/ip6/{host.address6}/tcp/{PORT}" for host in bed.publics]
+        with running(bed.publics[0], NODE, own[0]) as first, running(bed.publics[1], NODE, own[1], first) as second:
+            found = found_by(bed.publics[2], [first, second], host_maddrs=[own[2]])
+            assert (found["client"], found["addresses"], found["said"]) == (False, [own[2]], [])
+
+
+@pytest.mark.long
+def test_a_probe_is_right_a_hundred_times() -> None:
+    program = """
+import asyncio, json, sys
+from shoal.p2p.identity import Identity
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.node import Node
+from shoal.p2p.sockets import SocketTransport
+from shoal.reach.probe import probe
+async def main():
+    identity = Identity()
+    node = Node(identity, SocketTransport(identity))
+    [own] = [await node.listen(Multiaddr("/ip4/0.0.0.0/tcp/31337"))]
+    asked = Multiaddr(sys.argv[1])
+    node.learn(asked.peer_id, [asked])
+    answers = await asyncio.gather(*(probe(node, asked.peer_id, [own], 60) for _ in range(100)))
+    print(json.dumps([[sorted(map(str, a.reached)), a.seen] for a in answers]))
+    await node.close()
+asyncio.run(main())
+"""
+    with homes(*Router, publics=2) as bed, nodes(bed, 1) as [asked]:
+        hosts = [*zip(Router, bed.homes, strict=True), (None, bed.publics[1])]
+        for router, host in hosts:
+            with running(host, program, asked) as line:
+                answers = json.loads(line)
+            right = router in (None, Router.FORWARDING)
+            assert len(answers) == 100
+            for reached, seen in answers:
+                assert seen == host.public
+                assert [address.partition("/p2p/")[0] for address in reached] == (
+                    [f"/ip4/{host.public}/tcp/{PORT}"] if right else []
+                ), router
