@@ -46,6 +46,10 @@ class Asking:
         mapped: gives the address that the router has mapped for it, if it has.
         reserve: tried where nobody reaches it.
         rng: draws whom to ask, and when.
+
+    Attributes:
+        finding: the last one.
+        asked: the hosts that were asked last.
     """
 
     def __init__(
@@ -65,28 +69,33 @@ class Asking:
         self._rng = rng or random.Random()
         self._asked_of: list[Multiaddr] = []  # what was asked about last
         self.finding = Finding()
+        self.asked: list[str] = []
 
     async def find_out(self) -> None:
-        """Ask, and take it in. Takes TIMEOUT at most, and what `reserve` takes."""
+        """Ask, take it in, and say what is new. Takes TIMEOUT at most, and what `reserve` takes."""
+        finding = await self.ask()
+        if finding is None or finding == self.finding:
+            return
+        before, self.finding = self.finding, finding
+        found(before, finding, self._own(), self.asked, insists=self._insists)
+        await self._changed(finding)
+
+    async def ask(self) -> Finding | None:
+        """What others say of this peer's reach; None if nobody can be asked, or that decides nothing."""
         own, mapped = self._own(), self._mapped()
         self._asked_of = self._to_ask(own, mapped)
         hosts = self._hosts()
+        self.asked = list(hosts)[-HOSTS:]
         if not hosts:
-            return
-        if self._asked_of:
-            finding = await self._ask(list(hosts.values()), self._asked_of, mapped)
-        else:
-            finding = Finding(Reached.NOBODY)  # it listens on loopback only
-        if finding is None:
-            return
-        if finding.reached is Reached.NOBODY:
+            return None
+        if not self._asked_of:
+            return Finding(Reached.NOBODY)  # it listens on loopback only
+        finding = await self._ask(list(hosts.values()), self._asked_of, mapped)
+        if finding is not None and finding.reached is Reached.NOBODY:
             circuits = await self._reserve(self._node, list(hosts.values()))
             if circuits:
-                finding = Finding(Reached.RELAYED, tuple(circuits), finding.failed, finding.seen)
-        if finding != self.finding:
-            before, self.finding = self.finding, finding
-            found(before, finding, own, list(hosts), insists=self._insists)
-            await self._changed(finding)
+                return Finding(Reached.RELAYED, tuple(circuits), finding.failed, finding.seen)
+        return finding
 
     async def keep_up(self) -> None:
         """Ask again: when the addresses of this machine change, soon where nothing is known, and else now and then."""

@@ -167,3 +167,30 @@ asyncio.run(main())
                 assert [address.partition("/p2p/")[0] for address in reached] == (
                     [f"/ip4/{host.public}/tcp/{PORT}"] if right else []
                 ), router
+
+
+@pytest.mark.long
+def test_the_doctor_names_the_router_and_the_line_to_change() -> None:
+    program = "from shoal.cli import app; app()"
+    with homes(*Router, publics=3) as bed, nodes(bed, 2) as initial:
+        hosts = [*zip(Router, bed.homes, strict=True), (None, bed.publics[2])]
+        asked = [host.python(program, "doctor", initial[1], "--port", str(PORT), "--json") for _, host in hosts]
+        for (router, host), process in zip(hosts, asked, strict=True):
+            printed, errors = process.communicate(timeout=60)
+            assert printed, errors
+            found = {finding["name"]: finding for finding in json.loads(printed)["findings"]}
+            kind = {None: "none", Router.SYMMETRIC: "symmetric"}.get(router, "cone")
+            assert found["router"]["facts"] == {"kind": kind, "seen_from": host.public}
+            if router in (None, Router.FORWARDING):
+                assert found["reach"]["facts"]["reached"] == "public"
+                assert f"/ip4/{host.public}/tcp/{PORT}" in found["reach"]["found"]
+            else:
+                assert found["reach"]["facts"]["reached"] == "nobody"
+                assert (
+                    f"forward TCP port {PORT} of the router {host.public} to {host.address}" in found["reach"]["advice"]
+                )
+    with homes(Router.CONE, publics=1) as bed, nodes(bed, 1) as initial:
+        printed, _ = bed.homes[0].python(program, "doctor", initial[0], "--json").communicate(timeout=60)
+        found = {finding["name"]: finding for finding in json.loads(printed)["findings"]}
+        assert found["router"]["facts"]["kind"] == "unknown"
+        assert "nodes at two hosts" in found["router"]["advice"]
