@@ -20,7 +20,10 @@ from shoal.p2p.node import Node
 from shoal.p2p.sockets import SocketTransport
 from shoal.reach.asking import Asking
 from shoal.reach.finding import Finding, Reached
+from shoal.reach.natpmp import NatPmp
+from shoal.reach.portmap import PortMapping
 from shoal.reach.probe import DialBack
+from shoal.reach.upnp import Upnp
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ class CreatedNode(DHTNode):
     """
 
     is_client: bool
+    _mapping: PortMapping | None = None
 
     @classmethod
     async def create(
@@ -50,6 +54,7 @@ class CreatedNode(DHTNode):
         wait_timeout: float = 3.0,
         bootstrap_timeout: float = 10.0,
         ensure_bootstrap_success: bool = True,
+        port_mapping: bool = False,
         upload_limit: float | None = None,
         download_limit: float | None = None,
         **options: Any,
@@ -70,11 +75,13 @@ class CreatedNode(DHTNode):
             wait_timeout: seconds until a node that does not answer counts as failed.
             bootstrap_timeout: seconds that the initial peers have to answer.
             ensure_bootstrap_success: if False, a node whom no initial peer answers goes on, and dials them again.
+            port_mapping: ask the router to send a port to this node, by NAT-PMP or UPnP; the address is announced when
+                others have reached the node there.
             upload_limit, download_limit: bytes per second that this node sends and receives at most; None for no limit.
             **options: see `DHTNode`.
 
         Raises:
-            ValueError: for an address that can't be.
+            ValueError: for an address that can't be, or for a mapping to a node that listens on loopback only.
             PeerUnreachable: if no initial peer answers; names each, and why.
             OSError: if an address is taken, or the identity's file can't be read.
         """
@@ -92,12 +99,18 @@ class CreatedNode(DHTNode):
             options["client_mode"] = elsewhere if client_mode is None else client_mode
             dht_node = cls(node, announce=list(map(Multiaddr, announce_maddrs)), **options)
             dht_node.is_client = client_mode is True
+            if port_mapping:
+                mapping = dht_node._mapping = PortMapping([NatPmp(), Upnp()], _port_to_map(node.addresses))
+                mapped = node.spawn(mapping.begin())
             try:
                 await dht_node.bootstrap(initial_peers or (), bootstrap_timeout)
             except PeerUnreachable as error:
                 if ensure_bootstrap_success:
                     raise
                 log.warning("%s", error)
+            if port_mapping:
+                await mapped
+                node.spawn(mapping.keep_up())
             if client_mode is not True:
                 await dht_node._find_out(insists=client_mode is False)
         except BaseException:  # cancelled, too: the node must not go on listening
@@ -120,6 +133,7 @@ class CreatedNode(DHTNode):
             contacts=self.contacts,
             own=lambda: self.own_addresses(latest=True),
             changed=changed,
+            mapped=lambda: None if self._mapping is None else self._mapping.address,
             insists=insists,
             rng=self._rng,
         )
@@ -130,6 +144,15 @@ class CreatedNode(DHTNode):
             self.node.spawn(asking.keep_up())
 
     async def shutdown(self) -> None:
-        """As `close`, and end all connections of `node`."""
+        """As `close`, and end all connections of `node`, and the mapping of its port."""
         await self.close()
+        if self._mapping is not None:
+            await self._mapping.end()
         await self.node.close()
+
+
+def _port_to_map(listening: Sequence[Multiaddr]) -> int:
+    for address in listening:
+        if address.protocol == "ip4" and not address.is_loopback:
+            return address.port
+    raise ValueError("port_mapping=True needs an address of a network to listen on: host_maddrs=['/ip4/0.0.0.0/tcp/0']")

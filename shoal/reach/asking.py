@@ -82,7 +82,7 @@ class Asking:
 
     async def ask(self) -> Finding | None:
         """What others say of this peer's reach; None if nobody can be asked, or that decides nothing."""
-        own, mapped = self._own(), self._mapped()
+        own, mapped = self._own(), self._mapped_address()
         self._asked_of = self._to_ask(own, mapped)
         hosts = self._hosts()
         self.asked = list(hosts)[-HOSTS:]
@@ -104,9 +104,13 @@ class Asking:
         while True:
             await asyncio.sleep(LOOK * self._rng.uniform(0.8, 1.2))
             wait = SOON if self.finding.reached is Reached.UNKNOWN else LATER
-            if self._to_ask(self._own(), self._mapped()) != self._asked_of or loop.time() - asked_at >= wait:
+            if self._to_ask(self._own(), self._mapped_address()) != self._asked_of or loop.time() - asked_at >= wait:
                 asked_at = loop.time()
                 await self.find_out()
+
+    def _mapped_address(self) -> Multiaddr | None:
+        address = self._mapped()
+        return None if address is None else address.with_peer(self._node.peer_id)
 
     def _to_ask(self, own: Sequence[Multiaddr], mapped: Multiaddr | None) -> list[Multiaddr]:
         asked = ([] if mapped is None else [mapped]) + [address for address in own if not address.is_loopback]
