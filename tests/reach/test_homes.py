@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -84,17 +84,26 @@ def nodes(bed: Bed, number: int, liar: str = "") -> Iterator[list[str]]:
 
 def found_by(host: Host, initial: list[str], **options: Any) -> dict[str, Any]:
     """What a peer in that host finds out at its start."""
+    [found] = found_by_all([host], initial, **options)
+    return found
+
+
+def found_by_all(hosts: Sequence[Host], initial: list[str], **options: Any) -> list[dict[str, Any]]:
+    """What a peer in each host finds out at its start, all at once."""
     options = {"host_maddrs": [f"/ip4/0.0.0.0/tcp/{PORT}"]} | options
-    with running(host, PEER, json.dumps(options), *initial) as line:
-        return dict(json.loads(line))
+    processes = [host.python(PEER, json.dumps(options), *initial) for host in hosts]
+    said = [process.communicate(timeout=60) for process in processes]
+    for line, errors in said:
+        assert line, errors
+    return [dict(json.loads(line)) for line, _ in said]
 
 
 @pytest.mark.parametrize("liar", ["", "no", "yes"])
 def test_a_peer_finds_out_whether_and_where_others_reach_it(liar: str) -> None:
     """With three hosts to ask, one that lies alone changes nothing."""
     with homes(*Router, publics=4) as bed, nodes(bed, 3, liar) as initial:
-        for router, host in zip(Router, bed.homes, strict=True):
-            found = found_by(host, initial)
+        [*at_home, public] = found_by_all([*bed.homes, bed.publics[3]], initial)
+        for router, host, found in zip(Router, bed.homes, at_home, strict=True):
             assert found["seconds"] < 3.5, "2 s, and a process on a machine that does other things, too"
             if router is Router.FORWARDING:
                 assert not found["client"]
@@ -107,7 +116,6 @@ def test_a_peer_finds_out_whether_and_where_others_reach_it(liar: str) -> None:
                 assert f"forward TCP port {PORT} of the router {host.public} to {host.address}" in warning
                 assert "port_mapping=True" in warning
                 assert "shoal node --relay" in warning
-        public = found_by(bed.publics[3], initial)
         assert (public["client"], public["said"]) == (False, [])
         assert public["addresses"] == [f"/ip4/{bed.publics[3].address}/tcp/{PORT}"]
 
