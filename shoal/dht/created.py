@@ -18,7 +18,7 @@ from shoal.p2p.interfaces import is_of_this_machine
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
 from shoal.p2p.sockets import SocketTransport
-from shoal.reach.asking import Asking
+from shoal.reach.asking import Asking, no_relays
 from shoal.reach.finding import Finding, Reached
 from shoal.reach.natpmp import NatPmp
 from shoal.reach.portmap import PortMapping
@@ -135,6 +135,7 @@ class CreatedNode(DHTNode):
             changed=changed,
             mapped=lambda: None if self._mapping is None else self._mapping.address,
             insists=insists,
+            reserve=no_relays,
             rng=self._rng,
         )
         await asking.find_out()

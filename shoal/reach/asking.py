@@ -61,19 +61,21 @@ class Asking:
         changed: Callable[[Finding], Awaitable[None]],
         insists: bool,
         mapped: Callable[[], Multiaddr | None] = lambda: None,
-        reserve: Reserve = no_relays,
+        reserve: Reserve,
         rng: random.Random | None = None,
     ) -> None:
         self._node, self._contacts, self._own, self._changed = node, contacts, own, changed
         self._insists, self._mapped, self._reserve = insists, mapped, reserve
         self._rng = rng or random.Random()
         self._asked_of: list[Multiaddr] = []  # what was asked about last
+        self._decided = False
         self.finding = Finding()
         self.asked: list[str] = []
 
     async def find_out(self) -> None:
         """Ask, take it in, and say what is new. Takes TIMEOUT at most, and what `reserve` takes."""
         finding = await self.ask()
+        self._decided = finding is not None
         if finding is None or finding == self.finding:
             return
         before, self.finding = self.finding, finding
@@ -103,7 +105,7 @@ class Asking:
         asked_at = loop.time()
         while True:
             await asyncio.sleep(LOOK * self._rng.uniform(0.8, 1.2))
-            wait = SOON if self.finding.reached is Reached.UNKNOWN else LATER
+            wait = LATER if self._decided else SOON
             if self._to_ask(self._own(), self._mapped_address()) != self._asked_of or loop.time() - asked_at >= wait:
                 asked_at = loop.time()
                 await self.find_out()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -141,6 +142,47 @@ def test_ipv6_and_names() -> None:
         with running(bed.publics[0], NODE, own[0]) as first, running(bed.publics[1], NODE, own[1], first) as second:
             found = found_by(bed.publics[2], [first, second], host_maddrs=[own[2]])
             assert (found["client"], found["addresses"], found["said"]) == (False, [own[2]], [])
+
+
+CHANGING = """
+import sys, time, shoal
+from shoal.reach import asking
+asking.LOOK, asking.SOON, asking.LATER = 0.1, 0.2, 0.2
+with shoal.DHT(sys.argv[2:], start=True, host_maddrs=[sys.argv[1]]) as dht:
+    last = None
+    while True:
+        addresses = [str(address.with_peer(None)) for address in dht.get_visible_maddrs()]
+        now = dht.client_mode, dht.dht_node.client_mode, addresses
+        if now != last:
+            last = now
+            print(*now[:2], *addresses, flush=True)
+        time.sleep(0.02)
+"""
+
+
+def test_it_asks_again_when_nobody_reached_it_and_when_its_addresses_change() -> None:
+    with homes(Router.CONE, publics=3) as bed, nodes(bed, 2) as initial:
+        [home], third = bed.homes, bed.publics[2]
+        with home.python(CHANGING, f"/ip4/0.0.0.0/tcp/{PORT}", *initial) as peer:
+            try:
+                assert peer.stdout is not None
+                assert peer.stdout.readline() == "True True\n"
+                home.nft("add", "rule", "ip", "nat", "pre", "iifname", "pub", "dnat", "to", home.address)
+                opened = f"False False /ip4/{home.public}/tcp/{PORT} /ip4/{home.address}/tcp/{PORT}"
+                assert peer.stdout.readline().startswith(opened)
+                home.nft("flush", "chain", "ip", "nat", "pre")
+                assert peer.stdout.readline() == "True True\n"
+            finally:
+                peer.kill()
+        with third.python(CHANGING, f"/ip4/0.0.0.0/tcp/{PORT}", *initial) as peer:
+            try:
+                assert peer.stdout is not None
+                assert peer.stdout.readline().startswith(f"False False /ip4/{third.address}/tcp/{PORT} ")
+                moved = "52.20.7.77"
+                subprocess.run(third.inside("ip", "addr", "add", f"{moved}/24", "dev", "pub"), check=True)
+                assert any(f"/ip4/{moved}/tcp/{PORT}" in line for line in peer.stdout)
+            finally:
+                peer.kill()
 
 
 @pytest.mark.long

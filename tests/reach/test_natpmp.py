@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.reach import natpmp, portmap
+from shoal.reach import natpmp
 from shoal.reach.mapper import Mapped, Mapper, MappingFailed
 from shoal.reach.portmap import PortMapping
 
@@ -145,7 +145,7 @@ def test_it_is_renewed_at_half_its_time_and_another_way_is_tried_when_that_fails
         if len(slept) > 4:
             raise asyncio.CancelledError
 
-    monkeypatch.setattr(portmap.asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     first, second = Granting(3600, 1), Granting(600)
 
     async def main() -> None:

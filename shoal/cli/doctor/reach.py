@@ -9,7 +9,7 @@ from shoal.cli.doctor.finding import Finding, Level
 from shoal.dht.created import CreatedNode
 from shoal.p2p.interfaces import is_host_of_this_machine
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.reach.asking import Asking
+from shoal.reach.asking import Asking, no_relays
 from shoal.reach.finding import Finding as Found
 from shoal.reach.finding import Reached, host_of
 from shoal.reach.router import Router, kind_of, observe_all
@@ -67,9 +67,11 @@ async def _reached(dht: CreatedNode, source: str, port: int) -> Finding:
     async def leave_it(_finding: Found) -> None:
         """It takes part in nothing."""
 
-    asking = Asking(dht.node, contacts=dht.contacts, own=dht.own_addresses, changed=leave_it, insists=False)
+    asking = Asking(
+        dht.node, contacts=dht.contacts, own=dht.own_addresses, changed=leave_it, insists=False, reserve=no_relays
+    )
     found = await asking.ask()
-    own, hosts = dht.own_addresses(), ", ".join(asking.asked)
+    hosts = ", ".join(asking.asked)
     tried = dht.node.addresses[0].port
     facts = {"reached": found.reached.name.lower() if found else "unknown", "port": tried, "asked": asking.asked}
     if found is None:
@@ -79,7 +81,7 @@ async def _reached(dht: CreatedNode, source: str, port: int) -> Finding:
         )
     if found.reached is Reached.NOBODY:
         text = f"nobody reaches TCP port {tried} of this machine (asked: {hosts}): it would take part as a client"
-        return Finding("reach", Level.MIND, text, ways_out(own, found.seen), facts)
+        return Finding("reach", Level.MIND, text, ways_out(own(), found.seen), facts)
     where = ", ".join(str(address.with_peer(None)) for address in found.addresses)
     facts["addresses"] = [str(address.with_peer(None)) for address in found.addresses]
     advice = f"DHT(host_maddrs=['{everywhere}/tcp/{tried}'])"
