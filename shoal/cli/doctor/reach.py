@@ -67,9 +67,8 @@ async def _reached(dht: CreatedNode, source: str, port: int) -> Finding:
     async def leave_it(_finding: Found) -> None:
         """It takes part in nothing."""
 
-    asking = Asking(
-        dht.node, contacts=dht.contacts, own=dht.own_addresses, changed=leave_it, insists=False, reserve=no_relays
-    )
+    own = dht.own_addresses
+    asking = Asking(dht.node, contacts=dht.contacts, own=own, changed=leave_it, insists=False, reserve=no_relays)
     found = await asking.ask()
     hosts = ", ".join(asking.asked)
     tried = dht.node.addresses[0].port
