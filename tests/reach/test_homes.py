@@ -178,7 +178,7 @@ def test_it_asks_again_when_nobody_reached_it_and_when_its_addresses_change() ->
             try:
                 assert peer.stdout is not None
                 assert peer.stdout.readline().startswith(f"False False /ip4/{third.address}/tcp/{PORT} ")
-                subprocess.run(third.inside("ip", "link", "add", "vpn", "up", "type", "dummy"), check=True)
+                subprocess.run(third.inside("ip", "link", "add", "vpn", "type", "bridge"), check=True)
                 subprocess.run(third.inside("ip", "addr", "add", "10.99.0.1/24", "dev", "vpn"), check=True)
                 assert f"/ip4/{third.address}/tcp/{PORT} /ip4/10.99.0.1/tcp/{PORT}" in peer.stdout.readline()
             finally:
