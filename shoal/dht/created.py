@@ -18,7 +18,7 @@ from shoal.p2p.interfaces import is_of_this_machine
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
 from shoal.p2p.sockets import SocketTransport
-from shoal.reach.asking import Asking, no_relays
+from shoal.reach.asking import Asker, Asking, no_relays
 from shoal.reach.finding import Finding, Reached
 from shoal.reach.natpmp import NatPmp
 from shoal.reach.portmap import PortMapping
@@ -28,7 +28,7 @@ from shoal.reach.upnp import Upnp
 log = logging.getLogger(__name__)
 
 
-class CreatedNode(DHTNode):
+class CreatedNode(DHTNode, Asker):
     """See `DHTNode`; made by `create`, with a transport of its own.
 
     Attributes:
@@ -37,6 +37,7 @@ class CreatedNode(DHTNode):
     """
 
     is_client: bool
+    _insists: bool
     _mapping: PortMapping | None = None
 
     @classmethod
@@ -89,18 +90,21 @@ class CreatedNode(DHTNode):
             identity = Identity.from_file(identity_path) if identity_path is not None else Identity()
         rules = [*validators, *([record_validator] if record_validator is not None else [])]
         node = Node(identity, SocketTransport(identity, upload_limit=upload_limit, download_limit=download_limit))
+        mapping: PortMapping | None = None
         try:
             for address in map(Multiaddr, () if client_mode else host_maddrs):
                 await node.listen(address)
             DialBack(node)
+            if port_mapping:
+                mapping = PortMapping([NatPmp(), Upnp()], _port_to_map(node.addresses))
             options |= {"validators": rules, "request_timeout": wait_timeout}
             elsewhere = not all(is_of_this_machine(Multiaddr(address)) for address in initial_peers or ())
             # Whom nobody may reach keeps nothing for others until it is known: they would look for it in vain.
             options["client_mode"] = elsewhere if client_mode is None else client_mode
             dht_node = cls(node, announce=list(map(Multiaddr, announce_maddrs)), **options)
-            dht_node.is_client = client_mode is True
-            if port_mapping:
-                mapping = dht_node._mapping = PortMapping([NatPmp(), Upnp()], _port_to_map(node.addresses))
+            dht_node.is_client, dht_node._insists = client_mode is True, client_mode is False
+            if mapping is not None:
+                dht_node._mapping = mapping
                 mapped = node.spawn(mapping.begin())
             try:
                 await dht_node.bootstrap(initial_peers or (), bootstrap_timeout)
@@ -108,41 +112,38 @@ class CreatedNode(DHTNode):
                 if ensure_bootstrap_success:
                     raise
                 log.warning("%s", error)
-            if port_mapping:
+            if mapping is not None:
                 await mapped
                 node.spawn(mapping.keep_up())
             if client_mode is not True:
-                await dht_node._find_out(insists=client_mode is False)
+                await dht_node._find_out()
         except BaseException:  # cancelled, too: the node must not go on listening
             await node.close()
+            if mapping is not None:
+                await mapping.end()
             raise
         return dht_node
 
-    async def _find_out(self, *, insists: bool) -> None:
+    async def _find_out(self) -> None:
         """Ask others whether they reach this node, and be a node or a client by that; go on to ask."""
-
-        async def changed(finding: Finding) -> None:
-            unreached = finding.reached in (Reached.NOBODY, Reached.RELAYED)
-            self.is_client = not insists and finding.reached is Reached.NOBODY
-            if insists and finding.reached is Reached.NOBODY:
-                finding = Finding()  # it announces what its user says
-            await self.found(finding, client_mode=unreached and not insists)
-
-        asking = Asking(
-            self.node,
-            contacts=self.contacts,
-            own=lambda: self.own_addresses(latest=True),
-            changed=changed,
-            mapped=lambda: None if self._mapping is None else self._mapping.address,
-            insists=insists,
-            reserve=no_relays,
-            rng=self._rng,
-        )
+        asking = Asking(self, no_relays, insists=self._insists, rng=self._rng)
         await asking.find_out()
         if asking.finding == Finding() and self.client_mode:
             await self.found(asking.finding, client_mode=False)
         if not all(address.is_loopback for address in self.own_addresses()):
             self.node.spawn(asking.keep_up())
+
+    async def found_out(self, finding: Finding) -> None:
+        """Others reach this node, or don't."""
+        unreached = finding.reached in (Reached.NOBODY, Reached.RELAYED)
+        self.is_client = finding.reached is Reached.NOBODY and not self._insists
+        if finding.reached is Reached.NOBODY and self._insists:
+            finding = Finding()  # it announces what its user says
+        await self.found(finding, client_mode=unreached and not self._insists)
+
+    def mapped_address(self) -> Multiaddr | None:
+        """Where the router says that others reach this node, if it maps a port."""
+        return None if self._mapping is None else self._mapping.address
 
     async def shutdown(self) -> None:
         """As `close`, and end all connections of `node`, and the mapping of its port."""

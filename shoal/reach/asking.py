@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 
 from shoal.p2p.errors import P2PError, Unavailable
@@ -26,7 +27,8 @@ GRACE = 0.2  # seconds that the others have when it is decided: they may name mo
 
 Reserve = Callable[[Node, Sequence[PeerID]], Awaitable[list[Multiaddr]]]
 """Takes places at relays for a node that nobody reaches: asks those of its connected peers that relay, and returns the
-addresses at which it is reached through them; none if nobody takes it. It raises nothing of the network."""
+addresses at which it is reached through them; none if nobody takes it. It is asked again as long as nobody reaches the
+node, so it keeps what it has. It raises nothing of the network."""
 
 
 async def no_relays(_node: Node, _contacts: Sequence[PeerID]) -> list[Multiaddr]:
@@ -34,17 +36,39 @@ async def no_relays(_node: Node, _contacts: Sequence[PeerID]) -> list[Multiaddr]
     return []
 
 
+class Asker(ABC):
+    """The peer that wants to know how it is reached.
+
+    Attributes:
+        node: its node.
+    """
+
+    node: Node
+
+    @abstractmethod
+    def contacts(self) -> Sequence[PeerID]:
+        """The peers that can be asked; those that are not connected are left out."""
+
+    @abstractmethod
+    def own_addresses(self, latest: bool = False) -> Sequence[Multiaddr]:
+        """Where it listens, and what its user announces; `latest` looks at the interfaces again."""
+
+    @abstractmethod
+    def mapped_address(self) -> Multiaddr | None:
+        """The address that a router says to have mapped for it, if it has."""
+
+    @abstractmethod
+    async def found_out(self, finding: Finding) -> None:
+        """Told of each finding that differs from the one before."""
+
+
 class Asking:
-    """Finds out how others reach this peer, keeps it up to date, and says what was found.
+    """Finds out how others reach a peer, keeps that up to date, and says what was found.
 
     Args:
-        node: of this peer.
-        contacts: gives the peers that it may ask, connected or not.
-        own: gives the addresses at which it listens, or that its user announces; looks at the interfaces again.
-        changed: told of each finding that differs from the one before.
-        insists: whether it stays a node if nobody reaches it.
-        mapped: gives the address that the router has mapped for it, if it has.
+        asker: the peer.
         reserve: tried where nobody reaches it.
+        insists: whether it stays a node then.
         rng: draws whom to ask, and when.
 
     Attributes:
@@ -52,21 +76,8 @@ class Asking:
         asked: the hosts that were asked last.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        *,
-        contacts: Callable[[], Sequence[PeerID]],
-        own: Callable[[], Sequence[Multiaddr]],
-        changed: Callable[[Finding], Awaitable[None]],
-        insists: bool,
-        mapped: Callable[[], Multiaddr | None] = lambda: None,
-        reserve: Reserve,
-        rng: random.Random | None = None,
-    ) -> None:
-        self._node, self._contacts, self._own, self._changed = node, contacts, own, changed
-        self._insists, self._mapped, self._reserve = insists, mapped, reserve
-        self._rng = rng or random.Random()
+    def __init__(self, asker: Asker, reserve: Reserve, *, insists: bool, rng: random.Random) -> None:
+        self._asker, self._reserve, self._insists, self._rng = asker, reserve, insists, rng
         self._asked_of: list[Multiaddr] = []  # what was asked about last
         self._decided = False
         self.finding = Finding()
@@ -79,12 +90,12 @@ class Asking:
         if finding is None or finding == self.finding:
             return
         before, self.finding = self.finding, finding
-        found(before, finding, self._own(), self.asked, insists=self._insists)
-        await self._changed(finding)
+        found(before, finding, self._asker.own_addresses(latest=True), self.asked, insists=self._insists)
+        await self._asker.found_out(finding)
 
     async def ask(self) -> Finding | None:
         """What others say of this peer's reach; None if nobody can be asked, or that decides nothing."""
-        own, mapped = self._own(), self._mapped_address()
+        own, mapped = self._asker.own_addresses(latest=True), self._mapped_address()
         self._asked_of = self._to_ask(own, mapped)
         hosts = self._hosts()
         self.asked = list(hosts)[-HOSTS:]
@@ -94,7 +105,7 @@ class Asking:
             return Finding(Reached.NOBODY)  # it listens on loopback only
         finding = await self._ask(list(hosts.values()), self._asked_of, mapped)
         if finding is not None and finding.reached is Reached.NOBODY:
-            circuits = await self._reserve(self._node, list(hosts.values()))
+            circuits = await self._reserve(self._asker.node, list(hosts.values()))
             if circuits:
                 return Finding(Reached.RELAYED, tuple(circuits), finding.failed, finding.seen)
         return finding
@@ -106,13 +117,16 @@ class Asking:
         while True:
             await asyncio.sleep(LOOK * self._rng.uniform(0.8, 1.2))
             wait = LATER if self._decided else SOON
-            if self._to_ask(self._own(), self._mapped_address()) != self._asked_of or loop.time() - asked_at >= wait:
+            if (
+                self._to_ask(self._asker.own_addresses(latest=True), self._mapped_address()) != self._asked_of
+                or loop.time() - asked_at >= wait
+            ):
                 asked_at = loop.time()
                 await self.find_out()
 
     def _mapped_address(self) -> Multiaddr | None:
-        address = self._mapped()
-        return None if address is None else address.with_peer(self._node.peer_id)
+        address = self._asker.mapped_address()
+        return None if address is None else address.with_peer(self._asker.node.peer_id)
 
     def _to_ask(self, own: Sequence[Multiaddr], mapped: Multiaddr | None) -> list[Multiaddr]:
         asked = ([] if mapped is None else [mapped]) + [address for address in own if not address.is_loopback]
@@ -120,11 +134,11 @@ class Asking:
 
     def _hosts(self) -> dict[str, PeerID]:
         """The other machines that can be asked, each with one peer there, in an order that nobody can foresee."""
-        contacts = list(dict.fromkeys(self._contacts()))
+        contacts = list(dict.fromkeys(self._asker.contacts()))
         self._rng.shuffle(contacts)
         found: dict[str, PeerID] = {}
         for peer in contacts:
-            source = self._node.transport.source(peer)
+            source = self._asker.node.transport.source(peer)
             if source and not is_host_of_this_machine(source):
                 found.setdefault(host_of(source), peer)
         return found
@@ -139,7 +153,7 @@ class Asking:
         try:
             while True:
                 while peers and len(running) + len(answers) < HOSTS:
-                    running.add(asyncio.create_task(probe(self._node, peers.pop(), addresses, TIMEOUT)))
+                    running.add(asyncio.create_task(probe(self._asker.node, peers.pop(), addresses, TIMEOUT)))
                     num_hosts += 1
                 ended: set[asyncio.Task[Answer]] = set()
                 if running:

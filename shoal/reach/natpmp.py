@@ -81,7 +81,10 @@ def _is_answer(answer: bytes, opcode: int, size: int) -> bool:
 
 
 def _routes() -> str:
-    return Path("/proc/net/route").read_text()
+    try:
+        return Path("/proc/net/route").read_text()
+    except OSError as error:
+        raise MappingFailed(f"it is not known which router this machine has: {error}") from error
 
 
 class NatPmp(Mapper):

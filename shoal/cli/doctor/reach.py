@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Sequence
 
 from shoal.cli.doctor.finding import Finding, Level
 from shoal.dht.created import CreatedNode
+from shoal.p2p.identity import PeerID
 from shoal.p2p.interfaces import is_host_of_this_machine
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.reach.asking import Asking, no_relays
+from shoal.reach.asking import Asker, Asking, no_relays
 from shoal.reach.finding import Finding as Found
 from shoal.reach.finding import Reached, host_of
 from shoal.reach.router import Router, kind_of, observe_all
@@ -20,6 +22,25 @@ KINDS = {
     Router.CONE: "a router that keeps the port of what goes out for all destinations (cone): hole punching works",
     Router.SYMMETRIC: "a router that takes another port for each destination (symmetric): hole punching fails",
 }
+
+
+class _Onlooker(Asker):
+    """Asks, and takes part in nothing."""
+
+    def __init__(self, dht: CreatedNode) -> None:
+        self._dht, self.node = dht, dht.node
+
+    def contacts(self) -> Sequence[PeerID]:
+        return self._dht.contacts()
+
+    def own_addresses(self, latest: bool = False) -> Sequence[Multiaddr]:
+        return self._dht.own_addresses(latest)
+
+    def mapped_address(self) -> None:
+        return None
+
+    async def found_out(self, finding: Found) -> None:
+        pass
 
 
 async def look_at_reach(dht: CreatedNode, address: Multiaddr, port: int) -> AsyncIterator[Finding]:
@@ -42,7 +63,7 @@ async def _router(dht: CreatedNode, address: Multiaddr, source: str) -> Finding:
     for peer in dht.contacts():
         host = dht.node.transport.source(peer)
         at_host = (known for known in dht.node.known_addresses(peer) if known.host == host)
-        if host and (known := next(at_host, None)) and _version(host) == _version(source):
+        if host and (known := next(at_host, None)) and _family(host) == _family(source):
             by_host.setdefault(host_of(host), known)
     observations = await observe_all(dht.node.transport, list(by_host.values()))
     kind = kind_of(observations)
@@ -59,16 +80,12 @@ async def _router(dht: CreatedNode, address: Multiaddr, source: str) -> Finding:
 
 async def _reached(dht: CreatedNode, source: str, port: int) -> Finding:
     try:
-        everywhere = "/ip4/0.0.0.0" if _version(source) == 4 else "/ip6/::"
+        everywhere = "/ip4/0.0.0.0" if _family(source) == 4 else "/ip6/::"
         await dht.node.listen(Multiaddr(f"{everywhere}/tcp/{port}"))
     except OSError as error:
         return Finding("reach", Level.MIND, f"others were not asked: {error}", "end what listens there, and ask again")
 
-    async def leave_it(_finding: Found) -> None:
-        """It takes part in nothing."""
-
-    own = dht.own_addresses
-    asking = Asking(dht.node, contacts=dht.contacts, own=own, changed=leave_it, insists=False, reserve=no_relays)
+    asking = Asking(_Onlooker(dht), no_relays, insists=False, rng=random.Random())
     found = await asking.ask()
     hosts = ", ".join(asking.asked)
     tried = dht.node.addresses[0].port
@@ -80,12 +97,12 @@ async def _reached(dht: CreatedNode, source: str, port: int) -> Finding:
         )
     if found.reached is Reached.NOBODY:
         text = f"nobody reaches TCP port {tried} of this machine (asked: {hosts}): it would take part as a client"
-        return Finding("reach", Level.MIND, text, ways_out(own(), found.seen), facts)
+        return Finding("reach", Level.MIND, text, ways_out(dht.own_addresses(), found.seen), facts)
     where = ", ".join(str(address.with_peer(None)) for address in found.addresses)
     facts["addresses"] = [str(address.with_peer(None)) for address in found.addresses]
     advice = f"DHT(host_maddrs=['{everywhere}/tcp/{tried}'])"
     return Finding("reach", Level.WELL, f"others reach this machine at {where} (asked: {hosts})", advice, facts)
 
 
-def _version(host: str) -> int:
+def _family(host: str) -> int:
     return ipaddress.ip_address(host).version

@@ -278,7 +278,7 @@ def it_joins_through_another_machine_and_listens_on_loopback(scene: Scene) -> No
     scene.ends.enter_context(shoal.DHT([elsewhere], start=True))
 
 
-@provokes("this peer can't be reached from outside …")
+@provokes("this peer can't be reached from outside: …")
 def its_port_is_closed(scene: Scene) -> None:
     async def nobody_answers(*_: object) -> bool:
         return False
@@ -286,8 +286,8 @@ def its_port_is_closed(scene: Scene) -> None:
     patch = scene.ends.enter_context(pytest.MonkeyPatch.context())
     patch.setattr(SocketTransport, "source", lambda *_: "203.0.113.9")
     patch.setattr(DialBack, "_answers", nobody_answers)
-    everywhere = ["/ip4/0.0.0.0/tcp/0"]
-    scene.ends.enter_context(shoal.DHT(scene.dht.get_visible_maddrs(), start=True, host_maddrs=everywhere))
+    announced = ["/ip4/203.0.113.9/tcp/31337"]
+    scene.ends.enter_context(shoal.DHT(scene.dht.get_visible_maddrs(), start=True, announce_maddrs=announced))
 
 
 @provokes("the router maps no port to this peer …")
