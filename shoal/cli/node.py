@@ -27,6 +27,7 @@ def run_node(
         identity_path=identity,
         relay=relay,
         relay_bandwidth=relay_bandwidth,
+        client_mode=False,
     ) as dht:
         listening = ", ".join(str(address.with_peer(None)) for address in dht.node.addresses)
         console.print(

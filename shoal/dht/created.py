@@ -18,17 +18,20 @@ from shoal.p2p.interfaces import is_of_this_machine
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
 from shoal.p2p.sockets import SocketTransport
-from shoal.reach.asking import Asking, no_relays
+from shoal.reach.asking import Asker, Asking, no_relays
 from shoal.reach.circuits import Circuits
 from shoal.reach.finding import Finding, Reached
+from shoal.reach.natpmp import NatPmp
+from shoal.reach.portmap import PortMapping
 from shoal.reach.probe import DialBack
 from shoal.reach.punch import Punch
 from shoal.reach.relay import Relay
+from shoal.reach.upnp import Upnp
 
 log = logging.getLogger(__name__)
 
 
-class CreatedNode(DHTNode):
+class CreatedNode(DHTNode, Asker):
     """See `DHTNode`; made by `create`, with a transport of its own.
 
     Attributes:
@@ -41,6 +44,8 @@ class CreatedNode(DHTNode):
     is_client: bool
     circuits: Circuits
     relay: Relay | None
+    _insists: bool
+    _mapping: PortMapping | None = None
 
     @classmethod
     async def create(
@@ -57,6 +62,7 @@ class CreatedNode(DHTNode):
         wait_timeout: float = 3.0,
         bootstrap_timeout: float = 10.0,
         ensure_bootstrap_success: bool = True,
+        port_mapping: bool = False,
         upload_limit: float | None = None,
         download_limit: float | None = None,
         relay: bool = False,
@@ -79,13 +85,15 @@ class CreatedNode(DHTNode):
             wait_timeout: seconds until a node that does not answer counts as failed.
             bootstrap_timeout: seconds that the initial peers have to answer.
             ensure_bootstrap_success: if False, a node whom no initial peer answers goes on, and dials them again.
+            port_mapping: ask the router to send a port to this node, by NAT-PMP or UPnP; the address is announced when
+                others have reached the node there.
             upload_limit, download_limit: bytes per second that this node sends and receives at most; None for no limit.
             relay: lead others to peers that nobody can dial.
             relay_bandwidth: bytes per second that pass through this relay at most; None for no limit.
             **options: see `DHTNode`.
 
         Raises:
-            ValueError: for an address that can't be.
+            ValueError: for an address that can't be, or for a mapping to a node that listens on loopback only.
             PeerUnreachable: if no initial peer answers; names each, and why.
             OSError: if an address is taken, or the identity's file can't be read.
         """
@@ -94,55 +102,49 @@ class CreatedNode(DHTNode):
         rules = [*validators, *([record_validator] if record_validator is not None else [])]
         transport = SocketTransport(identity, upload_limit=upload_limit, download_limit=download_limit)
         node, relaying = Node(identity, transport), None
+        mapping: PortMapping | None = None
         try:
             for address in map(Multiaddr, () if client_mode else host_maddrs):
                 await node.listen(address)
             DialBack(node)
             relaying = Relay(node, transport, relay_bandwidth) if relay else None
+            if port_mapping:
+                mapping = PortMapping([NatPmp(), Upnp()], _port_to_map(node.addresses))
             options |= {"validators": rules, "request_timeout": wait_timeout}
             elsewhere = not all(is_of_this_machine(Multiaddr(address)) for address in initial_peers or ())
             # Whom nobody may reach keeps nothing for others until it is known: they would look for it in vain.
             options["client_mode"] = elsewhere if client_mode is None else client_mode
             dht_node = cls(node, announce=list(map(Multiaddr, announce_maddrs)), **options)
-            dht_node.is_client = client_mode is True
+            dht_node.is_client, dht_node._insists = client_mode is True, client_mode is False
             dht_node.circuits, dht_node.relay = Circuits(node, transport, dht_node.contacts), relaying
             dht_node.circuits.on_dialled = Punch(node, transport, dht_node._observers, dht_node._direct).begin
+            if mapping is not None:
+                dht_node._mapping = mapping
+                mapped = node.spawn(mapping.begin())
             try:
                 await dht_node.bootstrap(initial_peers or (), bootstrap_timeout)
             except PeerUnreachable as error:
                 if ensure_bootstrap_success:
                     raise
                 log.warning("%s", error)
+            if mapping is not None:
+                await mapped
+                node.spawn(mapping.keep_up())
             if client_mode is not True:
-                await dht_node._find_out(insists=client_mode is False)
+                await dht_node._find_out()
         except BaseException:  # cancelled, too: the node must not go on listening
             if relaying is not None:
                 relaying.close()
             await node.close()
+            if mapping is not None:
+                await mapping.end()
             raise
         return dht_node
 
-    async def _find_out(self, *, insists: bool) -> None:
+    async def _find_out(self) -> None:
         """Ask others whether they reach this node, and be a node or a client by that; go on to ask."""
-
-        async def changed(finding: Finding) -> None:
-            unreached = finding.reached in (Reached.NOBODY, Reached.RELAYED)
-            self.is_client = not insists and finding.reached is Reached.NOBODY
-            if insists and finding.reached is Reached.NOBODY:
-                finding = Finding()  # it announces what its user says
-            await self.found(finding, client_mode=unreached and not insists)
-            if finding.reached is not Reached.RELAYED and finding.reached is not Reached.NOBODY:
-                self.circuits.stop_reserving()
-
-        asking = Asking(
-            self.node,
-            contacts=self.contacts,
-            own=lambda: self.own_addresses(latest=True),
-            changed=changed,
-            insists=insists,
-            reserve=no_relays if insists else self.circuits.reserve,
-            rng=self._rng,
-        )
+        reserve = no_relays if self._insists else self.circuits.reserve
+        asking = Asking(self, reserve, insists=self._insists, rng=self._rng)
 
         def led() -> None:
             self.node.spawn(asking.led(self.circuits.addresses))
@@ -154,6 +156,20 @@ class CreatedNode(DHTNode):
         if not all(address.is_loopback for address in self.own_addresses()):
             self.node.spawn(asking.keep_up())
 
+    async def found_out(self, finding: Finding) -> None:
+        """Others reach this node, or don't."""
+        unreached = finding.reached in (Reached.NOBODY, Reached.RELAYED)
+        self.is_client = finding.reached is Reached.NOBODY and not self._insists
+        if finding.reached is Reached.NOBODY and self._insists:
+            finding = Finding()  # it announces what its user says
+        await self.found(finding, client_mode=unreached and not self._insists)
+        if not unreached:
+            self.circuits.stop_reserving()
+
+    def mapped_address(self) -> Multiaddr | None:
+        """Where the router says that others reach this node, if it maps a port."""
+        return None if self._mapping is None else self._mapping.address
+
     def _observers(self) -> list[Multiaddr]:
         connected = [peer for peer in self.contacts() if self.node.is_connected(peer)]
         known = [self.node.known_addresses(peer)[:1] for peer in connected]
@@ -164,9 +180,18 @@ class CreatedNode(DHTNode):
         return list(finding.addresses) if finding.reached in (Reached.PUBLIC, Reached.MAPPED) else []
 
     async def shutdown(self) -> None:
-        """As `close`, and end all connections of `node`."""
+        """As `close`, and end all connections of `node`, and the mapping of its port."""
         await self.close()
         self.circuits.close()
         if self.relay is not None:
             self.relay.close()
+        if self._mapping is not None:
+            await self._mapping.end()
         await self.node.close()
+
+
+def _port_to_map(listening: Sequence[Multiaddr]) -> int:
+    for address in listening:
+        if address.protocol == "ip4" and not address.is_loopback:
+            return address.port
+    raise ValueError("port_mapping=True needs an address of a network to listen on: host_maddrs=['/ip4/0.0.0.0/tcp/0']")

@@ -65,6 +65,8 @@ class DHT:
         num_replicas: nodes that keep each record; what that means for its safety is told in `DHTNode`.
         bootstrap_timeout: seconds that initial peers have to answer.
         await_ready: with `start`, wait until it has joined.
+        port_mapping: ask the router at home to send a port to this peer, by NAT-PMP or UPnP (that needs the extra
+            `shoal[nat]`), for as long as the peer lives; others are told when one has reached it there.
         upload_limit, download_limit: bytes per second that this peer sends and receives at most, for who shares a home
             line; None for no limit.
         relay: lead other peers to those that nobody can dial, as `shoal node --relay` does: for a machine that others
@@ -91,6 +93,7 @@ class DHT:
         num_replicas: int = 10,
         bootstrap_timeout: float = 10.0,
         await_ready: bool = True,
+        port_mapping: bool = False,
         upload_limit: float | None = None,
         download_limit: float | None = None,
         relay: bool = False,
@@ -111,6 +114,11 @@ class DHT:
             )
         if not (client_mode or self.host_maddrs):
             raise ValueError("host_maddrs is empty: name an address to listen on, or set client_mode=True")
+        if port_mapping and (client_mode or all(address.is_loopback for address in self.host_maddrs)):
+            raise ValueError(
+                "port_mapping=True needs an address that the router reaches, as host_maddrs=['/ip4/0.0.0.0/tcp/0'], "
+                "and no client mode"
+            )
         if num_replicas < 1:
             raise ValueError(f"num_replicas must be at least 1, not {num_replicas}")
         if relay and client_mode:
@@ -125,6 +133,7 @@ class DHT:
         self.relay, self.relay_bandwidth = relay, relay_bandwidth
         self.identity_path = identity_path
         self._client_mode = client_mode
+        self.port_mapping = port_mapping
         self.num_replicas = num_replicas
         self.bootstrap_timeout = bootstrap_timeout
         self.shutdown_timeout = shutdown_timeout
@@ -189,6 +198,7 @@ class DHT:
             client_mode=self._client_mode,
             validators=self._validators,
             num_replicas=self.num_replicas,
+            port_mapping=self.port_mapping,
             upload_limit=self.upload_limit,
             download_limit=self.download_limit,
             relay=self.relay,

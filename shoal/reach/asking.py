@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from shoal.p2p.errors import P2PError, Unavailable
@@ -22,11 +23,13 @@ log = logging.getLogger(__name__)
 HOSTS = 3  # that are asked at once: two that agree outvote one that lies
 LOOK = 30.0  # seconds between two looks at the interfaces
 TIMEOUT = DIAL_BACK + 0.4  # seconds for an answer
+GRACE = 0.2  # seconds that the others have when it is decided: they may name more addresses
 
 
 Reserve = Callable[[], Awaitable[Sequence[Multiaddr]]]
 """Takes places at relays for a node that nobody reaches: asks its connected peers, and returns the addresses at which
-it is reached through those that relay; none if nobody takes it. It raises nothing of the network."""
+it is reached through those that relay; none if nobody takes it. It is asked again as long as nobody reaches the node,
+so it keeps what it has. It raises nothing of the network."""
 
 
 async def no_relays() -> list[Multiaddr]:
@@ -34,58 +37,76 @@ async def no_relays() -> list[Multiaddr]:
     return []
 
 
-class Asking:
-    """Finds out how others reach this peer, keeps it up to date, and says what was found.
+class Asker(ABC):
+    """The peer that wants to know how it is reached.
 
-    Args:
-        node: of this peer.
-        contacts: gives the peers that it may ask, connected or not.
-        own: gives the addresses at which it listens, or that its user announces; looks at the interfaces again.
-        changed: told of each finding that differs from the one before.
-        insists: whether it stays a node if nobody reaches it.
-        mapped: gives the address that the router has mapped for it, if it has.
-        reserve: tried where nobody reaches it.
-        rng: draws whom to ask, and when.
+    Attributes:
+        node: its node.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        *,
-        contacts: Callable[[], Sequence[PeerID]],
-        own: Callable[[], Sequence[Multiaddr]],
-        changed: Callable[[Finding], Awaitable[None]],
-        insists: bool,
-        mapped: Callable[[], Multiaddr | None] = lambda: None,
-        reserve: Reserve = no_relays,
-        rng: random.Random | None = None,
-    ) -> None:
-        self._node, self._contacts, self._own, self._changed = node, contacts, own, changed
-        self._insists, self._mapped, self._reserve = insists, mapped, reserve
-        self._rng = rng or random.Random()
+    node: Node
+
+    @abstractmethod
+    def contacts(self) -> Sequence[PeerID]:
+        """The peers that can be asked; those that are not connected are left out."""
+
+    @abstractmethod
+    def own_addresses(self, latest: bool = False) -> Sequence[Multiaddr]:
+        """Where it listens, and what its user announces; `latest` looks at the interfaces again."""
+
+    @abstractmethod
+    def mapped_address(self) -> Multiaddr | None:
+        """The address that a router says to have mapped for it, if it has."""
+
+    @abstractmethod
+    async def found_out(self, finding: Finding) -> None:
+        """Told of each finding that differs from the one before."""
+
+
+class Asking:
+    """Finds out how others reach a peer, keeps that up to date, and says what was found.
+
+    Args:
+        asker: the peer.
+        reserve: tried where nobody reaches it.
+        insists: whether it stays a node then.
+        rng: draws whom to ask, and when.
+
+    Attributes:
+        finding: the last one.
+        asked: the hosts that were asked last.
+    """
+
+    def __init__(self, asker: Asker, reserve: Reserve, *, insists: bool, rng: random.Random) -> None:
+        self._asker, self._reserve, self._insists, self._rng = asker, reserve, insists, rng
         self._asked_of: list[Multiaddr] = []  # what was asked about last
-        self._asked: list[str] = []  # and which hosts
+        self._decided = False
         self.finding = Finding()
+        self.asked: list[str] = []
 
     async def find_out(self) -> None:
-        """Ask, and take it in. Takes TIMEOUT at most, and what `reserve` takes."""
-        own, mapped = self._own(), self._mapped()
-        self._asked_of = self._to_ask(own, mapped)
+        """Ask, take it in, and say what is new. Takes TIMEOUT at most, and what `reserve` takes."""
+        finding = await self.ask()
+        self._decided = finding is not None
+        if finding is not None:
+            await self._take_in(finding)
+
+    async def ask(self) -> Finding | None:
+        """What others say of this peer's reach; None if nobody can be asked, or that decides nothing."""
         hosts = self._hosts()
+        self.asked = list(hosts)[-HOSTS:]
         if not hosts:
-            return
+            return None
+        own, mapped = self._asker.own_addresses(latest=True), self._mapped_address()
+        self._asked_of = self._to_ask(own, mapped)
+        finding: Finding | None = Finding(Reached.NOBODY)  # as one that listens on loopback only
         if self._asked_of:
             finding = await self._ask(list(hosts.values()), self._asked_of, mapped)
-        else:
-            finding = Finding(Reached.NOBODY)  # it listens on loopback only
-        if finding is None:
-            return
-        if finding.reached is Reached.NOBODY:
+        if finding is not None and finding.reached is Reached.NOBODY:
             circuits = await self._reserve()
             if circuits:
-                finding = Finding(Reached.RELAYED, tuple(circuits), finding.failed, finding.seen)
-        self._asked = list(hosts)
-        await self._take_in(finding, own, self._asked)
+                return Finding(Reached.RELAYED, tuple(circuits), finding.failed, finding.seen)
+        return finding
 
     async def keep_up(self) -> None:
         """Ask again: when the addresses of this machine change, soon where nothing is known, and else now and then."""
@@ -93,24 +114,31 @@ class Asking:
         asked_at = loop.time()
         while True:
             await asyncio.sleep(LOOK * self._rng.uniform(0.8, 1.2))
-            wait = SOON if self.finding.reached is Reached.UNKNOWN else LATER
-            if self._to_ask(self._own(), self._mapped()) != self._asked_of or loop.time() - asked_at >= wait:
+            wait = LATER if self._decided else SOON
+            if (
+                self._to_ask(self._asker.own_addresses(latest=True), self._mapped_address()) != self._asked_of
+                or loop.time() - asked_at >= wait
+            ):
                 asked_at = loop.time()
                 await self.find_out()
 
     async def led(self, circuits: Sequence[Multiaddr]) -> None:
         """The addresses at which this peer is reached through relays are these now, if nobody reaches it directly."""
-        before = self.finding
-        if before.reached in (Reached.NOBODY, Reached.RELAYED):
+        if self.finding.reached in (Reached.NOBODY, Reached.RELAYED):
             reached = Reached.RELAYED if circuits else Reached.NOBODY
-            await self._take_in(replace(before, reached=reached, addresses=tuple(circuits)), self._own(), self._asked)
+            await self._take_in(replace(self.finding, reached=reached, addresses=tuple(circuits)))
 
-    async def _take_in(self, finding: Finding, own: Sequence[Multiaddr], asked: Collection[str]) -> None:
-        if finding != self.finding:
-            before, self.finding = self.finding, finding
-            if finding.reached is not Reached.RELAYED or before.reached is not Reached.RELAYED:
-                found(before, finding, own, asked, insists=self._insists)
-            await self._changed(finding)
+    async def _take_in(self, finding: Finding) -> None:
+        if finding == self.finding:
+            return
+        before, self.finding = self.finding, finding
+        if not before.reached is finding.reached is Reached.RELAYED:
+            found(before, finding, self._asker.own_addresses(latest=True), self.asked, insists=self._insists)
+        await self._asker.found_out(finding)
+
+    def _mapped_address(self) -> Multiaddr | None:
+        address = self._asker.mapped_address()
+        return None if address is None else address.with_peer(self._asker.node.peer_id)
 
     def _to_ask(self, own: Sequence[Multiaddr], mapped: Multiaddr | None) -> list[Multiaddr]:
         asked = ([] if mapped is None else [mapped]) + [address for address in own if not address.is_loopback]
@@ -118,41 +146,43 @@ class Asking:
 
     def _hosts(self) -> dict[str, PeerID]:
         """The other machines that can be asked, each with one peer there, in an order that nobody can foresee."""
-        contacts = list(dict.fromkeys(self._contacts()))
+        contacts = list(dict.fromkeys(self._asker.contacts()))
         self._rng.shuffle(contacts)
         found: dict[str, PeerID] = {}
         for peer in contacts:
-            source = self._node.transport.source(peer)
+            source = self._asker.node.transport.source(peer)
             if source and not is_host_of_this_machine(source):
                 found.setdefault(host_of(source), peer)
         return found
 
     async def _ask(self, peers: list[PeerID], addresses: list[Multiaddr], mapped: Multiaddr | None) -> Finding | None:
-        """What HOSTS of them say together, as soon as that is decided; who can't answer is replaced."""
+        """What HOSTS of them say together, a moment after that is decided; who can't answer is replaced."""
+        loop = asyncio.get_running_loop()
+        finding: Finding | None = None
         answers: list[Answer] = []
         running: set[asyncio.Task[Answer]] = set()
-        num_hosts = 0
+        num_hosts, until = 0, loop.time() + TIMEOUT
         try:
-            async with asyncio.timeout(TIMEOUT):
-                while True:
-                    while peers and len(running) + len(answers) < HOSTS:
-                        running.add(asyncio.create_task(probe(self._node, peers.pop(), addresses, TIMEOUT)))
-                        num_hosts += 1
-                    if not running:
-                        return None
-                    ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                    for task in ended:
-                        try:
-                            answers.append(task.result())
-                        except Unavailable:  # an earlier version, or too much to do: it is none of those to ask
-                            num_hosts -= 1
-                        except (P2PError, TimeoutError) as error:
-                            log.debug("a probe failed: %s", error)
+            while True:
+                while peers and len(running) + len(answers) < HOSTS:
+                    running.add(asyncio.create_task(probe(self._asker.node, peers.pop(), addresses, TIMEOUT)))
+                    num_hosts += 1
+                ended: set[asyncio.Task[Answer]] = set()
+                if running:
+                    wait = until - loop.time()
+                    ended, running = await asyncio.wait(running, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+                if not ended:
+                    return finding
+                for task in ended:
+                    try:
+                        answers.append(task.result())
+                    except Unavailable:  # an earlier version, or too much to do: it is none of those to ask
+                        num_hosts -= 1
+                    except (P2PError, TimeoutError) as error:
+                        log.debug("a probe failed: %s", error)
+                if num_hosts > 1 or not peers:
                     finding = judge(answers, num_hosts, addresses, mapped)
-                    if finding is not None and (num_hosts > 1 or not peers):
-                        return finding
-        except TimeoutError:
-            return None
+                    until = min(until, loop.time() + GRACE) if finding is not None else until
         finally:
             for task in running:
                 task.cancel()

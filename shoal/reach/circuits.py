@@ -58,6 +58,7 @@ class Circuits:
 
     def close(self) -> None:
         """Use no relay any more."""
+        self.on_change = lambda: None
         self.stop_reserving()
         self._stop_listening()
         self._transport.router = None

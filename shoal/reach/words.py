@@ -21,7 +21,9 @@ def found(
     hosts = ", ".join(asked)
     match finding.reached:
         case Reached.NOBODY:
-            part = "stays a node, as it was told to" if insists else "takes part as a client, whom nobody dials"
+            part = "stays a node, as it was told to"
+            if not insists:
+                part = "takes part as a client, whom nobody dials (client_mode=False if all peers are in its network)"
             log.warning("this peer %s; it %s. %s", unreached(finding, own, hosts), part, ways_out(own, finding.seen))
         case Reached.RELAYED:
             where = ", ".join(map(str, finding.addresses))

@@ -13,6 +13,7 @@ from shoal.p2p.errors import P2PError, Refused, Unavailable
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
+from shoal.p2p.quota import Rate
 from shoal.p2p.sockets import SocketTransport
 from shoal.reach import probe as module
 from shoal.reach.probe import SERVICE, DialBack, Probe, Probed, probe
@@ -49,7 +50,7 @@ def test_the_answer_says_which_addresses_work():
                 nobody.bind(("127.0.0.1", 0))
                 refused = at(nobody.getsockname()[1], asker.peer_id)
                 answer = await probe(asker, asked.peer_id, [own, refused], 60)
-                assert (answer.seen, answer.reached, answer.failed) == ("127.0.0.1", {own}, {refused})
+                assert (answer.seen, {*answer.reached}, {*answer.failed}) == ("127.0.0.1", {own}, {refused})
 
     asyncio.run(main())
 
@@ -86,7 +87,7 @@ def test_who_answers_has_to_be_the_asker():
             [of_asked] = asked.addresses
             mine = of_asked.with_peer(asker.peer_id)
             answer = await probe(asker, asked.peer_id, [mine], 60)
-            assert (answer.reached, answer.failed) == (set(), {mine})
+            assert ({*answer.reached}, {*answer.failed}) == (set(), {mine})
             with pytest.raises(Refused, match="is no address of"):
                 await probe(asker, asked.peer_id, [of_asked.with_peer(None).with_port(0)], 60)
             third = Probe((str(of_asked),))
@@ -100,7 +101,7 @@ def test_who_answers_has_to_be_the_asker():
 
 
 def test_a_peer_that_asks_without_end_is_told_to_ask_less(monkeypatch):
-    monkeypatch.setattr(module, "PROBES", module.Rate(1e-9, 5))
+    monkeypatch.setattr(module, "PROBES", Rate(1e-9, 5))
 
     async def main() -> None:
         async with asker_and_asked() as (asker, asked):
@@ -143,6 +144,6 @@ def test_ipv6():
     async def main() -> None:
         async with asker_and_asked(ANY6) as (asker, asked):
             answer = await probe(asker, asked.peer_id, asker.addresses, 60)
-            assert (answer.seen, answer.reached) == ("::1", set(asker.addresses))
+            assert (answer.seen, {*answer.reached}) == ("::1", {*asker.addresses})
 
     asyncio.run(main())
