@@ -215,6 +215,8 @@ class Node:
         addresses = self.known_addresses(peer)
         if not addresses:
             raise PeerUnreachable(f"{peer!r} is not connected, and no address of it is known")
+        # Through a relay only if the peer itself does not answer at once.
+        addresses = sorted(addresses, key=lambda address: address.relay is not None)
         await first_to_succeed([partial(self._dial_address, address) for address in addresses])
 
     async def _dial_address(self, address: Multiaddr) -> None:

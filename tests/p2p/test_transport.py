@@ -163,3 +163,24 @@ def test_nobody_and_somebody_else_are_told_apart(pair):
         assert one.lost == other.lost == []
 
     pair(scenario)
+
+
+def test_a_connection_of_its_own_tells_from_where_it_comes_and_leaves_the_other_alone(pair):
+    async def scenario(one: Recorder, other: Recorder) -> None:
+        address = await other.transport.listen(LOOPBACK)
+        assert one.transport.source(other.transport.peer_id) == ""
+        await one.transport.observe(address)
+        assert not one.transport.is_connected(other.transport.peer_id)
+        await one.transport.dial(address)
+        assert other.transport.source(one.transport.peer_id) == "127.0.0.1"
+        for _ in range(3):
+            seen = await one.transport.observe(address)
+            assert (seen.host, seen.port) == ("127.0.0.1", seen.source_port)
+        assert one.transport.is_connected(other.transport.peer_id)
+        assert other.transport.is_connected(one.transport.peer_id)
+        with pytest.raises(HandshakeFailed):
+            await one.transport.observe(address.with_peer(Identity().peer_id))
+        assert not one.lost
+        assert not other.lost
+
+    pair(scenario)

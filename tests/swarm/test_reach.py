@@ -286,7 +286,15 @@ def test_two_clients_without_a_node_are_told_what_they_lack() -> None:
     played = play(reach, 0.0, 1000.0)
     assert not played.dialled
     assert f"{member(1).peer}, a client" in played.only().advice
-    assert "the run needs a node" in played.only().advice
+    advice = played.only().advice
+    for part in (
+        str(CLIENT.peer),
+        str(member(1).peer),
+        "the run needs a node",
+        "`shoal node --relay`",
+        "initial_peers=",
+    ):
+        assert part in advice
 
 
 def test_two_clients_of_one_node_do_not_miss_each_other() -> None:

@@ -11,8 +11,8 @@ import socket
 from collections.abc import Iterator
 
 from shoal.cli.doctor.finding import Finding, Level
-from shoal.dht.interfaces import concrete_addresses
 from shoal.p2p.congestion import has_bbr
+from shoal.p2p.interfaces import concrete_addresses
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sealing import has_aes
 

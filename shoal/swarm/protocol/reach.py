@@ -244,7 +244,11 @@ class Reaching:
     def _way_out(self, missing: _Missing) -> str:
         member, addresses = missing.member, missing.member.multiaddrs()
         if member.role is Role.CLIENT and self._me.role is Role.CLIENT:
-            return "Clients can't reach each other: the run needs a node (client_mode=False, and an open port)."
+            return (
+                f"This peer, {self._me.peer}, is a client, too. Clients can't reach each other: the run needs a node, "
+                "or a relay. Start `shoal node --relay` on any machine that both reach, and give the address that it "
+                "prints to both: DHT(initial_peers=[...]), without client_mode=True. Or open a port of one of them."
+            )
         if member.role is Role.CLIENT:
             way_out = (
                 f"Open the port of this peer's addresses ({_where(self._me)}), so that the client can reach it, or"
