@@ -366,6 +366,10 @@ class SocketTransport(Transport, LinkEvents):
         link = self._peers.get(peer)
         return 0 if link is None else link.moved() + (0 if link.lane is None else link.lane.moved)
 
+    def is_direct(self, peer: PeerID) -> bool:
+        link = self._peers.get(peer)
+        return link is None or not link.relayed
+
     def delivered(self, peer: PeerID) -> tuple[int, float]:
         """Of what passes over lanes: what is small says nothing of the path."""
         link = self._peers.get(peer)

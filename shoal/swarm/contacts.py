@@ -321,9 +321,9 @@ class Contacts:
         """This peer is reached at other addresses: list it there, and tell those that are connected."""
         me = msgspec.structs.replace(self._view.me, addresses=tuple(map(str, addresses))[:MAX_ADDRESSES])
         if me.role is not Role.CLIENT and me != self._view.me:
-            self._view.moved(me)
             self._look_now.set()
-            self._channel.notify(self._view.others(), self._peer.hello())
+            self._peer.say(me, self._now())
+            self._act()
 
     def left(self, key: bytes) -> None:
         """A member says that it leaves. It is not dialled again unless it is listed anew."""
