@@ -441,7 +441,10 @@ class Node:
 
     def _task_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, P2PError):
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and not isinstance(error, P2PError | TimeoutError):  # who waits for it hears of those
             log.error("a task of %r failed", self.peer_id, exc_info=error)
 
     async def close(self) -> None:

@@ -254,6 +254,11 @@ class Reaching:
                 f"Open the port of this peer's addresses ({_where(self._me)}), so that the client can reach it, or"
             )
             return f"{way_out} name in announce_maddrs the address at which it can be reached."
+        if addresses and all(address.relay is not None for address in addresses):
+            return (
+                "Start the relay again through which it is reached, or another one: `shoal node --relay` on any machine "
+                "that all reach, with its address in initial_peers of all. It is dialled again every 5 to 60 s."
+            )
         if addresses and all(address.is_loopback for address in addresses):
             way_out = "Start a peer that listens on loopback with DHT(host_maddrs=['/ip4/0.0.0.0/tcp/<port>']), or"
         else:
@@ -266,7 +271,11 @@ class Reaching:
 
 
 def _where(member: Member) -> str:
-    return ", ".join(address.partition("/p2p/")[0] for address in member.addresses) or "none"
+    where = (
+        f"{'the relay ' if address.relay is not None else ''}{str(address).partition('/p2p/')[0]}"
+        for address in member.multiaddrs()
+    )
+    return ", ".join(where) or "none"
 
 
 def _named(missing: _Missing) -> str:
