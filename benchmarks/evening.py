@@ -212,7 +212,7 @@ def live(evening: Evening, seconds: float) -> tuple[str, dict[str, Any]]:
             evening.start(
                 name,
                 f"python examples/train.py --run-id {run_id} --membership {name}.txt --identity {name}.key "
-                f"--initial-peers {address} --send {send} --target-batch-size {target} --epochs 100000",
+                f"--initial-peers {address} --min-peers 2 --send {send} --target-batch-size {target} --epochs 100000",
             )
         began = time.monotonic()
         time.sleep(seconds)

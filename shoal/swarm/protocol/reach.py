@@ -256,8 +256,8 @@ class Reaching:
             return f"{way_out} name in announce_maddrs the address at which it can be reached."
         if addresses and all(address.relay is not None for address in addresses):
             return (
-                "Start the relay again through which it is reached, or another one: `shoal node --relay` on any machine "
-                "that all reach, with its address in initial_peers of all. It is dialled again every 5 to 60 s."
+                "Start the relay again through which it is reached, or another one: `shoal node --relay` on any "
+                "machine that all reach, with its address in initial_peers of all. It is dialled again every 5 to 60 s."
             )
         if addresses and all(address.is_loopback for address in addresses):
             way_out = "Start a peer that listens on loopback with DHT(host_maddrs=['/ip4/0.0.0.0/tcp/<port>']), or"
