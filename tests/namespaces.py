@@ -47,6 +47,16 @@ def inside(side: int, *command: str) -> list[str]:
     return ["ip", "netns", "exec", NAMES[side], *command]
 
 
+def narrow(side: int, mbit: float) -> None:
+    """What leaves that namespace passes a line of so many Mbit/s, with a queue as home routers have. Skips the test
+    where the kernel has none."""
+    try:
+        line = ("root", "tbf", "rate", f"{mbit}mbit", "burst", "32kbit", "latency", "50ms")
+        _run(*inside(side, "tc", "qdisc", "add", "dev", "wire", *line))
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no narrow lines here: {error}")
+
+
 def cut() -> None:
     """Nothing passes any more, and nobody is told."""
     _run("ip", "-n", NAMES[0], "link", "set", "wire", "down")

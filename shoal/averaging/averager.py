@@ -99,7 +99,8 @@ class DecentralizedAverager:
             element on the host, and as much again during a round. Each peer may choose it for itself.
         state_compression: how `load_state_from_peers` sends tensors; without parts and results.
         tensor_infos: name and role of each tensor, for a `compression` that chooses by them; equal on all peers.
-        bandwidth: of this peer, in any unit that all peers share. A peer reduces in proportion to it.
+        bandwidth: of this peer, in any unit that all peers share: how much a peer reduces follows it. None: what its
+            links carried in its last rounds, if no peer gives one; else the mean of those that do.
         min_vector_size: members that would reduce fewer elements than this reduce none.
         client_mode: never listen and reduce nothing, but get the exact average; by default as the DHT.
         auxiliary: only reduce: lend bandwidth, contribute and receive nothing.
@@ -665,8 +666,9 @@ class DecentralizedAverager:
             raise AveragingError(NOT_STARTED)
         members = self._swarm.peer.view.connected()
         donors = [m.peer for m in members if m.role is not Role.AUXILIARY and m.peer != self.peer_id]
-        rng = random.Random(self.peer_id.key)
-        return await download_state(self.dht.node, f"state/{self.prefix}", donors, timeout=timeout, rng=rng)
+        relayed = [m.peer for m in members if m.is_relayed]
+        rng, name = random.Random(self.peer_id.key), f"state/{self.prefix}"
+        return await download_state(self.dht.node, name, donors, timeout=timeout, rng=rng, relayed=relayed)
 
     async def _take_snapshot(self, swarm: Swarm) -> EncodedState:
         def take() -> Snapshot:

@@ -113,7 +113,8 @@ class Optimizer(torch.optim.Optimizer):
             with the parameters.
         extra_tensors: shared with newcomers beside the parameters and the optimizer's state. Those of floating point
             are averaged, too. For a model with BatchNorm: `list(model.buffers())`.
-        averager_opts: `bandwidth` (of this peer, in any unit that all share), `request_timeout` (seconds that a
+        averager_opts: `bandwidth` (of this peer, in any unit that all share; measured if nobody gives one),
+            `request_timeout` (seconds that a
             coordinator may take to answer; 10), `sender_timeout` and `reducer_timeout` (seconds of silence after which
             this peer has a member left out that owes it parts, or averages; `next_chunk_timeout`, and twice that),
             `allow_state_sharing` (whether newcomers get this peer's state; True), and in place of

@@ -173,6 +173,7 @@ class Run:
                     donors,
                     timeout=timeout,
                     rng=self._random,
+                    relayed=[member.peer for member in self.swarm.peer.view.members.values() if member.is_relayed],
                     max_nbytes=max_nbytes,
                     wanted=wanted,
                     reserve=self.swarm.be_awaited if awaited else None,

@@ -209,6 +209,13 @@ class Lane:
         with self._changed:
             return sum(sum(tcp.counts(connection.socket)) for connection in self._connections)
 
+    @property
+    def delivered(self) -> tuple[int, float]:
+        """See `Transport.delivered`. All connections are in use at the same time."""
+        with self._changed:
+            flows = [tcp.delivered(connection.socket) for connection in self._connections]
+        return sum(nbytes for nbytes, _ in flows), max((seconds for _, seconds in flows), default=0.0)
+
     # -- sending
 
     def send(self, name: bytes, message: bytes, memory: memoryview) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.identity import PeerID
@@ -22,6 +22,28 @@ class _Connection:
     """Both ends have the same one."""
 
     moved: int = 0  # bytes of large messages that arrived
+    flows: dict[PeerID, _Flow] = field(default_factory=dict)  # of each of the two
+
+
+@dataclass(slots=True)
+class _Flow:
+    """What one end has sent over a connection.
+
+    Attributes:
+        nbytes: of it, that are there or under way.
+        seconds: for which something was under way, or will have been.
+        until: when the last of it is there.
+    """
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    until: float = 0.0
+
+    def sent(self, nbytes: int, now: float, until: float) -> None:
+        """Some more is sent, and there at that time."""
+        self.nbytes += nbytes
+        self.seconds += max(0.0, until - max(now, self.until))
+        self.until = max(self.until, until)
 
 
 class MemoryNetwork:
@@ -130,6 +152,11 @@ class MemoryTransport(Transport):
     def moved(self, peer: PeerID) -> int:
         return self._connections[peer].moved if peer in self._connections else 0
 
+    def delivered(self, peer: PeerID) -> tuple[int, float]:
+        connection = self._connections.get(peer)
+        flow = None if connection is None else connection.flows.get(self.peer_id)
+        return (0, 0.0) if flow is None else (flow.nbytes, flow.seconds)
+
     def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = (), name: bytes = b"") -> None:
         check_size(header, buffers)
         message, payload = bytes(header), [bytes(buffer) for buffer in buffers]
@@ -156,6 +183,7 @@ class MemoryTransport(Transport):
         def come() -> None:
             wait = network.enter(self.peer_id, peer, size)
             if wait > 0.0:
+                flow.sent(0, loop.time(), loop.time() + wait)
                 loop.call_later(wait, arrive, context=Context())
             else:
                 arrive()
@@ -167,6 +195,8 @@ class MemoryTransport(Transport):
 
         when = max(loop.time() + network.delay(self.peer_id, peer, size), self._last_arrival.get(peer, 0.0))
         self._last_arrival[peer] = when
+        flow = connection.flows.setdefault(self.peer_id, _Flow())
+        flow.sent(size, loop.time(), when)
         loop.call_at(when, come, context=Context())  # what is under way belongs to neither peer
 
     def _end(self, peer: PeerID, reason: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import math
 import os
 import socket
 import ssl
@@ -126,6 +127,7 @@ class SocketTransport(Transport, LinkEvents):
         self.peer_id = identity.peer_id
         self.leases = Leases()
         self.shared = Shared(self.leases, Limit(upload_limit), Limit(download_limit))
+        self.limit = min((limit for limit in (upload_limit, download_limit) if limit is not None), default=math.inf)
         self._lanes = Lanes(self.shared, self._on_chunk, self._lane_over)
         self._leaving: dict[PeerID, tuple[Link, str, asyncio.TimerHandle]] = {}  # whose lanes are read to their end
         self._instance = os.urandom(greeting.INSTANCE_BYTES)
@@ -363,6 +365,11 @@ class SocketTransport(Transport, LinkEvents):
     def moved(self, peer: PeerID) -> int:
         link = self._peers.get(peer)
         return 0 if link is None else link.moved() + (0 if link.lane is None else link.lane.moved)
+
+    def delivered(self, peer: PeerID) -> tuple[int, float]:
+        """Of what passes over lanes: what is small says nothing of the path."""
+        link = self._peers.get(peer)
+        return (0, 0.0) if link is None or link.lane is None else link.lane.delivered
 
     def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = (), name: bytes = b"") -> None:
         check_size(header, buffers)

@@ -13,6 +13,8 @@ _KEEPALIVES = 10  # unanswered ones until the kernel itself gives up, which is l
 # (segments that are under way), tcpi_last_data_recv, tcpi_last_ack_recv (milliseconds), tcpi_rtt (microseconds),
 # tcpi_bytes_acked, tcpi_bytes_received.
 _INFO = struct.Struct("=3xB20xI24xII8xI48xQQ")
+# tcpi_bytes_acked, tcpi_busy_time, tcpi_rwnd_limited (microseconds).
+_FLOW = struct.Struct("=120xQ40xQQ")
 
 
 def prepare(connection: socket.socket, keepalive: int = _KEEPALIVE_SECONDS) -> None:
@@ -25,12 +27,12 @@ def prepare(connection: socket.socket, keepalive: int = _KEEPALIVE_SECONDS) -> N
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVES)
 
 
-def _info(connection: socket.socket) -> tuple[int, ...]:
+def _info(connection: socket.socket, fields: struct.Struct = _INFO) -> tuple[int, ...]:
     try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, fields.size)
     except OSError:  # it has ended, and that is told elsewhere
         info = b""
-    return _INFO.unpack(info.ljust(_INFO.size, b"\0"))
+    return fields.unpack(info.ljust(fields.size, b"\0"))
 
 
 def counts(connection: socket.socket) -> tuple[int, int]:
@@ -38,6 +40,13 @@ def counts(connection: socket.socket) -> tuple[int, int]:
     connection any more."""
     *_, acknowledged, received = _info(connection)
     return acknowledged, received
+
+
+def delivered(connection: socket.socket) -> tuple[int, float]:
+    """Payload bytes of which the other side has said that they came, and the seconds for which some were under way
+    while the other side had room: it is the path that took so long. Zeros if it is no connection any more."""
+    acknowledged, busy, without_room = _info(connection, _FLOW)
+    return acknowledged, max(0, busy - without_room) / 1e6
 
 
 def round_trip(connection: socket.socket) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,10 +57,12 @@ class Transport(ABC):
         peer_id: who this peer is.
         leases: where the memory is registered that named buffers belong to. One that came into it is that memory in
             `on_message`, and its target is `filled`.
+        limit: bytes per second that this peer may send and receive: the less of the two; infinity for no limit.
     """
 
     peer_id: PeerID
     leases: Leases
+    limit: float = math.inf
 
     def start(self, on_message: MessageHandler, on_lost: LostHandler) -> None:
         """Name the handlers; called once, before anything else."""
@@ -105,6 +108,15 @@ class Transport(ABC):
         """Bytes of large messages (`LARGE_BYTES`) that have passed between this peer and that one so far, both
         ways, those that are under way included, about; 0 if it is not connected. While it grows, what has not come is
         late and not lost."""
+
+    @abstractmethod
+    def delivered(self, peer: PeerID) -> tuple[int, float]:
+        """Bytes of chunks that have come to that peer so far, about, and for how many seconds some were under way while
+        it had room for more: their quotient is what the path carries. Zeros if it is not connected."""
+
+    def is_direct(self, peer: PeerID) -> bool:
+        """Whether the connection to that peer passes no relay."""
+        return True
 
     @abstractmethod
     def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = (), name: bytes = b"") -> None:

@@ -24,7 +24,7 @@ from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.errors import Rejected
 from shoal.swarm.protocol.peer import Peer
-from shoal.swarm.protocol.reach import Reach, Reachability
+from shoal.swarm.protocol.reach import Reachability, Reaching
 from shoal.swarm.protocol.sparing import Sparing
 from shoal.swarm.protocol.tensors import Tensors, difference, encode_tensors
 from shoal.swarm.protocol.tip import Tip
@@ -74,7 +74,7 @@ class Contacts:
     """The peers of a run that this peer is connected to, and those that it should be connected to.
 
     It reads the directory, dials members, exchanges HELLO, notices losses, and reports which members it cannot reach.
-    `Peer` and `Reach` hold what is known.
+    `Peer` and `Reaching` hold what is known.
 
     Args:
         channel: sends the messages of the run.
@@ -111,7 +111,7 @@ class Contacts:
         self._stopped = False
         self._refused: tuple[bytes, float] | None = None  # who has other terms, and until when that is told
         self._refused_difference = ""
-        self._reach = Reach(self._view.run_id, self._view.me, random.Random(self._view.me.key))
+        self._reach = Reaching(self._view.run_id, self._view.me, random.Random(self._view.me.key))
         self._reach_changed = asyncio.Event()
 
     async def start(self) -> None:

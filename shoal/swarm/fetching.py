@@ -61,8 +61,7 @@ class Fetching:
         """Fetch the whole result of a round from its members. All are asked at once, and those that have it send it at
         once: one that says nothing, or sends slowly, holds up nobody. Raises `ResultLost` if they do not send it."""
         failed: dict[bytes, str] = {}
-        connected, missing = self._holders(commit)
-        for holders in (connected, missing):
+        for holders in self._holders(commit):
             exchange = await self._fetch_from(holders, commit, open_exchange, failed)
             if exchange is not None:
                 return exchange
@@ -123,11 +122,15 @@ class Fetching:
             failed[key] = str(error) or "no answer in time"
             return key, None
 
-    def _holders(self, commit: Commit) -> tuple[list[bytes], list[bytes]]:
-        """The other members of the round: those that are connected, and those that may be dialled."""
+    def _holders(self, commit: Commit) -> tuple[list[bytes], ...]:
+        """The other members of the round: those that are connected, of which those that are relayed come later, and
+        those that may be dialled."""
         others = [key for key in commit.members if key != self._channel.node.peer_id.key]
+        relayed = {member.key for member in commit.view if member.is_relayed}
         connected = [key for key in others if self._channel.is_connected(key)]
-        return connected, [key for key in others if key not in connected]
+        direct = [key for key in connected if key not in relayed]
+        later = [key for key in connected if key in relayed]
+        return direct, later, [key for key in others if key not in connected]
 
 
 class _Whole:

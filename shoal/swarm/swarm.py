@@ -12,7 +12,10 @@ import logging
 import struct
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
+
+from msgspec.structs import replace as replace_struct
 
 from shoal.p2p.errors import P2PError, Refused, Unavailable
 from shoal.p2p.identity import PeerID
@@ -30,12 +33,14 @@ from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.contribution import Buffers, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, ResultLost
 from shoal.swarm.protocol.peer import Peer
+from shoal.swarm.protocol.plan import BYTES_PER_ELEMENT
+from shoal.swarm.protocol.rates import LEAST_BYTES, Flow, Measured
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.statements import Signer
 from shoal.swarm.protocol.tensors import Tensors
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.protocol.view import MAX_ADDRESSES, Member, Role, View
+from shoal.swarm.protocol.view import MAX_ADDRESSES, Member, Reach, Role, View
 
 DEFAULT_CHUNK_TIMEOUT = 15.0  # `next_chunk_timeout` when none is given, in seconds
 JOIN_TIMEOUT = 10.0
@@ -106,6 +111,7 @@ class Swarm:
     ) -> None:
         listens = () if place.role is Role.CLIENT else tuple(map(str, addresses))[:MAX_ADDRESSES]
         me = Member(node.peer_id.key, listens, place.role, place.bandwidth)
+        me = replace_struct(me, reach=Reach.RELAYED if me.listens_at_relays else Reach.DIRECT)
         chunk_timeout = DEFAULT_CHUNK_TIMEOUT if place.chunk_timeout is None else place.chunk_timeout
         sender_timeout = chunk_timeout if place.sender_timeout is None else place.sender_timeout
         # A reducer that waits for a part looks like one that stalls, so it may complain first.
@@ -122,9 +128,11 @@ class Swarm:
         channel = self._channel = Channel(node, self.service, gate, has_pins=has_pins)
         view, silence = View(run_id, me, channel.is_connected), Silence(sender_timeout, reducer_timeout)
         self._signer = Signer(node.identity, run_id)
+        terms = replace_struct(terms, options={**terms.options, "protocol": msg.PROTOCOL})
         self.peer = Peer(view, terms, rules, silence, self._signer, keeps_state=place.keeps_state)
         self.contacts = Contacts(channel, self.peer, directory, place.tensors, self._act)
         self._fetching = Fetching(channel, chunk_timeout, self._progressed)
+        self._measured = Measured()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at: float | None = None  # when the machine has asked for the timer
@@ -265,6 +273,12 @@ class Swarm:
         for time in self.peer.view.ignore(self.tip, self._now(), cost):
             asyncio.get_running_loop().call_at(time + LATER_SECONDS, self._tell_news)
 
+    def is_reached(self, reach: Reach) -> None:
+        """Members reach this peer in this way from now on. If it was another, all are told."""
+        if reach is not self.me.reach:
+            self.peer.say(replace_struct(self.me, reach=reach), self._now())
+            self._act()
+
     def _now(self) -> float:
         """The loop's time; in any thread once this peer has started."""
         return (self._loop or asyncio.get_running_loop()).time()
@@ -394,6 +408,7 @@ class Swarm:
             `Rejected` if the run goes by other terms.
         """
         participant, started = self.peer.participant, self._now()
+        participant.rates = self._measured.rates(self.node.transport.limit, started)
         participant.offer(contribution)
         sent, received = self.node.bytes_sent, self.node.bytes_received
         try:
@@ -401,6 +416,7 @@ class Swarm:
                 self._timeout = timeout
                 while (finished := participant.finished) is None:
                     await self._between_events()
+            self._measured.end(self._flows(finished.begin), self._now())
             return replace(
                 finished,
                 matchmaking_seconds=participant.began - started,
@@ -416,6 +432,14 @@ class Swarm:
             self._patience = None
             participant.withdraw()
             self._act()
+
+    def _flows(self, begin: msg.Begin) -> dict[bytes, Flow]:
+        """What was delivered so far to each of the other members of a round; empty if the round is too small to show
+        what links carry."""
+        if begin.starts[-1] * begin.chunk_elements * BYTES_PER_ELEMENT < LEAST_BYTES:
+            return {}
+        delivered = self.node.transport.delivered
+        return {m.key: delivered(m.peer) for m in begin.members if m.key != self.me.key}
 
     async def _between_events(self) -> None:
         """Do what the input that waits needs now, and wait until something has happened."""
@@ -675,10 +699,12 @@ class Swarm:
         self._act()
 
     async def _enter(self, begin: msg.Begin) -> None:
-        """Connect to the reducers of a round, and wait until the input can be read."""
+        """Connect to the members with which chunks are exchanged, and wait until the input can be read."""
         participant, node = self.peer.participant, self.node
         given = participant.input
-        missing = [m for m in begin.members if m.addresses and not node.is_connected(m.peer)]
+        reduces = {m.key: some < more for m, (some, more) in zip(begin.members, pairwise(begin.starts), strict=True)}
+        others = begin.members if reduces[self.me.key] else [m for m in begin.members if reduces[m.key]]
+        missing = [m for m in others if m.addresses and not node.is_connected(m.peer)]
         for member in missing:
             self._channel.learn(member)
         # A member that this peer has tried to reach in vain may be there now, but all wait for this.
@@ -694,6 +720,7 @@ class Swarm:
             participant.ask_to_wait()
             self._act()
             await given.prepare()
+        self._measured.begin(self._flows(begin))
         participant.started(begin, node.transport.leases)
         self._act()
 
@@ -713,6 +740,13 @@ class Swarm:
         self.peer.tick(max(due, self._now()))  # a loop may be early by the resolution of its clock
         self._act()
 
+    def _look_how_it_is_reached(self) -> None:
+        """A peer that listens at relays only is relayed, until all its connections to members are direct."""
+        if self.me.listens_at_relays:
+            others = [member.peer for member in self.peer.view.connected() if member.key != self.me.key]
+            is_direct = bool(others) and all(map(self.node.transport.is_direct, others))
+            self.is_reached(Reach.DIRECT if is_direct else Reach.RELAYED)
+
     async def _keep_looking(self) -> None:
         """Every second: does the round make progress, and do those that this peer waits for live?"""
         while True:
@@ -728,6 +762,7 @@ class Swarm:
                 log.info("%r stood still for %.1f s", self.node.peer_id, now - asleep)
                 self.peer.settle(now)
                 self.contacts.look(dial=True)
+            self._look_how_it_is_reached()
             connected = len(self.peer.view.connected())
             least = max(2, self.rules.min_group) if self.peer.participant.input is not None else 0
             if connected < least or (connected == 1 and self.peer.view.lost):

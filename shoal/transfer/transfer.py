@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -96,6 +96,7 @@ async def download_state(
     *,
     timeout: float,
     rng: random.Random,
+    relayed: Collection[PeerID] = (),
     max_nbytes: int = 1 << 36,
     wanted: Callable[[Tip], bool] = lambda tip: True,
     reserve: Reserve | None = None,
@@ -113,6 +114,7 @@ async def download_state(
         donors: the peers to ask. This peer itself is ignored.
         timeout: seconds without any progress.
         rng: draws the order in which donors are asked.
+        relayed: those of the donors that are asked for chunks only if no other donor of the state is left.
         max_nbytes: the size in memory of the largest state that is accepted.
         wanted: whether a state of that tip is of any use.
         reserve: called with the tip of a state, and with those who hold it, before its first chunk is asked for. If it
@@ -127,7 +129,7 @@ async def download_state(
     others = sorted(set(donors) - {node.peer_id})
     rng.shuffle(others)
     service = transfer_service(service_name)
-    return await _Download(node, service, others, timeout, max_nbytes, wanted, reserve).run()
+    return await _Download(node, service, others, timeout, max_nbytes, wanted, reserve, frozenset(relayed)).run()
 
 
 class _Fetch:
@@ -202,6 +204,7 @@ class _Download:
     max_nbytes: int
     wanted: Callable[[Tip], bool]
     reserve: Reserve | None
+    relayed: frozenset[PeerID]
     _patience: asyncio.Timeout = field(init=False)  # ends the download when nothing has arrived for `timeout` seconds
     _offers: dict[PeerID, tuple[Manifest, float]] = field(init=False, default_factory=dict)  # with their priorities
     _lines: dict[PeerID, tuple[bytes, ...]] = field(init=False, default_factory=dict)
@@ -278,7 +281,7 @@ class _Download:
         else:
             self._offers[donor] = manifest, reply.body.priority
             self._lines[donor] = line_to(manifest.tip, reply.body.line)
-            if self._fetch is not None and self._fetch.id == manifest.id:
+            if self._fetch is not None and self._fetch.id == manifest.id and donor not in self.relayed:
                 self._fetch.plan.add_donor(donor)
 
     async def _choice(self) -> tuple[Manifest, list[PeerID]]:
@@ -293,29 +296,39 @@ class _Download:
             raise DownloadFailed(f"nobody can give a state. {self._story()}")
         best = max(priority for _, priority in self._offers.values())
         manifest = choose([manifest for manifest, priority in self._offers.values() if priority == best])
+        return manifest, self._holders(manifest)
+
+    def _holders(self, manifest: Manifest) -> list[PeerID]:
+        """All that offer that state."""
         holders = {donor for donor, (offer, _) in self._offers.items() if offer.id == manifest.id}
-        return manifest, [donor for donor in self.donors if donor in holders]
+        return [donor for donor in self.donors if donor in holders]
 
     def _can_choose(self) -> bool:
-        """Whether the answers that are missing cannot change the choice, or are not worth waiting for."""
+        """Whether the answers that are missing cannot change the choice, or are not worth waiting for. Where only
+        donors that are relayed have answered, others are waited for."""
         left = len(self.donors) - len(self._dropped)
         most = max(Counter(manifest.id for manifest, _ in self._offers.values()).values(), default=0)
         priorities = {priority for _, priority in self._offers.values()}
         if (self._offers or self._unwanted) and now() >= self._waiting_until:
             return True  # others have answered
-        return len(self._offers) == left or (2 * most > left and len(priorities) == 1)
+        is_settled = 2 * most > left and len(priorities) == 1
+        return len(self._offers) == left or (is_settled and bool(self._offers.keys() - self.relayed))
 
     # -- its chunks
 
     async def _download(self, manifest: Manifest, holders: Sequence[PeerID]) -> Downloaded | None:
         """Fetch that state. Returns None if all that offer it failed."""
-        fetch = self._fetch = _Fetch(manifest, holders, self.node.transport.leases)
+        direct = [donor for donor in holders if donor not in self.relayed]
+        fetch = self._fetch = _Fetch(manifest, direct or holders, self.node.transport.leases)
         plan = fetch.plan
         while plan.missing and not plan.failed:
             self._look_who_sends(plan)
             for donor, chunk in plan.next_requests(now()):
                 self._begin(self._ask_chunk(fetch, donor, chunk))
             await self._event(plan.next_check())
+            if plan.failed:
+                for donor in self._holders(manifest):
+                    plan.add_donor(donor)
         self._dropped |= plan.dropped
         for donor in plan.dropped:
             del self._offers[donor]

@@ -16,7 +16,7 @@ from shoal.p2p.identity import PeerID
 from shoal.simulation.world import World
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.protocol.view import Role
+from shoal.swarm.protocol.view import Reach, Role
 from shoal.swarm.swarm import DEFAULT_CHUNK_TIMEOUT
 from tests.simulation.history import History
 from tests.simulation.swarms import Board, spawn_peer
@@ -46,6 +46,7 @@ class Setting:
         payload_scale: see `MemoryNetwork`.
         at_once: all trainers begin at the same time.
         remembered: states of each trainer, from which one of them may be started anew.
+        relayed: how likely a node is reached through a relay only, when it begins.
     """
 
     least: int = 3
@@ -62,6 +63,7 @@ class Setting:
     payload_scale: int = 1
     at_once: bool = False
     remembered: int = REMEMBERED
+    relayed: float = 0.0
 
     @property
     def deadline(self) -> float:
@@ -128,6 +130,8 @@ class Faulty:
         its states are as good as theirs."""
         setting = self.setting
         options: dict[str, Any] = {"elements": setting.rules.sizes[0], "rules": setting.rules, "keeps_state": True}
+        if setting.relayed and role is Role.NODE:
+            options["relayed"] = self.rng.random() < setting.relayed
         peer = await spawn_peer(
             self.world, self.board, role=role, again=again, chunk_timeout=setting.chunk_timeout, start=False, **options
         )
@@ -216,6 +220,10 @@ class Faulty:
                 self.log(f"{newcomer.peer.name} is new")
             case "restart" | "restart from a checkpoint":
                 await self._restart([one], kind, older=kind != "restart")
+            case "other reach":
+                swarm = one.peer.swarm
+                self.log(f"{kind} of {one.peer.name}, which was {swarm.me.reach.value}")
+                swarm.is_reached(Reach.DIRECT if swarm.me.is_relayed else Reach.RELAYED)
             case "hold":
                 self.log(f"hold {one.peer.name} for {seconds:.1f} s")
                 self.world.hold(a, seconds)

@@ -26,6 +26,7 @@ MOST_MEMBERS = 30
 MOST_FAULTS = 8
 MOST_LIES, MOST_WIDE_LIES = 4, 8
 FIRST_WIDE = 100_000  # from this seed on a liar knows all lies; those below keep what they have drawn so far
+FIRST_RELAYED = 1_000_000  # from this seed on some are reached through relays, and it changes who
 FAULTY_SECONDS = 60.0  # in which the faults begin
 DEADLINES = 10  # after the last fault, in which all have made an epoch together
 REAL_SECONDS = 300  # that a seed may take; then it hangs
@@ -86,17 +87,18 @@ def setting_of(seed: int, lines: str | None = None) -> tuple[str, Setting]:
         target_samples=float(steps * members),
         chunk_elements=chunk_elements,
     )
-    name = lines or drawn
+    name, relayed = lines or drawn, seed >= FIRST_RELAYED
     return name, Setting(
         least=members,
         most=members,
         rules=rules,
-        faults=ALL_FAULTS,
+        faults=(*ALL_FAULTS, *["other reach"] * 3) if relayed else ALL_FAULTS,
         batch_seconds=batch_seconds,
         payload_scale=scale,
         at_once=rng.random() < 0.8,
         chunk_timeout=chunk,
         remembered=10_000,
+        relayed=0.4 if relayed else 0.0,
         **LINES[name],
     )
 

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from shoal.averaging.exchange import Exchange
@@ -21,15 +22,15 @@ from shoal.simulation.world import World
 from shoal.swarm.directory import RECORD_SECONDS, DHTDirectory, Directory
 from shoal.swarm.protocol.contribution import Contribution, Fault, Outcome, SendTo
 from shoal.swarm.protocol.errors import AveragingError
-from shoal.swarm.protocol.messages import Begin, Commit, Terms
+from shoal.swarm.protocol.messages import PROTOCOL, Begin, Commit, Terms
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.protocol.view import Member, Role
+from shoal.swarm.protocol.view import Member, Reach, Role
 from shoal.swarm.swarm import Place, Swarm
 from tests.codecs import codecs_of
 
 SCHEMA = bytes(32)
-TERMS = Terms({}, SCHEMA)
+TERMS = Terms({"protocol": PROTOCOL}, SCHEMA)
 
 
 def seeds(count: int) -> range:
@@ -138,7 +139,8 @@ async def spawn_peer(
     run_id: str = "run",
     role: Role = Role.NODE,
     rules: Rules | None = None,
-    bandwidth: float = 1.0,
+    bandwidth: float | None = 1.0,
+    relayed: bool = False,
     terms: Terms = TERMS,
     chunk_timeout: float | None = None,
     keeps_state: bool = False,
@@ -146,7 +148,7 @@ async def spawn_peer(
     again: PeerID | None = None,
 ) -> Peer:
     """A new peer of the run. It is listed on `board`; or in a DHT, which it joins through that peer (None: it begins a
-    DHT). It has the identity of `again`, if given, which was killed."""
+    DHT). It has the identity of `again`, if given, which was killed. It may say that it is `relayed`."""
     node = await world.spawn_node(again)
     dht: DHTNode | None = None
     if isinstance(board, Board):
@@ -163,6 +165,8 @@ async def spawn_peer(
     commits: list[Commit] = []
     place = Place(role=role, bandwidth=bandwidth, chunk_timeout=chunk_timeout, keeps_state=keeps_state)
     swarm = Swarm(node, node.addresses, directory, run_id, terms, rules, place)
+    if relayed:
+        swarm.peer.view.say(msgspec.structs.replace(swarm.me, reach=Reach.RELAYED))
     participant = swarm.peer.participant
     advance = participant.advance
 

@@ -426,7 +426,8 @@ def test_a_round_that_ends_while_its_members_are_dialled_has_no_effect_on_the_ne
         while (begin := first.peer.participant.begin) is None:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(0.001)
         absent = Member(bytes(32), ("/ip4/10.9.9.9/tcp/1",), Role.NODE)
-        before = msgspec.structs.replace(begin, members=(absent, *begin.members), ballot=Ballot(0, absent.key))
+        group, starts = (absent, *begin.members), (0, *begin.starts)
+        before = msgspec.structs.replace(begin, members=group, starts=starts, ballot=Ballot(0, absent.key))
         prepared: list[Begin] = []
 
         async def prepare() -> None:

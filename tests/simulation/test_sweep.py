@@ -49,6 +49,11 @@ def test_a_newcomer_who_is_alone_with_a_liar_does_not_end(seed: int) -> None:
     assert try_seed(seed, liar=True).verdict == "ok"
 
 
+def test_who_coordinates_always_does_not_go_on_without_the_others_for_ever() -> None:
+    """The only node that is not relayed has lied, and lies no more: it had no patience left, and began alone."""
+    assert try_seed(1000333, liar=True).verdict == "ok"
+
+
 def test_members_that_doubt_all_coordinators_agree_on_one() -> None:
     """A client doubts both nodes, and each node the other: unless they hear all doubts, each waits for another."""
     assert try_seed(8528).verdict == "ok"

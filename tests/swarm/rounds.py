@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.p2p.identity import Identity
-from shoal.swarm.protocol.messages import Begin, Have, Join, Repair, Terms
+from shoal.swarm.protocol.messages import PROTOCOL, Begin, Have, Join, Repair, Terms
 from shoal.swarm.protocol.plan import ChunkSpan, divide
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.statements import Signer
@@ -13,7 +13,7 @@ from shoal.swarm.protocol.tip import Ballot, Tip
 from shoal.swarm.protocol.view import Member, Role
 
 TIP = Tip.genesis("run")
-TERMS = Terms({}, bytes(32))
+TERMS = Terms({"protocol": PROTOCOL}, bytes(32))
 CHUNK = 1 << 12
 RULES = Rules(sizes=(8 * CHUNK,), matchmaking_time=10.0, round_timeout=60.0)
 

@@ -50,6 +50,7 @@ from shoal.swarm.protocol.messages import (
     Unjoin,
     Waiting,
 )
+from shoal.swarm.protocol.rates import MAX_SLOW
 from shoal.swarm.protocol.tip import Ballot, Tip
 from shoal.swarm.protocol.view import MAX_ADDRESSES, MAX_MEMBERS, Member, Role
 from shoal.transfer.donor import transfer_service
@@ -194,6 +195,11 @@ def of(kind: type[msgspec.Struct], field: str, *values: Any) -> list[Any]:
         *of(Hello, "sender", *[Member(key(1), (), Role.NODE, bad) for bad in (-1.0, math.nan, math.inf, 2e18)]),
         *of(Hello, "sender", Member(key(1), ("x",) * (MAX_ADDRESSES + 1), Role.NODE)),
         *of(Hello, "sender", Member(key(1), ("x" * (MAX_LENGTH + 1),), Role.NODE)),
+        *of(Hello, "sender", *[(key(1), (), "node", None, bad) for bad in ("punched", None, 1)]),
+        *of(Join, "rates", *[(bad, ()) for bad in (0.0, -1.0, math.nan, math.inf, 2e18)]),
+        *of(Join, "rates", *[(None, ((key(1), bad),)) for bad in (0.5, math.nan, math.inf)]),
+        *of(Join, "rates", *[(None, ((bad, 1.0),)) for bad in BAD_KEYS]),
+        *of(Join, "rates", (None, ((key(1), 1.0),) * (MAX_SLOW + 1)), None),
         *of(Elsewhere, "coordinator", (key(1), (), "king", 1.0), None),
     ],
 )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from shoal.swarm.protocol.reach import Reach, Reachability
+from shoal.swarm.protocol.reach import Reachability, Reaching
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role
 from tests.swarm.rounds import key, member, members
 
@@ -16,13 +16,13 @@ ME = member(0)
 CLIENT = member(0, Role.CLIENT)
 
 
-def reach_of(me: Member = ME) -> Reach:
-    reach = Reach("run", me, random.Random(1))
+def reach_of(me: Member = ME) -> Reaching:
+    reach = Reaching("run", me, random.Random(1))
     reach.begin(0.0)
     return reach
 
 
-def play(reach: Reach, start: float, stop: float, reason: str = "nobody listens there", others: int = 0) -> Played:
+def play(reach: Reaching, start: float, stop: float, reason: str = "nobody listens there", others: int = 0) -> Played:
     """Let time pass as the driver does, while every dial fails."""
     played, now = Played(), start
     while now <= stop:

@@ -7,9 +7,10 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.protocol.view import HEARSAY_SECONDS, MAX_HEARSAY, MAX_MEMBERS, Member, Role, View
+from shoal.swarm.protocol.view import HEARSAY_SECONDS, MAX_HEARSAY, MAX_MEMBERS, Member, Reach, Role, View
 from tests.swarm.rounds import TIP, key, keys, member, members
 
 ME = member(0)
@@ -117,6 +118,41 @@ def test_clients_do_not_coordinate_but_for_want_of_anybody() -> None:
     client = member(4, Role.CLIENT)
     assert View("run", client, lambda key: True).candidates(0) == [client]
     assert known(1, me=client).candidates(0) == [member(1)]
+
+
+def relayed(number: int) -> Member:
+    return structs.replace(member(number), reach=Reach.RELAYED)
+
+
+def test_who_is_relayed_coordinates_if_nobody_else_can() -> None:
+    view = View("run", relayed(0), lambda key: True)
+    view.learn([member(1), relayed(2), member(3)])
+    for epoch in range(40):
+        order = view.candidates(epoch)
+        assert {m.key for m in order[:2]} == set(keys(1, 3))
+        without = known(0, 1, 2, 3).candidates(epoch)
+        assert [m.key for m in order] == sorted((m.key for m in without), key=lambda key: key in keys(0, 2))
+    view.lose(key(1))
+    view.lose(key(3))
+    assert {view.candidates(epoch)[0].key for epoch in range(40)} == set(keys(0, 2))
+
+
+def test_a_member_says_that_it_is_reached_in_another_way() -> None:
+    view = known(1, 2)
+    view.say(relayed(0))
+    assert view.returned(relayed(2))
+    assert not view.returned(relayed(2))
+    assert view.snapshot() == (relayed(0), member(1), relayed(2))
+    assert view.candidates(3)[0] == member(1)
+    view.say(member(0))
+    assert view.me == member(0)
+
+
+def test_who_listens_at_relays_only() -> None:
+    circuit, direct = f"/ip4/10.0.0.9/tcp/4000/p2p/{member(3).peer}/p2p-circuit/p2p/{ME.peer}", ME.addresses[0]
+    told = {(): False, (direct,): False, (circuit,): True, (circuit, direct): False, (circuit, circuit): True}
+    for addresses, expected in told.items():
+        assert structs.replace(ME, addresses=addresses).listens_at_relays is expected
 
 
 def test_a_member_that_is_behind_does_not_coordinate_until_it_has_caught_up() -> None:

@@ -124,6 +124,24 @@ def test_a_state_comes_bit_by_bit_from_several_donors():
     run(scenario())
 
 
+@pytest.mark.parametrize("direct_one_is_right", [True, False])
+def test_who_is_relayed_is_asked_for_chunks_if_nobody_else_has_them(direct_one_is_right: bool) -> None:
+    async def scenario() -> None:
+        newcomer, donors = await swarm(World(3), 3)
+        peers = [donor.peer_id for donor in donors]
+        for donor in donors[1:] if not direct_one_is_right else donors:
+            donate(donor)
+        if not direct_one_is_right:
+            donate_by(donors[0], encoded(snapshot()).manifest, lambda chunk: Reply(Chunk(), [b"wrong"]))
+        rng = random.Random(1)
+        result = await download_state(newcomer, NAME, peers, timeout=30, rng=rng, relayed=peers[1:])
+        assert_same(result, snapshot())
+        assert set(result.chunks_from) == set(peers[:1] if direct_one_is_right else peers[1:])
+        assert set(result.dropped) == set([] if direct_one_is_right else peers[:1])
+
+    run(scenario())
+
+
 def test_on_a_real_loop_too():
     async def scenario() -> None:
         network = MemoryNetwork()

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shoal.swarm.protocol.book import RuleBroken, check_repair, require, root_of
 from shoal.swarm.protocol.messages import Begin, Have, Source
+from shoal.swarm.protocol.plan import who_reduce
 from shoal.swarm.protocol.tip import Ballot
 from shoal.swarm.protocol.view import Member
 
@@ -44,7 +45,7 @@ def repaired(
         parted: the pairs of members that exchange nothing.
     """
     here = [member for member in begin.members if member.key in live]
-    reducers = [m.key for m in here if m.reduces] or [m.key for m in here if m.addresses] or live
+    reducers = [m.key for m, reduces in zip(here, who_reduce(here), strict=True) if reduces] or live
     owners = [m.key for i, m in enumerate(begin.members) for _ in range(begin.starts[i], begin.starts[i + 1])]
     original = list(owners)
     followed = max((h.repair for h in haves.values() if h.repair), key=lambda r: r.ballot, default=None)

@@ -33,7 +33,7 @@ from shoal.swarm.protocol.book import RuleBroken, require, root_of
 from shoal.swarm.protocol.history import History
 from shoal.swarm.protocol.pace import Pace
 from shoal.swarm.protocol.patience import Patience
-from shoal.swarm.protocol.plan import can_divide, chunk_elements, chunk_table, divide
+from shoal.swarm.protocol.plan import BYTES_PER_ELEMENT, can_divide, chunk_elements, chunk_table, divide, who_reduce
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.statements import Signer
 from shoal.swarm.protocol.tip import MAX_LEAP, NO_BALLOT, Ballot, Tip
@@ -367,7 +367,7 @@ class Coordinator:
         if self._is_full():
             return -math.inf
         if missing := self._missing():
-            is_final = self.reminded or self.rules.target_samples is None
+            is_final = self.reminded or self.rules.target_samples is None or self._are_few()
             return self.deadline if is_final else max(map(self._is_awaited_until, missing))
         # Until then some members may not have been found yet.
         all_are_here = all(key in self.joins for key in self.expected)
@@ -375,7 +375,14 @@ class Coordinator:
 
     def _missing(self) -> list[bytes]:
         """The members that BEGIN waits for and that have not joined."""
-        return [key for key in self.expected if key not in self.joins and self._waits_for(key)]
+        late = [key for key in self.expected if key not in self.joins]
+        return [key for key in late if self._waits_for(key) or (key in self.counts and self._are_few())]
+
+    def _are_few(self) -> bool:
+        """Whether less than half of those that have reported samples have joined: then BEGIN waits for all of them, for
+        as long as it may. A peer that coordinates all rounds, and had no patience with the others once, could go on
+        without them for ever."""
+        return self.rules.target_samples is not None and 2 * len(self.joins.keys() & self.counts) < len(self.counts)
 
     def _is_awaited_until(self, key: bytes) -> float:
         at = min(self.called_at, self.deadline)
@@ -395,11 +402,12 @@ class Coordinator:
         return count >= self.rules.least(self.last) and can_divide(chosen)
 
     def _chosen(self) -> list[bytes]:
-        """The first members that joined, as many as a group may have, with one that can reduce if there is any; without
-        those that are kept out, if the others can make a round."""
+        """The first members that joined, as many as a group may have, with one that can reduce if there is any, who is
+        not relayed if there is such a one; without those that are kept out, if the others can make a round."""
         if self.kept_out and self._can_go(others := [key for key in self.joins if key not in self.kept_out]):
             return others
-        reducers = [key for key, join in self.joins.items() if join.sender.addresses]
+        able = [key for key, join in self.joins.items() if join.sender.addresses]
+        reducers = sorted(able, key=lambda key: self.joins[key].sender.is_relayed)
         return list(dict.fromkeys([*reducers[:1], *self.joins]))[: self.rules.target_group]
 
     def _is_full(self) -> bool:
@@ -415,7 +423,7 @@ class Coordinator:
         self.history.missed(key for key in self.expected if key in self.counts and key not in self.joins)
         members = tuple(self.joins[key].sender for key in sorted(chosen))
         joins = [self.joins[member.key] for member in members]
-        reducers = sum(member.reduces for member in members)
+        reducers = sum(who_reduce(members))
         with_state = self.rules.averages_state(self.tip.epoch, joins)
         sizes = self.rules.vector(self.tip.epoch, with_state)
         elements = chunk_elements(sum(sizes), reducers, self.rules.chunk_elements)
@@ -432,7 +440,13 @@ class Coordinator:
             machines=tuple(join.machine for join in joins),
             states=tuple(join.state for join in joins),
             chunk_elements=elements,
-            starts=divide(len(chunk_table(sizes, elements)), members, self.rules.smallest_span / elements),
+            starts=divide(
+                len(chunk_table(sizes, elements)),
+                members,
+                self.rules.smallest_span / elements,
+                {member.key: self.joins[member.key].rates for member in members},
+                BYTES_PER_ELEMENT * sum(sizes),
+            ),
             with_state=with_state,
             timeout=self.rules.round_timeout,
             options=self.rules.options(joins),

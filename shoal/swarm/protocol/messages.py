@@ -34,10 +34,12 @@ from typing import Annotated
 
 import msgspec
 
+from shoal.swarm.protocol.rates import Rates
 from shoal.swarm.protocol.statements import UNSIGNED, Seal, name_of_statement
 from shoal.swarm.protocol.tip import Amount, Ballot, Digest, Tip, Weight
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member
 
+PROTOCOL = "2"  # a term: peers with other messages hear of it, and are no members to each other
 MAX_CHUNKS = 1 << 14
 MAX_DOUBTS = 2 * MAX_MEMBERS
 MAX_CHUNK_ELEMENTS = 1 << 20
@@ -141,7 +143,8 @@ class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
 
     `machine` names everything on which the bits of a local step depend; `attempt` is the highest that the sender has
     followed; `patience` is how many seconds it wants to wait for others; `view` is the fingerprint of the members that
-    it knows, or b"" if it has just told them; `options` are those with which it would make the step that follows.
+    it knows, or b"" if it has just told them; `options` are those with which it would make the step that follows;
+    `rates` are those of its links.
     """
 
     tip: Tip
@@ -154,6 +157,7 @@ class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
     patience: Annotated[float, msgspec.Meta(ge=0, le=86400)]
     view: MaybeDigest
     options: StepOptions = b""
+    rates: Rates = Rates()
 
 
 class Joined(msgspec.Struct, tag=6, array_like=True, frozen=True):

@@ -18,6 +18,7 @@ from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks
 from shoal.swarm.protocol.book import EarlyChunks, RuleBroken, check_begin, check_repair, require
 from shoal.swarm.protocol.contribution import Buffers, BytesExchange, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
+from shoal.swarm.protocol.rates import Rates
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.statements import Signer
 from shoal.swarm.protocol.tip import MAX_LEAP, NO_BALLOT, Ballot, Tip
@@ -86,6 +87,7 @@ class Participant:
         deposed: those that most members doubt: they coordinate nothing at this tip.
         began: when the round began here, or the result of a missed one was asked for.
         join_to_begin: seconds from the last JOIN to BEGIN of the round, if this peer coordinates it.
+        rates: what its next JOIN says of its links.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class Participant:
         self.gathered: dict[bytes, bytes] = {}
         self.join_to_begin: float | None = None
         self.began = 0.0
+        self.rates = Rates()
         self._early = EarlyChunks()
         self._last: BytesExchange | None = None  # of the last commit, for members that missed it
         self._witnesses = Witnesses(self.me)  # of the round that this peer is in
@@ -256,7 +259,17 @@ class Participant:
         me, terms, machine, attempt = self.view.me, self.terms, given.machine, self.ballot.number
         news = b"" if self._introduced == (coordinator.key, view) else view
         join = msg.Join(
-            self.tip, me, terms, given.weight, machine, given.state, attempt, given.patience, news, given.options
+            self.tip,
+            me,
+            terms,
+            given.weight,
+            machine,
+            given.state,
+            attempt,
+            given.patience,
+            news,
+            given.options,
+            self.rates,
         )
         self.state, self.joined = State.JOINED, coordinator.key
         self.asked[coordinator.key] = None

@@ -26,7 +26,7 @@ from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.statements import Signer
 from shoal.swarm.protocol.tip import NO_BALLOT, Ballot, Tip
-from shoal.swarm.protocol.view import Role, View
+from shoal.swarm.protocol.view import Member, Role, View
 from shoal.swarm.protocol.witnesses import ASKED_AT_A_TIME
 
 log = logging.getLogger(__name__)
@@ -584,6 +584,13 @@ class Peer:
             self._resign(msg.Elsewhere(coordinator))  # a member before this peer in the order has appeared
         else:
             self.out.extend(lead.expect(self.view.connected(), now))
+
+    def say(self, me: Member, now: float) -> None:
+        """This peer says that of itself from now on, and tells all."""
+        self.view.say(me)
+        self.participant.rejoin()  # its JOIN says something else
+        self._send(self.view.others(), self.hello())
+        self.members_changed(now)
 
     def lost(self, key: bytes, known: bool, now: float) -> None:
         """A peer is gone; `known` as a member until now."""

@@ -53,7 +53,7 @@ class _Missing:
     told: bool = False
 
 
-class Reach:
+class Reaching:
     """Keeps account of the members of a run, as one peer knows them.
 
     Nodes and auxiliaries that are missing are dialled (`Redial`), whether or not they are still listed anywhere;

@@ -17,6 +17,7 @@ from shoal.swarm.protocol.tip import Digest, Tip
 
 MAX_ADDRESSES = 8
 MAX_MEMBERS = 1024
+CIRCUIT = "/p2p-circuit/"  # in the address of a peer at a relay
 Address = Annotated[str, msgspec.Meta(max_length=MAX_LENGTH)]
 
 
@@ -28,6 +29,14 @@ class Role(Enum):
     AUXILIARY = "auxiliary"  # only reduces: lends bandwidth
 
 
+class Reach(Enum):
+    """How the other members reach a peer, as it says itself. One that says so wrongly gets work that it then does not
+    do in time, and is doubted or put out for that."""
+
+    DIRECT = "direct"  # over connections to itself
+    RELAYED = "relayed"  # some of them only through a relay, which every byte passes
+
+
 class Member(msgspec.Struct, frozen=True, array_like=True):
     """A peer of a run: who, where, and what it can do.
 
@@ -35,14 +44,17 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
         key: the bytes of its peer id.
         addresses: where it listens; none for a client.
         role: see `Role`.
-        bandwidth: how much it can carry, in any unit that is the same in the whole run; spans are sized by it. None:
-            not known, and taken for the mean of those that are.
+        bandwidth: how much it can carry, as its user says, in any unit that is the same in the whole run; spans are
+            sized by it. None: not given, and taken for the mean of those that are. If no member of a round gives one,
+            what they have measured counts (`Rates`).
+        reach: see `Reach`.
     """
 
     key: Digest
     addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
     role: Role
     bandwidth: Annotated[float, msgspec.Meta(ge=0, le=1e18)] | None = None
+    reach: Reach = Reach.DIRECT
 
     @property
     def peer(self) -> PeerID:
@@ -55,6 +67,15 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     @property
     def contributes(self) -> bool:
         return self.role is not Role.AUXILIARY
+
+    @property
+    def is_relayed(self) -> bool:
+        return self.reach is Reach.RELAYED
+
+    @property
+    def listens_at_relays(self) -> bool:
+        """Whether all of its addresses are circuits through relays."""
+        return bool(self.addresses) and all(CIRCUIT in text for text in self.addresses)
 
     def multiaddrs(self) -> list[Multiaddr]:
         """The addresses, parsed; those that are none are left out (they are what another peer claims of itself)."""
@@ -125,6 +146,10 @@ class View:
         self.lost: dict[bytes, None] = {}  # in the order of losing
         self._claims: dict[bytes, _Claim] = {}
         self._heard: dict[bytes, _Heard] = {}
+
+    def say(self, me: Member) -> None:
+        """This peer says that of itself from now on."""
+        self.me = self.members[me.key] = me
 
     def learn(self, members: Iterable[Member]) -> list[Member]:
         """Add members that this peer's user names. Returns those that were not known."""
@@ -235,12 +260,12 @@ class View:
         alike.
 
         A candidate can be dialled by others and is, as far as this peer knows, at its state. If there is none, this
-        peer is the only candidate.
+        peer is the only candidate. Members that are relayed come last: they coordinate if nobody else can.
         """
         behind = {key for key, claim in self._claims.items() if claim.behind}
         able = [m for m in self.members.values() if m.role is not Role.CLIENT and m.key not in behind] or [self.me]
         prefix = f"{self.run_id}\0{epoch}\0".encode()
-        return sorted(able, key=lambda member: blake3(prefix + member.key).digest())
+        return sorted(able, key=lambda member: (member.is_relayed, blake3(prefix + member.key).digest()))
 
     # -- which states there are
 
