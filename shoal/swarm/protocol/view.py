@@ -158,10 +158,6 @@ class View:
         self.members.update((member.key, member) for member in new)
         return new
 
-    def moved(self, me: Member) -> None:
-        """This peer is reached at other addresses."""
-        self.me = self.members[me.key] = me
-
     def hear(self, teller: bytes, members: Iterable[Member], now: float) -> list[Member]:
         """Another peer mentions members. Returns those that were not known, and that this peer should meet."""
         told = {m.key: m for m in members if m.key not in self.members and m.key not in self.lost}
