@@ -321,6 +321,9 @@ class SocketTransport(Transport, LinkEvents):
         except OSError:  # it has just ended, which is told elsewhere
             return ""
 
+    def is_direct(self, peer: PeerID) -> bool:
+        return peer in self._peers and not self._peers[peer].relayed
+
     def is_connected(self, peer: PeerID) -> bool:
         return peer in self._peers
 

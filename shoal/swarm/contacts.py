@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import msgspec
+from msgspec.structs import replace
 
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
@@ -29,6 +29,7 @@ from shoal.swarm.protocol.sparing import Sparing
 from shoal.swarm.protocol.tensors import Tensors, difference, encode_tensors
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import MAX_ADDRESSES, MAX_MEMBERS, Member, Role
+from shoal.swarm.protocol.view import Reach as HowReached
 
 log = logging.getLogger(__name__)
 
@@ -319,10 +320,11 @@ class Contacts:
 
     def _moved(self, addresses: Sequence[Multiaddr]) -> None:
         """This peer is reached at other addresses: list it there, and tell those that are connected."""
-        me = msgspec.structs.replace(self._view.me, addresses=tuple(map(str, addresses))[:MAX_ADDRESSES])
+        me = replace(self._view.me, addresses=tuple(map(str, addresses))[:MAX_ADDRESSES])
         if me.role is not Role.CLIENT and me != self._view.me:
+            reach = HowReached.RELAYED if me.listens_at_relays else HowReached.DIRECT
+            self._peer.say(replace(me, reach=reach), self._now())
             self._look_now.set()
-            self._peer.say(me, self._now())
             self._act()
 
     def left(self, key: bytes) -> None:
