@@ -95,12 +95,12 @@ class Asking:
 
     async def ask(self) -> Finding | None:
         """What others say of this peer's reach; None if nobody can be asked, or that decides nothing."""
-        own, mapped = self._asker.own_addresses(latest=True), self._mapped_address()
-        self._asked_of = self._to_ask(own, mapped)
         hosts = self._hosts()
         self.asked = list(hosts)[-HOSTS:]
         if not hosts:
             return None
+        own, mapped = self._asker.own_addresses(latest=True), self._mapped_address()
+        self._asked_of = self._to_ask(own, mapped)
         if not self._asked_of:
             return Finding(Reached.NOBODY)  # it listens on loopback only
         finding = await self._ask(list(hosts.values()), self._asked_of, mapped)

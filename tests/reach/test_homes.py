@@ -151,11 +151,13 @@ asking.LOOK, asking.SOON, asking.LATER = 0.1, 0.2, 0.2
 with shoal.DHT(sys.argv[2:], start=True, host_maddrs=[sys.argv[1]]) as dht:
     last = None
     while True:
-        addresses = [str(address.with_peer(None)) for address in dht.get_visible_maddrs()]
-        now = dht.client_mode, dht.dht_node.client_mode, addresses
+        async def look(dht, node):
+            return [node.is_client, node.client_mode, *(str(a.with_peer(None)) for a in node.visible_addresses())]
+        now = dht.run_coroutine(look)
+        assert now[0] == dht.client_mode or now != dht.run_coroutine(look)
         if now != last:
             last = now
-            print(*now[:2], *addresses, flush=True)
+            print(*now, flush=True)
         time.sleep(0.02)
 """
 
