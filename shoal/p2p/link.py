@@ -103,7 +103,8 @@ class Link:
         challenged: of a dialled link: done when the listener has sent its challenge.
         outcome: of a dialled link: done when messages can pass, or never will.
         said_hello: of a dialled link: whether the listener may keep it.
-        observed: of a link that was dialled to ask: where the other side sees this one.
+        asks: of a dialled link: whether it only asks where the other side sees this one, and then ends.
+        observed: the answer to that.
         error: of a dialled link: the error that the dialler gets when the link has ended.
         lane: the lane beside this link, if there is one.
         keys: the keys with which this side seals what it sends, one for each connection of the lane.
@@ -127,6 +128,7 @@ class Link:
         self.peer: PeerID | None = None
         self.instance = self.nonce = self.certificate = b""
         self.said_hello = False
+        self.asks = False
         self.observed: greeting.Observed | None = None
         self.error: type[PeerUnreachable] = PeerUnreachable
         self.lane: Lane | None = None

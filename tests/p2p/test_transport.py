@@ -184,3 +184,17 @@ def test_a_connection_of_its_own_tells_from_where_it_comes_and_leaves_the_other_
         assert not other.lost
 
     pair(scenario)
+
+
+def test_asking_while_others_connect_is_no_link_whose_place_another_takes(pair):
+    async def scenario(one: Recorder, other: Recorder) -> None:
+        address = await other.transport.listen(LOOPBACK)
+        asked = []
+        dial = asyncio.create_task(one.transport.dial(address))
+        while not dial.done():
+            asked.append(asyncio.create_task(one.transport.observe(address)))
+            await asyncio.sleep(0)
+        assert len({seen.host for seen in await asyncio.gather(*asked)}) == 1
+        assert one.transport.is_connected(other.transport.peer_id)
+
+    pair(scenario)
