@@ -191,9 +191,10 @@ def test_asking_while_others_connect_is_no_link_whose_place_another_takes(pair):
         address = await other.transport.listen(LOOPBACK)
         asked = []
         dial = asyncio.create_task(one.transport.dial(address))
-        while not dial.done():
+        while not dial.done() and len(asked) < 100:
             asked.append(asyncio.create_task(one.transport.observe(address)))
             await asyncio.sleep(0)
+        await dial
         assert len({seen.host for seen in await asyncio.gather(*asked)}) == 1
         assert one.transport.is_connected(other.transport.peer_id)
 
