@@ -101,9 +101,9 @@ class Asking:
             return None
         own, mapped = self._asker.own_addresses(latest=True), self._mapped_address()
         self._asked_of = self._to_ask(own, mapped)
-        if not self._asked_of:
-            return Finding(Reached.NOBODY)  # it listens on loopback only
-        finding = await self._ask(list(hosts.values()), self._asked_of, mapped)
+        finding: Finding | None = Finding(Reached.NOBODY)  # if it listens on loopback only
+        if self._asked_of:
+            finding = await self._ask(list(hosts.values()), self._asked_of, mapped)
         if finding is not None and finding.reached is Reached.NOBODY:
             circuits = await self._reserve(self._asker.node, list(hosts.values()))
             if circuits:
