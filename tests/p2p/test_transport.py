@@ -10,7 +10,7 @@ import pytest
 from shoal.p2p.errors import HandshakeFailed, MessageTooLarge, PeerUnreachable
 from shoal.p2p.identity import Identity
 from shoal.p2p.memory_transport import MemoryNetwork, MemoryTransport
-from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_HEADER_BYTES
+from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_HEADER_BYTES, Observation
 from tests.p2p.recorder import LOOPBACK, Recorder, sockets
 
 Scenario = Callable[[Recorder, Recorder], Awaitable[None]]
@@ -189,7 +189,7 @@ def test_a_connection_of_its_own_tells_from_where_it_comes_and_leaves_the_other_
 def test_asking_while_others_connect_is_no_link_whose_place_another_takes(pair):
     async def scenario(one: Recorder, other: Recorder) -> None:
         address = await other.transport.listen(LOOPBACK)
-        asked = []
+        asked: list[asyncio.Task[Observation]] = []
         dial = asyncio.create_task(one.transport.dial(address))
         while not dial.done() and len(asked) < 100:
             asked.append(asyncio.create_task(one.transport.observe(address)))
