@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -89,4 +90,4 @@ def test_a_router_that_maps_nothing_is_said_to_map_nothing() -> None:
         found = found_by(bed.homes[0], initial, **options)
     assert found["client"]
     assert "the router maps no port to this peer (NAT-PMP: the router 10.77.0.1 " in found["said"][0]
-    assert "UPnP: " in found["said"][0]
+    assert re.search(r"UPnP: \w+", found["said"][0])

@@ -120,7 +120,7 @@ async def _mapping(port: int) -> Finding:
             async with asyncio.timeout(TIMEOUT):
                 host = await mapper.external_address()
         except (MappingFailed, TimeoutError) as error:
-            reasons.append(f"{mapper.name}: {error or f'no answer within {TIMEOUT:g} s'}")
+            reasons.append(f"{mapper.name}: {str(error) or f'no answer within {TIMEOUT:g} s'}")
         else:
             found = f"the router maps ports by {mapper.name}, to its address {host}"
             advice = f"DHT(host_maddrs=['/ip4/0.0.0.0/tcp/{port}'], port_mapping=True)"
