@@ -274,8 +274,13 @@ def _notable(lines: list[str], rounds: int = 2) -> list[str]:
             seen += 1
             if seen > 2 * rounds:
                 continue
-        kept.append(line[:240])
+        kept.append(shortened(line))
     return kept
+
+
+def shortened(line: str) -> str:
+    """A line with the beginnings of ids and hashes only."""
+    return re.sub(r"\b([a-z2-7]{52,}|[0-9a-f]{64})\b", lambda found: f"{found[0][:6]}…{found[0][-8:]}", line)
 
 
 def _switches(evening: Evening, address: str, data: dict[str, Any]) -> str:
