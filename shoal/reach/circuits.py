@@ -106,7 +106,7 @@ class Circuits:
             if len(self._reserved) >= MAX_RELAYS:
                 break
             is_new = peer not in self._reserved and peer not in self._no_relays and peer != self._node.peer_id
-            if is_new and self._node.is_connected(peer):
+            if is_new and self._node.is_connected(peer) and self._listens(peer):
                 await self._ask(peer)
         self._changed()
 

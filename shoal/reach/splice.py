@@ -109,6 +109,11 @@ class Splicer:
     def join(self, one: socket.socket, other: socket.socket) -> Circuit:
         """Pass bytes between these two, which do not block; they are the splicer's now."""
         circuit = Circuit(one, other)
+        if not self._thread.is_alive():  # it has failed, and has said so
+            for end in circuit.ends:
+                end.close()
+            self._on_over(circuit)
+            return circuit
         for end in circuit.ends:
             forks.close_in_children(end)
             with contextlib.suppress(OSError):  # it has ended already, which is found when it is read

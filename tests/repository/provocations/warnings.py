@@ -271,7 +271,7 @@ def it_joins_through_another_machine_and_listens_on_loopback(scene: Scene) -> No
         return [ipaddress.IPv4Address("127.0.0.1")]
 
     patch = scene.ends.enter_context(pytest.MonkeyPatch.context())
-    patch.setattr(SocketTransport, "_resolve", resolve)
+    patch.setattr(SocketTransport, "resolve", resolve)
     patch.setattr(SocketTransport, "source", lambda *_: "203.0.113.9")
     [address] = scene.dht.get_visible_maddrs()
     elsewhere = Multiaddr(f"/dns4/other.example/tcp/{address.port}").with_peer(address.peer_id)
