@@ -36,8 +36,10 @@ def is_of_this_machine(address: Multiaddr) -> bool:
 def is_host_of_this_machine(host: str) -> bool:
     """Whether that numeric address is one of loopback or of an interface of this machine."""
     address = ipaddress.ip_address(host)
+    if address.is_loopback:
+        return True
     hosts = _ip4_hosts() if address.version == 4 else _ip6_hosts()
-    return address.is_loopback or any(ipaddress.ip_address(own) == address for own in hosts)
+    return any(ipaddress.ip_address(own) == address for own in hosts)
 
 
 def _ip4_hosts() -> list[str]:

@@ -114,7 +114,8 @@ class Link:
         succeeded: whether another one has taken its place, so this one is about to end.
         emptied: whether the other side sends nothing more over it, because another one takes its place.
         held: whether messages that come wait, until `release`.
-        observed: of a link that was dialled to ask: where the other side sees this one.
+        asks: of a dialled link: whether it only asks where the other side sees this one, and then ends.
+        observed: the answer to that.
         error: of a dialled link: the error that the dialler gets when the link has ended.
         lane: the lane beside this link, if there is one.
         keys: the keys with which this side seals what it sends, one for each connection of the lane.
@@ -140,7 +141,7 @@ class Link:
         self.route, self.relayed = route, relayed
         self.peer: PeerID | None = None
         self.instance = self.nonce = self.certificate = b""
-        self.said_hello = self.succeeds = self.succeeded = self.emptied = self.held = False
+        self.said_hello = self.succeeds = self.succeeded = self.emptied = self.held = self.asks = False
         self.observed: greeting.Observed | None = None
         self.error: type[PeerUnreachable] = PeerUnreachable
         self.lane: Lane | None = None

@@ -301,10 +301,10 @@ class SocketTransport(Transport, LinkEvents):
         except OSError as error:
             raise PeerUnreachable(f"{address}: {error}") from error
         link = self._dialled(address.peer_id, ip, address.port, source_port)
+        link.asks = True
         try:
             await asyncio.wait([link.challenged, link.outcome], return_when=asyncio.FIRST_COMPLETED)
             if not link.outcome.done():
-                link.instance = b""  # it is no link to that peer, which others would take the place of
                 own_port: int = link.socket.getsockname()[1]
                 link.say(Observe())
             await link.outcome
@@ -438,13 +438,14 @@ class SocketTransport(Transport, LinkEvents):
         undecided = link.dialled and not link.outcome.done()
         match said:
             case Challenge() if undecided and not link.nonce:
-                link.instance, link.nonce = said.instance, said.nonce
+                # A link that asks is none of those to a start of that peer, of which one stays.
+                link.instance, link.nonce = b"" if link.asks else said.instance, said.nonce
                 link.challenged.set_result(None)
             case Observe() if not link.dialled and peer is None:
                 host, port = link.address[:2]
                 link.say(Observed(_plain(host), port))
                 link.finish(REFUSAL_TIME, "it came to ask from where it comes")
-            case Observed() if undecided and link.nonce and not link.said_hello:
+            case Observed() if undecided and link.asks:
                 ipaddress.ip_address(said.host)  # ValueError if it is none
                 link.observed = said
                 link.outcome.set_result(None)

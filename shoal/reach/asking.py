@@ -99,7 +99,7 @@ class Asking:
             return None
         own, mapped = self._asker.own_addresses(latest=True), self._mapped_address()
         self._asked_of = self._to_ask(own, mapped)
-        finding: Finding | None = Finding(Reached.NOBODY)  # as one that listens on loopback only
+        finding: Finding | None = Finding(Reached.NOBODY)  # if it listens on loopback only
         if self._asked_of:
             finding = await self._ask(list(hosts.values()), self._asked_of, mapped)
         if finding is not None and finding.reached is Reached.NOBODY:

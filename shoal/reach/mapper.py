@@ -35,6 +35,10 @@ class Mapper(ABC):
     name: str
 
     @abstractmethod
+    async def external_address(self) -> str:
+        """The router's own address, as it says itself; changes nothing there. Raises MappingFailed."""
+
+    @abstractmethod
     async def map(self, port: int, external: int, lifetime: int) -> Mapped:
         """Have the router's port `external`, or another one, sent to `port` of this machine for `lifetime` seconds; or
         go on with that. Raises MappingFailed."""

@@ -92,9 +92,12 @@ class NatPmp(Mapper):
 
     name = "NAT-PMP"
 
+    async def external_address(self) -> str:
+        return await _ask(default_gateway(_routes()), address_request(), address_of)
+
     async def map(self, port: int, external: int, lifetime: int) -> Mapped:
+        host = await self.external_address()
         gateway = default_gateway(_routes())
-        host = await _ask(gateway, address_request(), address_of)
         external, granted = await _ask(gateway, map_request(port, external, lifetime), lambda a: mapping_of(a, port))
         if not external or not granted:
             raise MappingFailed(f"the router {gateway} says that it has mapped no port")

@@ -43,7 +43,7 @@ class PortMapping:
                 async with asyncio.timeout(TIMEOUT):
                     return self._take(mapper, await mapper.map(self._port, self._port, LEASE))
             except (MappingFailed, TimeoutError) as error:
-                reasons.append(f"{mapper.name}: {error or f'no answer within {TIMEOUT:g} s'}")
+                reasons.append(f"{mapper.name}: {str(error) or f'no answer within {TIMEOUT:g} s'}")
         self._used = self._mapped = self.address = None
         log.warning(
             "the router maps no port to this peer (%s). Forward TCP port %d by hand, or use a relay",

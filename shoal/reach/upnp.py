@@ -21,6 +21,9 @@ class Upnp(Mapper):
     def __init__(self) -> None:
         self._router: Any = None  # miniupnpc has no types
 
+    async def external_address(self) -> str:
+        return (await asyncio.to_thread(_find))[1]
+
     async def map(self, port: int, external: int, lifetime: int) -> Mapped:
         return await asyncio.to_thread(self._map, port, external, lifetime)
 
@@ -28,21 +31,7 @@ class Upnp(Mapper):
         await asyncio.to_thread(self._unmap, external)
 
     def _map(self, port: int, external: int, lifetime: int) -> Mapped:
-        try:
-            import miniupnpc
-        except ImportError:
-            raise MappingFailed("miniupnpc is not installed: pip install 'shoal[nat]'") from None
-        try:
-            router = miniupnpc.UPnP()
-            router.discoverdelay = DISCOVERY
-            if not router.discover():
-                raise MappingFailed("no router answers")
-            router.selectigd()
-            host = str(ipaddress.IPv4Address(router.externalipaddress()))
-        except MappingFailed:
-            raise
-        except Exception as error:  # it raises Exception itself, with the router's words
-            raise MappingFailed(f"no router answers as it should: {error}") from error
+        router, host = _find()
         others = random.sample(range(32768, 61000), OTHER_PORTS)
         reason = ""
         for wanted in (external, *others):
@@ -61,3 +50,20 @@ class Upnp(Mapper):
             self._router.deleteportmapping(external, "TCP")
         except Exception as error:
             raise MappingFailed(f"the router did not end the mapping: {error}") from error
+
+
+def _find() -> tuple[Any, str]:
+    """The router, and its own address."""
+    try:
+        import miniupnpc
+    except ImportError:
+        raise MappingFailed("miniupnpc is not installed: pip install 'shoal[nat]'") from None
+    try:
+        router = miniupnpc.UPnP()
+        router.discoverdelay = DISCOVERY
+        if router.discover():
+            router.selectigd()
+            return router, str(ipaddress.IPv4Address(router.externalipaddress()))
+    except Exception as error:  # it raises Exception itself, with the router's words
+        raise MappingFailed(f"no router answers as it should: {error}") from error
+    raise MappingFailed("no router answers")

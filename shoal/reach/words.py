@@ -53,14 +53,15 @@ def ways_out(own: Sequence[Multiaddr], seen: str) -> str:
     others = [address for address in own if not address.is_loopback]
     port = others[0].port if others else EXAMPLE_PORT
     listen = f"DHT(host_maddrs=['/ip4/0.0.0.0/tcp/{port}'])"
-    if seen and is_host_of_this_machine(seen):
+    if not others:
+        first = f"listen where others reach it, {listen}, and open that port"
+    elif seen and is_host_of_this_machine(seen):
         first = (
             f"open TCP port {port} in this machine's firewall (`sudo ufw allow {port}/tcp`) and listen there: {listen}"
         )
     else:
-        inside = next((address.host for address in others), "this machine")
         router = f"the router {seen}" if seen else "the router"
-        first = f"forward TCP port {port} of {router} to {inside}, port {port}, and listen there: {listen}"
+        first = f"forward TCP port {port} of {router} to {others[0].host}, port {port}, and listen there: {listen}"
     return (
         f"Either {first}; or have the router do that: DHT(host_maddrs=..., port_mapping=True); or start `shoal node "
         "--relay` on any machine that others reach, and give its address to all peers as initial_peers."

@@ -10,7 +10,7 @@ import pytest
 from shoal.p2p.errors import HandshakeFailed, MessageTooLarge, PeerUnreachable
 from shoal.p2p.identity import Identity
 from shoal.p2p.memory_transport import MemoryNetwork, MemoryTransport
-from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_HEADER_BYTES
+from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_HEADER_BYTES, Observation
 from tests.p2p.recorder import LOOPBACK, Recorder, sockets
 
 Scenario = Callable[[Recorder, Recorder], Awaitable[None]]
@@ -182,5 +182,20 @@ def test_a_connection_of_its_own_tells_from_where_it_comes_and_leaves_the_other_
             await one.transport.observe(address.with_peer(Identity().peer_id))
         assert not one.lost
         assert not other.lost
+
+    pair(scenario)
+
+
+def test_asking_while_others_connect_is_no_link_whose_place_another_takes(pair):
+    async def scenario(one: Recorder, other: Recorder) -> None:
+        address = await other.transport.listen(LOOPBACK)
+        asked: list[asyncio.Task[Observation]] = []
+        dial = asyncio.create_task(one.transport.dial(address))
+        while not dial.done() and len(asked) < 100:
+            asked.append(asyncio.create_task(one.transport.observe(address)))
+            await asyncio.sleep(0)
+        await dial
+        assert len({seen.host for seen in await asyncio.gather(*asked)}) == 1
+        assert one.transport.is_connected(other.transport.peer_id)
 
     pair(scenario)

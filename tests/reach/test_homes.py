@@ -33,6 +33,8 @@ async def lie(self, peer, message, _buffers):
 probe.DialBack._handle = lie
 """ + NODE.replace("sys.argv[1]", "sys.argv[2]").replace("sys.argv[2:]", "sys.argv[3:]")
 
+DOCTOR = "from shoal.cli import app; app()"
+
 PEER = """
 import json, logging, sys, time
 import shoal
@@ -151,11 +153,13 @@ asking.LOOK, asking.SOON, asking.LATER = 0.1, 0.2, 0.2
 with shoal.DHT(sys.argv[2:], start=True, host_maddrs=[sys.argv[1]]) as dht:
     last = None
     while True:
-        addresses = [str(address.with_peer(None)) for address in dht.get_visible_maddrs()]
-        now = dht.client_mode, dht.dht_node.client_mode, addresses
+        async def look(dht, node):
+            return [node.is_client, node.client_mode, *(str(a.with_peer(None)) for a in node.visible_addresses())]
+        now = dht.run_coroutine(look)
+        assert now[0] == dht.client_mode or now != dht.run_coroutine(look)
         if now != last:
             last = now
-            print(*now[:2], *addresses, flush=True)
+            print(*now, flush=True)
         time.sleep(0.02)
 """
 
@@ -221,10 +225,9 @@ asyncio.run(main())
 
 @pytest.mark.long
 def test_the_doctor_names_the_router_and_the_line_to_change() -> None:
-    program = "from shoal.cli import app; app()"
     with homes(*Router, publics=3) as bed, nodes(bed, 2) as initial:
         hosts = [*zip(Router, bed.homes, strict=True), (None, bed.publics[2])]
-        asked = [host.python(program, "doctor", initial[1], "--port", str(PORT), "--json") for _, host in hosts]
+        asked = [host.python(DOCTOR, "doctor", initial[1], "--port", str(PORT), "--json") for _, host in hosts]
         for (router, host), process in zip(hosts, asked, strict=True):
             printed, errors = process.communicate(timeout=60)
             assert printed, errors
@@ -236,11 +239,12 @@ def test_the_doctor_names_the_router_and_the_line_to_change() -> None:
                 assert f"/ip4/{host.public}/tcp/{PORT}" in found["reach"]["found"]
             else:
                 assert found["reach"]["facts"]["reached"] == "nobody"
+                assert "the router maps no ports" in found["port mapping"]["found"]
                 assert (
                     f"forward TCP port {PORT} of the router {host.public} to {host.address}" in found["reach"]["advice"]
                 )
     with homes(Router.CONE, publics=1) as bed, nodes(bed, 1) as initial:
-        printed, _ = bed.homes[0].python(program, "doctor", initial[0], "--json").communicate(timeout=60)
+        printed, _ = bed.homes[0].python(DOCTOR, "doctor", initial[0], "--json").communicate(timeout=60)
         found = {finding["name"]: finding for finding in json.loads(printed)["findings"]}
         assert found["router"]["facts"]["kind"] == "unknown"
         assert "nodes at two hosts" in found["router"]["advice"]

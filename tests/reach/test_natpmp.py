@@ -127,6 +127,9 @@ class Granting(Mapper):
     def __init__(self, *lifetimes: int) -> None:
         self.lifetimes, self.asked = list(lifetimes), 0
 
+    async def external_address(self) -> str:
+        return "52.1.2.3"
+
     async def map(self, port: int, external: int, lifetime: int) -> Mapped:
         self.asked += 1
         if not self.lifetimes:

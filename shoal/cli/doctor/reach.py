@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -14,7 +15,11 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.reach.asking import Asker, Asking, no_relays
 from shoal.reach.finding import Finding as Found
 from shoal.reach.finding import Reached, host_of
+from shoal.reach.mapper import MappingFailed
+from shoal.reach.natpmp import NatPmp
+from shoal.reach.portmap import TIMEOUT
 from shoal.reach.router import Router, kind_of, observe_all
+from shoal.reach.upnp import Upnp
 from shoal.reach.words import ways_out
 
 KINDS = {
@@ -54,7 +59,10 @@ async def look_at_reach(dht: CreatedNode, address: Multiaddr, port: int) -> Asyn
     if not source or is_host_of_this_machine(source):
         return  # only a peer elsewhere can tell
     yield await _router(dht, address, source)
-    yield await _reached(dht, source, port)
+    reached = await _reached(dht, source, port)
+    yield reached
+    if reached.facts.get("reached") == "nobody" and _family(source) == 4:
+        yield await _mapping(reached.facts["port"])
 
 
 async def _router(dht: CreatedNode, address: Multiaddr, source: str) -> Finding:
@@ -102,6 +110,24 @@ async def _reached(dht: CreatedNode, source: str, port: int) -> Finding:
     facts["addresses"] = [str(address.with_peer(None)) for address in found.addresses]
     advice = f"DHT(host_maddrs=['{everywhere}/tcp/{tried}'])"
     return Finding("reach", Level.WELL, f"others reach this machine at {where} (asked: {hosts})", advice, facts)
+
+
+async def _mapping(port: int) -> Finding:
+    """Whether the router would map a port. It is not asked to."""
+    reasons = []
+    for mapper in (NatPmp(), Upnp()):
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                host = await mapper.external_address()
+        except (MappingFailed, TimeoutError) as error:
+            reasons.append(f"{mapper.name}: {str(error) or f'no answer within {TIMEOUT:g} s'}")
+        else:
+            found = f"the router maps ports by {mapper.name}, to its address {host}"
+            advice = f"DHT(host_maddrs=['/ip4/0.0.0.0/tcp/{port}'], port_mapping=True)"
+            return Finding("port mapping", Level.WELL, found, advice, {"protocol": mapper.name, "address": host})
+    found = f"the router maps no ports ({'; '.join(reasons)})"
+    advice = "switch on UPnP or NAT-PMP in the router, for DHT(port_mapping=True)"
+    return Finding("port mapping", Level.MIND, found, advice, {"protocol": ""})
 
 
 def _family(host: str) -> int:
