@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,13 +20,12 @@ from typing import Any
 
 import pytest
 
-from shoal.dht import DHT, DHTNode, RecordValidator, SchemaValidator, SignatureValidator, created, get_dht_time, records
+from shoal.dht import DHT, DHTNode, RecordValidator, SchemaValidator, SignatureValidator, get_dht_time, records
 from shoal.dht.records import DHTRecord, ValueWithExpiration
 from shoal.dht.validation import owner_marker
 from shoal.p2p.errors import PeerUnreachable
-from shoal.p2p.identity import Identity, PeerID
+from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.node import Node
 from shoal.p2p.sockets import SocketTransport
 from shoal.reach import asking
 from shoal.reach.probe import DialBack
@@ -218,24 +217,18 @@ def test_who_joins_through_another_machine_and_listens_on_loopback_is_told_so(
 def test_a_peer_that_only_relays_reach_is_no_client_and_keeps_nothing_for_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def reserve(node: Node, contacts: Sequence[PeerID]) -> list[Multiaddr]:
-        assert contacts == [first.peer_id]
-        return [Multiaddr("/ip4/203.0.113.9/tcp/7").with_peer(node.peer_id)]
-
     async def nobody_answers(*_: object) -> bool:
         return False
 
-    monkeypatch.setattr(created, "no_relays", reserve)
     monkeypatch.setattr(DialBack, "_answers", nobody_answers)
-    with DHT(start=True) as first, monkeypatch.context() as patch:
+    with DHT(start=True, relay=True) as first, monkeypatch.context() as patch:
         patch.setattr(SocketTransport, "source", lambda *_: "203.0.113.9")
         for host_maddrs in ("/ip4/0.0.0.0/tcp/0", "/ip4/127.0.0.1/tcp/0"):
             with DHT(first.get_visible_maddrs(), host_maddrs=[host_maddrs], start=True, await_ready=False) as second:
                 assert not second.client_mode, "known when it has started, for which it is waited"
                 assert second.dht_node.client_mode
-                assert [str(address.with_peer(None)) for address in second.get_visible_maddrs()] == [
-                    "/ip4/203.0.113.9/tcp/7"
-                ]
+                [relay] = first.get_visible_maddrs()
+                assert second.get_visible_maddrs() == [relay.by_relay(second.peer_id)]
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
