@@ -54,13 +54,13 @@ class Meet(msgspec.Struct, tag=0, array_like=True, frozen=True):
     Attributes:
         host, port: from where, as others see it.
         seconds: that it took to ask them.
-        relay: the address of the circuit's relay, which can be asked.
+        relay: whose circuit it is: the other side can ask it, too.
     """
 
     host: Annotated[str, msgspec.Meta(max_length=64)]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     seconds: Annotated[float, msgspec.Meta(ge=0, le=3)]
-    relay: Annotated[str, msgspec.Meta(max_length=MAX_LENGTH)]
+    relay: Key
 
 
 class Back(msgspec.Struct, tag=1, array_like=True, frozen=True):

@@ -31,6 +31,7 @@ from shoal.reach.messages import MAX_BACK, PUNCH, Back, Came, Meet
 log = logging.getLogger(__name__)
 
 HOSTS: Final = 2  # that say from where a port is seen to come; with one only, it is tried as well, which does no harm
+MAX_ASKED: Final = 3
 TRIES: Final = 2
 AGAIN: Final = 0.5  # seconds until the next one
 OBSERVE_TIMEOUT: Final = 1.5  # seconds
@@ -109,9 +110,10 @@ class Punch:
 
     async def dial(self, peer: PeerID, relay: Multiaddr) -> socket.socket:
         """A direct connection to that peer, which accepts it. Raises P2PError, OSError or TimeoutError."""
-        mapped = await self._map(relay)
+        assert relay.peer_id is not None
+        mapped = await self._map([relay])
         with mapped.holder:
-            me = Meet(mapped.seen.host, mapped.seen.port, mapped.seconds, str(relay))
+            me = Meet(mapped.seen.host, mapped.seen.port, mapped.seconds, relay.peer_id.key)
             there = await self._node.call(peer, PUNCH, me, Meet, timeout=ASK_TIMEOUT)
             return await _open(mapped, there)
 
@@ -133,7 +135,7 @@ class Punch:
         return Came()
 
     async def _meet(self, peer: PeerID, there: Meet) -> Meet:
-        mapped = await self._map(_parsed(there.relay, None))
+        mapped = await self._map(self._node.known_addresses(PeerID(there.relay))[:1])
         try:
             _check(there, mapped)
         except BaseException:
@@ -148,22 +150,28 @@ class Punch:
 
     # -- both
 
-    async def _map(self, relay: Multiaddr) -> _Mapped:
-        """A fresh port, and where it is seen from outside. Raises PeerUnreachable if another host sees it elsewhere, or
-        nobody says."""
+    async def _map(self, relay: Sequence[Multiaddr]) -> _Mapped:
+        """A fresh port, and where it is seen from outside: by the relay first. Raises Refused if two hosts see it at
+        different ports, PeerUnreachable if nobody says."""
         loop = asyncio.get_running_loop()
-        others = [*(address for address in self._observers() if address.peer_id != relay.peer_id), relay]
-        [ip, *_] = await self._transport.resolve(relay)
+        known = {address.peer_id: address for address in (*relay, *self._observers()) if address.relay is None}
+        observers = list(known.values())[:MAX_ASKED]
+        if not observers:
+            raise PeerUnreachable("nobody is there who could say from where this peer comes")
+        try:
+            [ip, *_] = await self._transport.resolve(observers[0])
+        except OSError as error:
+            raise PeerUnreachable(f"{observers[0]}: {error}") from error
         holder = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET)
         found: list[Observation] = []
         try:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind(("", 0))
             port: int = holder.getsockname()[1]
-            while others and len(found) < HOSTS:
+            while observers and len(found) < HOSTS:
                 started = loop.time()
                 with contextlib.suppress(PeerUnreachable):
-                    found.append(await self._observed(others.pop(), port))
+                    found.append(await self._observed(observers.pop(0), port))
                     seconds = loop.time() - started
             if not found:
                 raise PeerUnreachable("nobody says from where this peer comes")
@@ -182,14 +190,14 @@ class Punch:
             raise PeerUnreachable(f"{address} does not answer") from None
 
 
-def _parsed(text: str, peer: PeerID | None) -> Multiaddr:
+def _parsed(text: str, peer: PeerID) -> Multiaddr:
     try:
         address = Multiaddr(text)
     except ValueError as error:
         raise Refused(str(error)) from error
-    if address.relay is not None or (address.peer_id is None) == (peer is None):
+    if address.relay is not None or address.peer_id is not None:
         raise Refused(f"{address} is not an address to dial")
-    return address if peer is None else address.with_peer(peer)
+    return address.with_peer(peer)
 
 
 def _check(there: Meet, mapped: _Mapped) -> None:

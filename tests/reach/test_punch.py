@@ -153,7 +153,7 @@ def test_nobody_is_made_to_dial_what_is_no_router_of_the_asker(host, port):
             equip(other, relay.address)
             await joined(one, other, relay)
             with pytest.raises(Refused):
-                await one.node.call(other.peer_id, PUNCH, Meet(host, port, 0.0, str(relay.address)), Meet, timeout=10)
+                await one.node.call(other.peer_id, PUNCH, Meet(host, port, 0.0, relay.peer_id.key), Meet, timeout=10)
 
     asyncio.run(main())
 
@@ -182,8 +182,8 @@ def test_dialling_somebody_who_does_not_dial_ends(monkeypatch):
     async def main() -> None:
         async with ends(1) as ([relay], [one]):
             hole = Punch(one.node, one.transport, lambda: [relay.address], lambda: [])
-            mapped = await hole._map(relay.address)
+            mapped = await hole._map([relay.address])
             with mapped.holder, pytest.raises(PeerUnreachable, match="lets the other side in"):
-                await punch._open(mapped, Meet("127.0.0.1", 20001, 0.0, ""))
+                await punch._open(mapped, Meet("127.0.0.1", 20001, 0.0, bytes(32)))
 
     asyncio.run(main())
