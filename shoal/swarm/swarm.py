@@ -416,7 +416,6 @@ class Swarm:
                 self._timeout = timeout
                 while (finished := participant.finished) is None:
                     await self._between_events()
-            self._measured.end(self._flows(finished.begin), self._now())
             return replace(
                 finished,
                 matchmaking_seconds=participant.began - started,
@@ -430,16 +429,23 @@ class Swarm:
             raise AveragingError(f"no result within {seconds:.3g} s ({where}; {peers} members are connected)") from None
         finally:
             self._patience = None
+            self._end_measuring()
             participant.withdraw()
             self._act()
 
-    def _flows(self, begin: msg.Begin) -> dict[bytes, Flow]:
-        """What was delivered so far to each of the other members of a round; empty if the round is too small to show
-        what links carry."""
-        if begin.starts[-1] * begin.chunk_elements * BYTES_PER_ELEMENT < LEAST_BYTES:
-            return {}
-        delivered = self.node.transport.delivered
-        return {m.key: delivered(m.peer) for m in begin.members if m.key != self.me.key}
+    def _begin_measuring(self, begin: msg.Begin) -> None:
+        """A round begins; one that is too small to show what links carry is not measured."""
+        self._end_measuring()
+        if begin.starts[-1] * begin.chunk_elements * BYTES_PER_ELEMENT >= LEAST_BYTES:
+            self._measured.begin(self._flows(member.key for member in begin.members if member.key != self.me.key))
+
+    def _end_measuring(self) -> None:
+        """The round has ended. One without a result counts, too: with the plan that follows, there may be one."""
+        self._measured.end(self._flows(self._measured.links), self._now())
+
+    def _flows(self, keys: Iterable[bytes]) -> dict[bytes, Flow]:
+        """What was delivered so far to each of these."""
+        return {key: self.node.transport.delivered(PeerID(key)) for key in keys}
 
     async def _between_events(self) -> None:
         """Do what the input that waits needs now, and wait until something has happened."""
@@ -720,7 +726,7 @@ class Swarm:
             participant.ask_to_wait()
             self._act()
             await given.prepare()
-        self._measured.begin(self._flows(begin))
+        self._begin_measuring(begin)
         participant.started(begin, node.transport.leases)
         self._act()
 

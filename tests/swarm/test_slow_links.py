@@ -186,6 +186,7 @@ def test_slow_links_are_told_and_no_more_of_them_than_may_be() -> None:
 
 def test_what_carried_little_or_is_another_connection_is_not_measured() -> None:
     measures = Measured()
-    measures.begin({b"a": (0, 0.0), b"b": (10_000_000, 5.0), b"c": (0, 0.0)})
-    measures.end({b"a": (LEAST_BYTES - 1, 1.0), b"b": (9_000_000, 1.0), b"d": (9_000_000, 1.0)}, 0.0)
+    measures.begin({b"a": (0, 0.0), b"b": (10_000_000, 5.0), b"c": (0, 0.0), b"e": (1_000_000, 5.0)})
+    new = {b"a": (LEAST_BYTES - 1, 1.0), b"b": (9_000_000, 1.0), b"d": (9_000_000, 1.0), b"e": (9_000_000, 4.0)}
+    measures.end(new, 0.0)
     assert measures.rates(math.inf, 0.0) == Rates()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 import msgspec
@@ -51,12 +51,18 @@ class Measured:
         """A round begins; `flows` has what was delivered so far to each of its other members."""
         self._before = flows
 
+    @property
+    def links(self) -> Iterable[bytes]:
+        """To whom the links are measured in the round that was begun and has not ended."""
+        return self._before
+
     def end(self, flows: Mapping[bytes, Flow], now: float) -> None:
-        """That round has ended with a result."""
+        """That round has ended."""
         together = 0.0
         for key in flows.keys() & self._before.keys():
             (nbytes, seconds), (bytes_before, seconds_before) = flows[key], self._before[key]
-            if nbytes - bytes_before >= LEAST_BYTES:  # else it is another connection, or has carried too little
+            # Else it has carried too little, or is another connection, which counts from 0.
+            if nbytes - bytes_before >= LEAST_BYTES and seconds >= seconds_before:
                 rate = (nbytes - bytes_before) / max(seconds - seconds_before, LEAST_SECONDS)
                 self._links.setdefault(key, deque(maxlen=KEPT_ROUNDS)).append((rate, now))
                 together += rate
