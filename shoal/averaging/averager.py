@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from shoal.averaging.control import AveragingStage, Gathered, Hold, RoundReport, StepControl, check_weight
-from shoal.averaging.exchange import Infos, Vector, compute_serially, exchange_of, plan_of
+from shoal.averaging.exchange import Infos, Vector, compute_serially, encoded_bytes, exchange_of, plan_of
 from shoal.averaging.options import described, term_of
 from shoal.averaging.runs import Runs, next_bits
 from shoal.compression import Compression, NoCompression, TensorRole, check_for_state
@@ -180,6 +180,9 @@ class DecentralizedAverager:
         self.set_group_bits(initial_group_bits)
         admit_to(lambda: dht.node, prefix, membership)
         layout = Layout.of(averaged_tensors).on("cpu")
+        self._compression = compression or NoCompression()
+        codecs = plan_of(self._compression, layout, tensor_infos)
+        self._vector = Vector(layout, codecs, error_feedback=error_feedback)
         self._rules = Rules(
             sizes=layout.sizes,
             matchmaking_time=min_matchmaking_time,
@@ -188,6 +191,7 @@ class DecentralizedAverager:
             target_group=target_group_size,
             chunk_elements=min(part_size_bytes // 4, largest_chunk(t.element_size() for t in averaged_tensors)),
             smallest_span=min_vector_size,
+            element_bytes=encoded_bytes([self._vector]),
         )
         self.dht, self.prefix = dht, prefix
         self.client_mode, self.auxiliary, self.bandwidth = client_mode, auxiliary, bandwidth
@@ -201,9 +205,6 @@ class DecentralizedAverager:
         self.lock_averaged_tensors = threading.Lock()
         self._tensors = tuple(averaged_tensors)
         self._memory = FlatBuffer.adopt(self._tensors)
-        self._compression = compression or NoCompression()
-        codecs = plan_of(self._compression, layout, tensor_infos)
-        self._vector = Vector(layout, codecs, error_feedback=error_feedback)
         if self._memory.layout == layout:  # on the host
             self._vector.inputs = self._memory
         names = [info.key if isinstance(info.key, str) else "" for info in tensor_infos or ()]

@@ -33,7 +33,6 @@ from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.contribution import Buffers, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, ResultLost
 from shoal.swarm.protocol.peer import Peer
-from shoal.swarm.protocol.plan import BYTES_PER_ELEMENT
 from shoal.swarm.protocol.rates import LEAST_BYTES, Flow, Measured
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
@@ -436,7 +435,7 @@ class Swarm:
     def _begin_measuring(self, begin: msg.Begin) -> None:
         """A round begins; one that is too small to show what links carry is not measured."""
         self._end_measuring()
-        if begin.starts[-1] * begin.chunk_elements * BYTES_PER_ELEMENT >= LEAST_BYTES:
+        if begin.starts[-1] * begin.chunk_elements * self.rules.element_bytes >= LEAST_BYTES:
             self._measured.begin(self._flows(member.key for member in begin.members if member.key != self.me.key))
 
     def _end_measuring(self) -> None:

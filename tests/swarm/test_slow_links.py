@@ -120,6 +120,12 @@ def test_equal_peers_have_equal_shares_though_they_measure_unlike_rates() -> Non
     assert lengths(of({1: 1e4, 2: 1e6, 3: 1e5, 4: 1e5}), nbytes=0) == [2500] * 4
 
 
+def test_no_share_is_more_than_a_chunk_off() -> None:
+    """Where chunks are few, a little difference of the rates must not give a peer more than with equal shares."""
+    told = {key(number): Rates(rate) for number, rate in {1: 1.82e7, 2: 2.1e7, 3: 2.15e7, 4: 2.2e7}.items()}
+    assert divide(8, FOUR, told=told, nbytes=V) == (0, 2, 4, 6, 8)
+
+
 def test_who_has_measured_nothing_is_taken_for_the_mean() -> None:
     assert lengths({}) == [2500] * 4
     assert lengths(of({1: 2e6})) == [2500] * 4

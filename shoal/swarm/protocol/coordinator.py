@@ -33,7 +33,7 @@ from shoal.swarm.protocol.book import RuleBroken, require, root_of
 from shoal.swarm.protocol.history import History
 from shoal.swarm.protocol.pace import Pace
 from shoal.swarm.protocol.patience import Patience
-from shoal.swarm.protocol.plan import BYTES_PER_ELEMENT, can_divide, chunk_elements, chunk_table, divide, who_reduce
+from shoal.swarm.protocol.plan import can_divide, chunk_elements, chunk_table, divide, who_reduce
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.statements import Signer
 from shoal.swarm.protocol.tip import MAX_LEAP, NO_BALLOT, Ballot, Tip
@@ -455,7 +455,7 @@ class Coordinator:
                 members,
                 self.rules.smallest_span / elements,
                 {member.key: self.joins[member.key].rates for member in members},
-                BYTES_PER_ELEMENT * sum(sizes),
+                self.rules.element_bytes * sum(sizes),
             ),
             with_state=with_state,
             timeout=self.rules.round_timeout,
