@@ -36,6 +36,7 @@ from shoal.swarm.protocol.contribution import Contribution, Outcome, encode_gath
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.messages import Terms
 from shoal.swarm.protocol.plan import largest_chunk
+from shoal.swarm.protocol.rates import Measured
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
@@ -220,6 +221,7 @@ class DecentralizedAverager:
         self._starting: Future[None] | None = None  # from start to shutdown
         self._swarm: Swarm | None = None  # of the run, from start to shutdown
         self._runs = Runs(self._make_swarm)
+        self._measured = Measured()  # in all of these runs
         self._turn = asyncio.Lock()  # one step at a time: steps share the memory, and this peer's place in a round
         self._joining: tuple[StepControl, Contribution, Swarm] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -284,7 +286,7 @@ class DecentralizedAverager:
         """This peer's part in the run of that name."""
         addresses = self.dht.dht_node.visible_addresses()
         terms = Terms(self.agreed_options(), self.schema_hash)
-        return Swarm(self.dht.node, addresses, directory, run_id, terms, rules, self._place)
+        return Swarm(self.dht.node, addresses, directory, run_id, terms, rules, self._place, self._measured)
 
     def agreed_options(self) -> dict[str, str]:
         """The options that must be equal on all peers, as they compare them."""

@@ -88,6 +88,7 @@ class Swarm:
         terms: what must be equal in the run.
         rules: when a round begins; the same for all members but for the times.
         place: what this peer chooses for itself.
+        measured: what this peer's links have carried in other runs; its rounds in this one are added. None: nothing.
 
     Attributes:
         peer: the machine.
@@ -107,6 +108,7 @@ class Swarm:
         terms: msg.Terms,
         rules: Rules,
         place: Place,
+        measured: Measured | None = None,
     ) -> None:
         listens = () if place.role is Role.CLIENT else tuple(map(str, addresses))[:MAX_ADDRESSES]
         me = Member(node.peer_id.key, listens, place.role, place.bandwidth)
@@ -131,7 +133,8 @@ class Swarm:
         self.peer = Peer(view, terms, rules, silence, self._signer, keeps_state=place.keeps_state)
         self.contacts = Contacts(channel, self.peer, directory, place.tensors, self._act)
         self._fetching = Fetching(channel, chunk_timeout, self._progressed)
-        self._measured = Measured()
+        self._measured = Measured() if measured is None else measured
+        self._before: dict[bytes, Flow] = {}  # what was delivered when the round began that is measured
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at: float | None = None  # when the machine has asked for the timer
@@ -436,11 +439,12 @@ class Swarm:
         """A round begins; one that is too small to show what links carry is not measured."""
         self._end_measuring()
         if begin.starts[-1] * begin.chunk_elements * self.rules.element_bytes >= LEAST_BYTES:
-            self._measured.begin(self._flows(member.key for member in begin.members if member.key != self.me.key))
+            self._before = self._flows(member.key for member in begin.members if member.key != self.me.key)
 
     def _end_measuring(self) -> None:
         """The round has ended. One without a result counts, too: with the plan that follows, there may be one."""
-        self._measured.end(self._flows(self._measured.links), self._now())
+        self._measured.add(self._before, self._flows(self._before), self._now())
+        self._before = {}
 
     def _flows(self, keys: Iterable[bytes]) -> dict[bytes, Flow]:
         """What was delivered so far to each of these."""

@@ -90,6 +90,15 @@ def test_peers_without_limits_measure_what_their_links_carry(begins: list[Begin]
             assert shares_of_a_round(peers, begins) == pytest.approx(expected, abs=PART / 4 / ELEMENTS)
 
 
+def test_what_was_measured_counts_in_the_next_run_of_group_bits(begins: list[Begin]) -> None:
+    with limited([FAST_ENOUGH / 1.5, None, None, None], initial_group_bits="0", target_group_size=4) as peers:
+        shares_of_a_round(peers, begins)
+        for peer in peers:
+            peer.set_group_bits("0")
+        expected = best_shares([1 / 1.5, 1.0, 1.0, 1.0])
+        assert shares_of_a_round(peers, begins) == pytest.approx(expected, abs=PART / 4 / ELEMENTS)
+
+
 def test_what_carries_an_encoded_vector_soon_is_fast_enough(begins: list[Begin]) -> None:
     """With 4 bits an element, a line needs an eighth of what it needs with 32."""
     limits = [FAST_ENOUGH / 5, FAST_ENOUGH, FAST_ENOUGH, FAST_ENOUGH]

@@ -173,8 +173,8 @@ def test_links_are_measured_while_they_are_in_use() -> None:
     assert measures.rates(math.inf, 0.0) == Rates()
     assert measures.rates(1e6, 0.0) == Rates(1e6), "what the user allows is known before"
     for number, busy in enumerate((2.0, 1.0, 4.0, 4.0, 4.0)):
-        measures.begin({b"a": (1000, 10.0), b"b": (0, 0.0)})
-        measures.end({b"a": (1000 + 10_000_000, 10.0 + busy), b"b": (10_000_000, busy)}, float(number))
+        before = {b"a": (1000, 10.0), b"b": (0, 0.0)}
+        measures.add(before, {b"a": (1000 + 10_000_000, 10.0 + busy), b"b": (10_000_000, busy)}, float(number))
         best = 1e7 / min(busy, 2.0 if number == 0 else 1.0 if number < 4 else 4.0)
         assert measures.rates(math.inf, float(number)) == Rates(2 * best), number
     assert measures.rates(1e6, 5.0) == Rates(1e6)
@@ -183,8 +183,8 @@ def test_links_are_measured_while_they_are_in_use() -> None:
 
 def test_slow_links_are_told_and_no_more_of_them_than_may_be() -> None:
     measures, names = Measured(), [bytes([n]) * 32 for n in range(40)]
-    measures.begin(dict.fromkeys(names, (0, 0.0)))
-    measures.end({name: (10_000_000, 100.0 + n if n < 12 else 1.0) for n, name in enumerate(names)}, 0.0)
+    after = {name: (10_000_000, 100.0 + n if n < 12 else 1.0) for n, name in enumerate(names)}
+    measures.add(dict.fromkeys(names, (0, 0.0)), after, 0.0)
     slow = measures.rates(math.inf, 0.0).slow
     assert [name for name, _ in slow] == names[11:3:-1]
     assert len(slow) == MAX_SLOW
@@ -192,7 +192,7 @@ def test_slow_links_are_told_and_no_more_of_them_than_may_be() -> None:
 
 def test_what_carried_little_or_is_another_connection_is_not_measured() -> None:
     measures = Measured()
-    measures.begin({b"a": (0, 0.0), b"b": (10_000_000, 5.0), b"c": (0, 0.0), b"e": (1_000_000, 5.0)})
-    new = {b"a": (LEAST_BYTES - 1, 1.0), b"b": (9_000_000, 1.0), b"d": (9_000_000, 1.0), b"e": (9_000_000, 4.0)}
-    measures.end(new, 0.0)
+    before = {b"a": (0, 0.0), b"b": (10_000_000, 5.0), b"c": (0, 0.0), b"e": (1_000_000, 5.0)}
+    after = {b"a": (LEAST_BYTES - 1, 1.0), b"b": (9_000_000, 1.0), b"d": (9_000_000, 1.0), b"e": (9_000_000, 4.0)}
+    measures.add(before, after, 0.0)
     assert measures.rates(math.inf, 0.0) == Rates()

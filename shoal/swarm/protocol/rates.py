@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -43,32 +43,26 @@ class Measured:
     """
 
     def __init__(self) -> None:
-        self._before: Mapping[bytes, Flow] = {}
         self._own: deque[tuple[float, float]] = deque(maxlen=KEPT_ROUNDS)  # each with its time
         self._links: dict[bytes, deque[tuple[float, float]]] = {}
 
-    def begin(self, flows: Mapping[bytes, Flow]) -> None:
-        """A round begins; `flows` has what was delivered so far to each of its other members."""
-        self._before = flows
+    def add(self, before: Mapping[bytes, Flow], after: Mapping[bytes, Flow], now: float) -> None:
+        """A round has ended.
 
-    @property
-    def links(self) -> Iterable[bytes]:
-        """To whom the links are measured in the round that was begun and has not ended."""
-        return self._before
-
-    def end(self, flows: Mapping[bytes, Flow], now: float) -> None:
-        """That round has ended."""
+        Args:
+            before: what had been delivered to each of its other members when it began.
+            after: the same now.
+        """
         together = 0.0
-        for key in flows.keys() & self._before.keys():
-            (nbytes, seconds), (bytes_before, seconds_before) = flows[key], self._before[key]
+        for key, (nbytes_before, seconds_before) in before.items():
+            nbytes, seconds = after.get(key, (0, 0.0))
             # Else it has carried too little, or is another connection, which counts from 0.
-            if nbytes - bytes_before >= LEAST_BYTES and seconds >= seconds_before:
-                rate = (nbytes - bytes_before) / max(seconds - seconds_before, LEAST_SECONDS)
+            if nbytes - nbytes_before >= LEAST_BYTES and seconds >= seconds_before:
+                rate = (nbytes - nbytes_before) / max(seconds - seconds_before, LEAST_SECONDS)
                 self._links.setdefault(key, deque(maxlen=KEPT_ROUNDS)).append((rate, now))
                 together += rate
         if together:
             self._own.append((together, now))
-        self._before = {}
 
     def rates(self, limit: float, now: float) -> Rates:
         """What to say of it.
