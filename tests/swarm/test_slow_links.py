@@ -142,6 +142,14 @@ def test_what_was_measured_does_not_count_beside_what_a_user_gives() -> None:
     assert lengths({2: Rates(5e6), 3: Rates(1e7), 4: Rates(1e7)}, none)[1] < 3333
 
 
+def test_two_who_lie_do_not_have_one_reduce_everything() -> None:
+    """They tell of slow links to all others but one."""
+    group = [measured(number) for number in range(1, 11)]
+    slow = tuple((key(number), 1.0) for number in range(3, 10))
+    told = {number: Rates(1e7, slow if number < 3 else ()) for number in range(1, 11)}
+    assert lengths(told, group) == [1000] * 10
+
+
 def test_a_slow_link_is_spared_if_more_than_one_member_tells_of_it() -> None:
     def told(*slow: tuple[int, int]) -> dict[int, Rates]:
         """Of each pair, the first says that its link to the second is slow."""

@@ -283,16 +283,16 @@ def _slow_links(
     members: Sequence[Member], told: Mapping[bytes, Rates], nbytes: float
 ) -> list[tuple[bytes, bytes, float]]:
     """The links of which these members say that they are slow, and that are too slow for this round. Both ends must say
-    so, or two members of the same one: one alone could have others reduce nothing."""
+    so, or half of the others of the same one: a few that lie could have one reduce everything, or nothing."""
     if any(member.bandwidth for member in members):
         return []
     soon = 2 * nbytes / max(1, len(members)) / SOON_SECONDS
     keys = {member.key for member in members}
     said = {(by, of): rate for by in keys & told.keys() for of, rate in told[by].slow if of in keys and of != by}
-    times = Counter(of for _, of in said)
+    times, enough = Counter(of for _, of in said), max(2, len(members) // 2)
     links: dict[tuple[bytes, bytes], float] = {}
     for (by, of), rate in said.items():
-        if rate < soon and ((of, by) in said or times[of] > 1):
+        if rate < soon and ((of, by) in said or times[of] >= enough):
             pair = min(by, of), max(by, of)
             links[pair] = min(rate, links.get(pair, rate))
     slowest = sorted((rate, pair) for pair, rate in links.items())[:MAX_SLOW_LINKS]
