@@ -35,7 +35,11 @@ def limited(limits: Sequence[float | None], **more: object) -> Iterator[list[Dec
         peers: list[DecentralizedAverager] = []
         for limit in limits:
             known = dhts[0].get_visible_maddrs() if dhts else []
-            dhts.append(shoal.DHT(known, start=True, upload_limit=limit))
+            lower, higher = ("upload_limit", "download_limit")[
+                :: -1 if len(dhts) % 2 else 1
+            ]  # the lower of the two counts
+            limits_here = {lower: limit, higher: limit and 2 * limit}
+            dhts.append(shoal.DHT(known, start=True, **limits_here))
             ends.callback(dhts[-1].shutdown)
             tensor = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(len(dhts)))
             options = {"prefix": "test", "part_size_bytes": PART, "start": True, **more}

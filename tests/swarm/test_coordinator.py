@@ -12,6 +12,7 @@ from msgspec.structs import replace as replace_struct
 
 from shoal.p2p.transport import MAX_BUFFER_BYTES
 from shoal.swarm.protocol.actions import Ask, Send
+from shoal.swarm.protocol.answers import repaired
 from shoal.swarm.protocol.book import RuleBroken, root_of
 from shoal.swarm.protocol.coordinator import REMINDER_SECONDS, Coordinator, Phase
 from shoal.swarm.protocol.history import History
@@ -30,7 +31,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import MAX_LEAP, Ballot, Tip
-from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role
+from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Reach, Role
 from tests.swarm.rounds import (
     RULES,
     TIP,
@@ -226,6 +227,17 @@ def test_nothing_begins_with_clients_alone() -> None:
     assert coordinator.tick(100.0) == []
     begin = the(coordinator.join(key(4), join_of(member(4)), b"", 101.0), Begin)
     assert begin.members == (clients[0], member(4)), "one who can reduce is among them"
+
+
+def test_a_group_of_those_who_joined_first_has_one_who_is_not_relayed() -> None:
+    rules = replace(RULES, target_group=2, target_samples=10.0)
+    coordinator = Coordinator(key(1), TIP, rules, signer(1))
+    relayed = [replace_struct(member(n), reach=Reach.RELAYED) for n in (2, 3)]
+    coordinator.expect([member(1), *relayed], 0.0)
+    for each in relayed:
+        coordinator.joins[each.key] = join_of(each)
+    begin = the(coordinator.join(key(1), join_of(member(1), weight=10.0), b"", 0.0), Begin)
+    assert begin.members == (member(1), relayed[0])
 
 
 def test_who_joins_after_begin_waits_and_hears_of_an_abort() -> None:
@@ -521,6 +533,25 @@ def test_a_dead_reducers_chunks_are_fetched_from_who_has_them_and_the_others_red
     assert (sources[1].chunk, sources[1].digest) == (7, b"")
     assert sources[1].owner in keys(1, 2, 3)
     assert len(sources) == 2, "the chunks of living reducers stay with them"
+
+
+def test_a_repair_has_who_is_relayed_reduce_nothing_and_send_only_what_nobody_else_has() -> None:
+    relayed, client = replace_struct(member(2), reach=Reach.RELAYED), member(3, Role.CLIENT)
+    group = [member(1), relayed, client, member(4), member(5)]
+    begin = begin_of(group, chunks=9)
+    live = list(keys(1, 2, 3, 4))
+    empty = [b""] * 9
+    first, second = begin.starts[4], begin.starts[4] + 1  # of those that 5 was to reduce
+    with_one = [*empty[:first], digest("x"), *empty[second:]]
+    with_two = [*with_one[:second], digest("y"), *empty[second + 1 :]]
+    haves = {key(1): have_of(begin.ballot, with_one), key(2): have_of(begin.ballot, with_two)}
+    haves |= {each: have_of(begin.ballot, empty) for each in keys(3, 4)}
+    sources = {source.chunk: source for source in repaired(begin, live, haves)[0]}
+    assert set(sources) == set(range(first, 9))
+    assert sources.pop(first) == Source(first, key(1), digest("x"))
+    assert sources.pop(second) == Source(second, key(2), digest("y"))
+    assert {source.owner for source in sources.values()} <= set(keys(1, 4))
+    assert len(sources) == 9 - first - 2
 
 
 def test_a_dead_sender_costs_no_repair() -> None:
