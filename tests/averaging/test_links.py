@@ -38,7 +38,7 @@ def limited(limits: Sequence[float | None], **more: object) -> Iterator[list[Dec
             lower, higher = ("upload_limit", "download_limit")[
                 :: -1 if len(dhts) % 2 else 1
             ]  # the lower of the two counts
-            limits_here = {lower: limit, higher: limit and 2 * limit}
+            limits_here = {lower: limit, higher: limit and 1e9}
             dhts.append(shoal.DHT(known, start=True, **limits_here))
             ends.callback(dhts[-1].shutdown)
             tensor = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(len(dhts)))

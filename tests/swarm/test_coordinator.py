@@ -538,20 +538,19 @@ def test_a_dead_reducers_chunks_are_fetched_from_who_has_them_and_the_others_red
 def test_a_repair_has_who_is_relayed_reduce_nothing_and_send_only_what_nobody_else_has() -> None:
     relayed, client = replace_struct(member(2), reach=Reach.RELAYED), member(3, Role.CLIENT)
     group = [member(1), relayed, client, member(4), member(5)]
-    begin = begin_of(group, chunks=9)
-    live = list(keys(1, 2, 3, 4))
-    empty = [b""] * 9
-    first, second = begin.starts[4], begin.starts[4] + 1  # of those that 5 was to reduce
-    with_one = [*empty[:first], digest("x"), *empty[second:]]
-    with_two = [*with_one[:second], digest("y"), *empty[second + 1 :]]
-    haves = {key(1): have_of(begin.ballot, with_one), key(2): have_of(begin.ballot, with_two)}
-    haves |= {each: have_of(begin.ballot, empty) for each in keys(3, 4)}
-    sources = {source.chunk: source for source in repaired(begin, live, haves)[0]}
-    assert set(sources) == set(range(first, 9))
-    assert sources.pop(first) == Source(first, key(1), digest("x"))
-    assert sources.pop(second) == Source(second, key(2), digest("y"))
-    assert {source.owner for source in sources.values()} <= set(keys(1, 4))
-    assert len(sources) == 9 - first - 2
+    begin = begin_of(group, chunks=18)
+    empty, lost = [b""] * 18, range(begin.starts[4], 18)  # what 5 was to reduce
+    one, two, *others = lost[1], lost[2], lost[0], *lost[3:]
+    has_one, has_two = list(empty), list(empty)
+    has_one[one] = has_two[one] = digest("x")
+    has_two[two] = digest("y")
+    held = {1: has_one, 2: has_two, 3: empty, 4: empty}
+    haves = {key(number): have_of(begin.ballot, has) for number, has in held.items()}
+    sources = {source.chunk: source for source in repaired(begin, keys(1, 2, 3, 4), haves)[0]}
+    assert set(sources) == set(lost)
+    assert sources[one] == Source(one, key(1), digest("x"))
+    assert sources[two] == Source(two, key(2), digest("y"))
+    assert {sources[chunk].owner for chunk in others} == set(keys(1, 4))
 
 
 def test_a_dead_sender_costs_no_repair() -> None:
