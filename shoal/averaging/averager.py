@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from shoal.averaging.control import AveragingStage, Gathered, Hold, RoundReport, StepControl, check_weight
-from shoal.averaging.exchange import Infos, Vector, compute_serially, exchange_of, plan_of
+from shoal.averaging.exchange import Infos, Vector, compute_serially, encoded_bytes, exchange_of, plan_of
 from shoal.averaging.options import described, term_of
 from shoal.averaging.runs import Runs, next_bits
 from shoal.compression import Compression, NoCompression, TensorRole, check_for_state
@@ -36,6 +36,7 @@ from shoal.swarm.protocol.contribution import Contribution, Outcome, encode_gath
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.messages import Terms
 from shoal.swarm.protocol.plan import largest_chunk
+from shoal.swarm.protocol.rates import Measured
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
@@ -180,6 +181,9 @@ class DecentralizedAverager:
         self.set_group_bits(initial_group_bits)
         admit_to(lambda: dht.node, prefix, membership)
         layout = Layout.of(averaged_tensors).on("cpu")
+        self._compression = compression or NoCompression()
+        codecs = plan_of(self._compression, layout, tensor_infos)
+        self._vector = Vector(layout, codecs, error_feedback=error_feedback)
         self._rules = Rules(
             sizes=layout.sizes,
             matchmaking_time=min_matchmaking_time,
@@ -188,6 +192,7 @@ class DecentralizedAverager:
             target_group=target_group_size,
             chunk_elements=min(part_size_bytes // 4, largest_chunk(t.element_size() for t in averaged_tensors)),
             smallest_span=min_vector_size,
+            element_bytes=encoded_bytes([self._vector]),
         )
         self.dht, self.prefix = dht, prefix
         self.client_mode, self.auxiliary, self.bandwidth = client_mode, auxiliary, bandwidth
@@ -201,9 +206,6 @@ class DecentralizedAverager:
         self.lock_averaged_tensors = threading.Lock()
         self._tensors = tuple(averaged_tensors)
         self._memory = FlatBuffer.adopt(self._tensors)
-        self._compression = compression or NoCompression()
-        codecs = plan_of(self._compression, layout, tensor_infos)
-        self._vector = Vector(layout, codecs, error_feedback=error_feedback)
         if self._memory.layout == layout:  # on the host
             self._vector.inputs = self._memory
         names = [info.key if isinstance(info.key, str) else "" for info in tensor_infos or ()]
@@ -219,6 +221,7 @@ class DecentralizedAverager:
         self._starting: Future[None] | None = None  # from start to shutdown
         self._swarm: Swarm | None = None  # of the run, from start to shutdown
         self._runs = Runs(self._make_swarm)
+        self._measured = Measured()  # in all of these runs
         self._turn = asyncio.Lock()  # one step at a time: steps share the memory, and this peer's place in a round
         self._joining: tuple[StepControl, Contribution, Swarm] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -283,7 +286,7 @@ class DecentralizedAverager:
         """This peer's part in the run of that name."""
         addresses = self.dht.dht_node.visible_addresses()
         terms = Terms(self.agreed_options(), self.schema_hash)
-        return Swarm(self.dht.node, addresses, directory, run_id, terms, rules, self._place)
+        return Swarm(self.dht.node, addresses, directory, run_id, terms, rules, self._place, self._measured)
 
     def agreed_options(self) -> dict[str, str]:
         """The options that must be equal on all peers, as they compare them."""

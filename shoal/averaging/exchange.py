@@ -9,7 +9,7 @@ the part that it sends: see `residual`.)
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import torch
@@ -386,6 +386,17 @@ class Vector:
         exchange, self._exchange = self._exchange, None
         if exchange is not None and exchange.book.begin.round == outcome.begin.round:
             exchange.settle()
+
+
+def encoded_bytes(parts: Iterable[Vector]) -> float:
+    """How many bytes an element of these vectors takes on its way, on average over all of them, and over what peers
+    send to who averages and what they get back. 4 if there are no elements."""
+    nbytes = elements = 0
+    for part in parts:
+        for span in (*part.codecs.spans, *part.codecs.results.spans):
+            count, dtype = span.stop - span.start, part.layout.buffers[span.buffer].dtype
+            nbytes, elements = nbytes + span.codec.encoded_nbytes(count, dtype), elements + count
+    return nbytes / elements if elements else 4.0
 
 
 def exchange_of(parts: Sequence[Vector], me: bytes, begin: Begin, send: SendTo, fault: Fault) -> Exchange:

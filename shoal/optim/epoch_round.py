@@ -12,7 +12,7 @@ import torch
 from blake3 import blake3
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.averaging.exchange import Exchange, Vector, exchange_of
+from shoal.averaging.exchange import Exchange, Vector, encoded_bytes, exchange_of
 from shoal.averaging.options import described, term_of
 from shoal.compression import TensorRole, plan_codecs
 from shoal.dht.dht import DHT
@@ -97,13 +97,16 @@ def make_run(
     }
     sizes: tuple[int, ...] = ()  # the run's rounds average no gradients that have rounds of their own
     in_turn: tuple[tuple[int, ...], ...] = ()
+    usual: list[Vector] = [replica.shared]  # what most rounds average
     if isinstance(gradients, Drift):
+        usual = list(gradients.vectors)
         layouts += [vector.layout for vector in gradients.vectors]
         schemas += [vector.layout.schema_hash for vector in gradients.vectors]
         schemas.append(repr(gradients.fragments).encode())
         in_turn = tuple(vector.sizes for vector in gradients.vectors)
         agreed["outer optimizer"] = type(optimizer).__name__
     elif isinstance(gradients, EpochGradients):
+        usual = [gradients]
         layouts.append(gradients.layout)
         schemas.append(gradients.layout.schema_hash)
         sizes = gradients.sizes
@@ -125,6 +128,7 @@ def make_run(
         state_always=settings.use_local_updates,
         options_fit=replica.options.fits,
         chunk_elements=largest_chunk(spec.dtype.itemsize for layout in layouts for spec in layout.buffers),
+        element_bytes=encoded_bytes(usual),
     )
     names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
     trained = [name for name, tensor in zip(names, replica.parameters, strict=False) if tensor.requires_grad]

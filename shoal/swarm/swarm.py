@@ -33,7 +33,6 @@ from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.contribution import Buffers, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, ResultLost
 from shoal.swarm.protocol.peer import Peer
-from shoal.swarm.protocol.plan import BYTES_PER_ELEMENT
 from shoal.swarm.protocol.rates import LEAST_BYTES, Flow, Measured
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
@@ -89,6 +88,7 @@ class Swarm:
         terms: what must be equal in the run.
         rules: when a round begins; the same for all members but for the times.
         place: what this peer chooses for itself.
+        measured: what this peer's links have carried in other runs; its rounds in this one are added. None: nothing.
 
     Attributes:
         peer: the machine.
@@ -108,6 +108,7 @@ class Swarm:
         terms: msg.Terms,
         rules: Rules,
         place: Place,
+        measured: Measured | None = None,
     ) -> None:
         listens = () if place.role is Role.CLIENT else tuple(map(str, addresses))[:MAX_ADDRESSES]
         me = Member(node.peer_id.key, listens, place.role, place.bandwidth)
@@ -132,7 +133,8 @@ class Swarm:
         self.peer = Peer(view, terms, rules, silence, self._signer, keeps_state=place.keeps_state)
         self.contacts = Contacts(channel, self.peer, directory, place.tensors, self._act)
         self._fetching = Fetching(channel, chunk_timeout, self._progressed)
-        self._measured = Measured()
+        self._measured = Measured() if measured is None else measured
+        self._before: dict[bytes, Flow] = {}  # what was delivered when the round began that is measured
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at: float | None = None  # when the machine has asked for the timer
@@ -416,7 +418,6 @@ class Swarm:
                 self._timeout = timeout
                 while (finished := participant.finished) is None:
                     await self._between_events()
-            self._measured.end(self._flows(finished.begin), self._now())
             return replace(
                 finished,
                 matchmaking_seconds=participant.began - started,
@@ -430,16 +431,24 @@ class Swarm:
             raise AveragingError(f"no result within {seconds:.3g} s ({where}; {peers} members are connected)") from None
         finally:
             self._patience = None
+            self._end_measuring()
             participant.withdraw()
             self._act()
 
-    def _flows(self, begin: msg.Begin) -> dict[bytes, Flow]:
-        """What was delivered so far to each of the other members of a round; empty if the round is too small to show
-        what links carry."""
-        if begin.starts[-1] * begin.chunk_elements * BYTES_PER_ELEMENT < LEAST_BYTES:
-            return {}
-        delivered = self.node.transport.delivered
-        return {m.key: delivered(m.peer) for m in begin.members if m.key != self.me.key}
+    def _begin_measuring(self, begin: msg.Begin) -> None:
+        """A round begins; one that is too small to show what links carry is not measured."""
+        self._end_measuring()
+        if begin.starts[-1] * begin.chunk_elements * self.rules.element_bytes >= LEAST_BYTES:
+            self._before = self._flows(member.key for member in begin.members if member.key != self.me.key)
+
+    def _end_measuring(self) -> None:
+        """The round has ended. One without a result counts, too: with the plan that follows, there may be one."""
+        self._measured.add(self._before, self._flows(self._before), self._now())
+        self._before = {}
+
+    def _flows(self, keys: Iterable[bytes]) -> dict[bytes, Flow]:
+        """What was delivered so far to each of these."""
+        return {key: self.node.transport.delivered(PeerID(key)) for key in keys}
 
     async def _between_events(self) -> None:
         """Do what the input that waits needs now, and wait until something has happened."""
@@ -720,7 +729,7 @@ class Swarm:
             participant.ask_to_wait()
             self._act()
             await given.prepare()
-        self._measured.begin(self._flows(begin))
+        self._begin_measuring(begin)
         participant.started(begin, node.transport.leases)
         self._act()
 

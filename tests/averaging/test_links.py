@@ -15,6 +15,7 @@ import torch
 import shoal
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.exchange import Exchange
+from shoal.compression import Blockwise4Bit, Compression, NoCompression
 from shoal.swarm.protocol.messages import Begin
 from shoal.swarm.protocol.plan import SOON_SECONDS, best_shares
 from tests.namespaces import ADDRESSES, inside, narrow, wired
@@ -27,17 +28,21 @@ FAST_ENOUGH = 2 * 4 * ELEMENTS / SOON_SECONDS
 
 
 @contextmanager
-def limited(limits: Sequence[float | None]) -> Iterator[list[DecentralizedAverager]]:
-    """An averager behind each of these limits."""
+def limited(limits: Sequence[float | None], **more: object) -> Iterator[list[DecentralizedAverager]]:
+    """An averager behind each of these limits, with more arguments."""
     with ExitStack() as ends:
         dhts: list[shoal.DHT] = []
         peers: list[DecentralizedAverager] = []
         for limit in limits:
             known = dhts[0].get_visible_maddrs() if dhts else []
-            dhts.append(shoal.DHT(known, start=True, upload_limit=limit))
+            lower, higher = ("upload_limit", "download_limit")[
+                :: -1 if len(dhts) % 2 else 1
+            ]  # the lower of the two counts
+            limits_here = {lower: limit, higher: limit and 1e9}
+            dhts.append(shoal.DHT(known, start=True, **limits_here))
             ends.callback(dhts[-1].shutdown)
             tensor = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(len(dhts)))
-            options = {"prefix": "test", "part_size_bytes": PART, "start": True}
+            options = {"prefix": "test", "part_size_bytes": PART, "start": True, **more}
             peers.append(DecentralizedAverager([tensor], dhts[-1], **options))  # type: ignore[arg-type]
             ends.callback(peers[-1].shutdown)
         yield peers
@@ -87,6 +92,25 @@ def test_peers_without_limits_measure_what_their_links_carry(begins: list[Begin]
         expected = best_shares([1 / 1.5, 1.0, 1.0, 1.0])
         for _ in range(3):
             assert shares_of_a_round(peers, begins) == pytest.approx(expected, abs=PART / 4 / ELEMENTS)
+
+
+def test_what_was_measured_counts_in_the_next_run_of_group_bits(begins: list[Begin]) -> None:
+    with limited([FAST_ENOUGH / 1.5, None, None, None], initial_group_bits="0", target_group_size=4) as peers:
+        shares_of_a_round(peers, begins)
+        for peer in peers:
+            peer.set_group_bits("0")
+        expected = best_shares([1 / 1.5, 1.0, 1.0, 1.0])
+        assert shares_of_a_round(peers, begins) == pytest.approx(expected, abs=PART / 4 / ELEMENTS)
+
+
+def test_what_carries_an_encoded_vector_soon_is_fast_enough(begins: list[Begin]) -> None:
+    """With 4 bits an element, a line needs an eighth of what it needs with 32."""
+    limits = [FAST_ENOUGH / 5, FAST_ENOUGH, FAST_ENOUGH, FAST_ENOUGH]
+    with limited(limits, compression=Blockwise4Bit()) as peers:
+        assert shares_of_a_round(peers, begins) == [0.25] * 4
+    parts_only = Compression.of(parts=Blockwise4Bit(), results=NoCompression())
+    with limited(limits, compression=parts_only) as peers:
+        assert shares_of_a_round(peers, begins) != [0.25] * 4, "results have 32"
 
 
 def test_equal_peers_share_alike_though_they_have_measured(begins: list[Begin]) -> None:

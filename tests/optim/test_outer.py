@@ -473,6 +473,12 @@ def test_a_lossy_download_is_made_up_for_by_averaging_the_anchors(alone: Alone) 
     assert lossy._run.rules.may_average_state(1)
 
 
+def test_the_plan_of_a_round_counts_the_bytes_that_are_sent(alone: Alone) -> None:
+    exact, coded = make(alone, make_model()), make(alone, make_model(), grad_compression=Blockwise4Bit())
+    assert exact._run.rules.element_bytes == 4.0
+    assert coded._run.rules.element_bytes < 1.0
+
+
 def test_weights_that_are_loaded_into_an_offloaded_model_count(alone: Alone) -> None:
     model = make_model()
     optimizer = make(alone, model, offload_optimizer=True)

@@ -12,6 +12,7 @@ from shoal.p2p.identity import PeerID
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
 from shoal.swarm.protocol.contribution import Outcome
+from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.plan import best_shares
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.view import Reach, Role
@@ -89,6 +90,22 @@ def test_equal_peers_keep_equal_shares() -> None:
         peers = await lined_up(World(3, latency=0.02, jitter=0.02, bandwidth=RATE), 4)
         for _ in range(4):
             assert set(shares_of((await round_of(peers))[0]).values()) == {0.25}
+
+    run(scenario(), until=3000.0)
+
+
+def test_a_round_without_a_result_shows_what_the_next_one_spares() -> None:
+    """With equal shares the slow line takes longer than all have time for, and would in each round."""
+
+    async def scenario() -> None:
+        world = World(8, latency=0.01, jitter=0.0, bandwidth=RATE)
+        peers = await lined_up(world, 4)
+        world.set_rates(peers[0].node.peer_id, out=RATE / 4)  # 38 s with a fourth of the vector, 26 s with nothing
+        for _ in range(2):  # during the second one, bytes of the first are still under way
+            failed = await asyncio.gather(*(peer.round(timeout=32.0) for peer in peers), return_exceptions=True)
+            assert all(isinstance(result, AveragingError) for result in failed), failed
+        outcomes = await asyncio.gather(*(peer.round(timeout=32.0) for peer in peers))
+        assert shares_of(outcomes[0])[peers[0].key] == 0
 
     run(scenario(), until=3000.0)
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace as replace_struct
 
 from shoal.p2p.transport import MAX_BUFFER_BYTES
 from shoal.swarm.protocol.actions import Ask, Send
+from shoal.swarm.protocol.answers import repaired
 from shoal.swarm.protocol.book import RuleBroken, root_of
 from shoal.swarm.protocol.coordinator import REMINDER_SECONDS, Coordinator, Phase
 from shoal.swarm.protocol.history import History
@@ -30,7 +31,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import MAX_LEAP, Ballot, Tip
-from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role
+from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Reach, Role
 from tests.swarm.rounds import (
     RULES,
     TIP,
@@ -226,6 +227,17 @@ def test_nothing_begins_with_clients_alone() -> None:
     assert coordinator.tick(100.0) == []
     begin = the(coordinator.join(key(4), join_of(member(4)), b"", 101.0), Begin)
     assert begin.members == (clients[0], member(4)), "one who can reduce is among them"
+
+
+def test_a_group_of_those_who_joined_first_has_one_who_is_not_relayed() -> None:
+    rules = replace(RULES, target_group=2, target_samples=10.0)
+    coordinator = Coordinator(key(1), TIP, rules, signer(1))
+    relayed = [replace_struct(member(n), reach=Reach.RELAYED) for n in (2, 3)]
+    coordinator.expect([member(1), *relayed], 0.0)
+    for each in relayed:
+        coordinator.joins[each.key] = join_of(each)
+    begin = the(coordinator.join(key(1), join_of(member(1), weight=10.0), b"", 0.0), Begin)
+    assert begin.members == (member(1), relayed[0])
 
 
 def test_who_joins_after_begin_waits_and_hears_of_an_abort() -> None:
@@ -523,6 +535,24 @@ def test_a_dead_reducers_chunks_are_fetched_from_who_has_them_and_the_others_red
     assert len(sources) == 2, "the chunks of living reducers stay with them"
 
 
+def test_a_repair_has_who_is_relayed_reduce_nothing_and_send_only_what_nobody_else_has() -> None:
+    relayed, client = replace_struct(member(2), reach=Reach.RELAYED), member(3, Role.CLIENT)
+    group = [member(1), relayed, client, member(4), member(5)]
+    begin = begin_of(group, chunks=18)
+    empty, lost = [b""] * 18, range(begin.starts[4], 18)  # what 5 was to reduce
+    one, two, *others = lost[1], lost[2], lost[0], *lost[3:]
+    has_one, has_two = list(empty), list(empty)
+    has_one[one] = has_two[one] = digest("x")
+    has_two[two] = digest("y")
+    held = {1: has_one, 2: has_two, 3: empty, 4: empty}
+    haves = {key(number): have_of(begin.ballot, has) for number, has in held.items()}
+    sources = {source.chunk: source for source in repaired(begin, keys(1, 2, 3, 4), haves)[0]}
+    assert set(sources) == set(lost)
+    assert sources[one] == Source(one, key(1), digest("x"))
+    assert sources[two] == Source(two, key(2), digest("y"))
+    assert {sources[chunk].owner for chunk in others} == set(keys(1, 4))
+
+
 def test_a_dead_sender_costs_no_repair() -> None:
     """What a client leaves behind: its missing parts are left out by the reducers themselves."""
     coordinator = Coordinator(key(1), TIP, RULES, signer(1))
@@ -735,7 +765,7 @@ def test_an_auxiliary_that_was_complete_has_no_say_in_the_result() -> None:
     survey_answer(coordinator, 1, have_of(ballot, ALL))
     survey_answer(coordinator, 2, have_of(ballot, (), done=Ballot(1, key(4))))
     sources = the(survey_answer(coordinator, 3, have_of(ballot, ALL)), Repair).sources
-    assert {source.chunk: source.digest for source in sources} == {6: digest("g"), 7: digest("h")}
+    assert {source.chunk: source.digest for source in sources} == {n: ALL[n] for n in range(*begin.starts[3:])}
 
 
 def test_whom_an_earlier_coordinator_put_out_stays_out() -> None:

@@ -16,7 +16,7 @@ from shoal.swarm.protocol.history import History
 from shoal.swarm.protocol.messages import Broken, Hello, Join, Progress, Survey
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.silence import Silence
-from shoal.swarm.protocol.view import View
+from shoal.swarm.protocol.view import Role, View
 from tests.swarm.rounds import (
     RULES,
     TERMS,
@@ -233,3 +233,25 @@ def test_who_reports_and_never_joins_is_waited_for_ever_more_seldom() -> None:
         assert lead.begin is not None
     history.committed({key(3): 1.0}, 100.0)
     assert not history.absent, "it has joined a round"
+
+
+def test_many_who_report_and_never_join_cost_a_tenth_of_the_time() -> None:
+    """BEGIN waits for all that have reported while less than half of them have joined; these are made up."""
+    rules = replace(RULES, target_samples=10.0, matchmaking_time=15.0)
+    history, now, waited = History(), 0.0, 0.0
+    while now < 2000.0:
+        lead = Coordinator(key(1), TIP, rules, signer(1), history)
+        lead.expect([*members(1, 2), *(member(number, Role.CLIENT) for number in range(3, 7))], now)
+        for number, samples in ((3, 0.1), (4, 0.1), (5, 0.1), (6, 0.1), (1, 5.0), (2, 5.0)):
+            lead.progress(key(number), Progress(TIP, samples, 1.0), now)
+        for number in (1, 2):
+            lead.join(key(number), join_of(member(number)), b"", now)
+        called = now
+        while lead.begin is None:
+            at = lead.wake_at()
+            assert at is not None
+            now = max(now, at)
+            lead.tick(now)
+        waited += now - called
+        now += 1.0
+    assert waited < 250.0

@@ -120,6 +120,12 @@ def test_equal_peers_have_equal_shares_though_they_measure_unlike_rates() -> Non
     assert lengths(of({1: 1e4, 2: 1e6, 3: 1e5, 4: 1e5}), nbytes=0) == [2500] * 4
 
 
+def test_no_share_is_more_than_a_chunk_off() -> None:
+    """Where chunks are few, a little difference of the rates must not give a peer more than with equal shares."""
+    told = {key(number): Rates(rate) for number, rate in {1: 1.82e7, 2: 2.1e7, 3: 2.15e7, 4: 2.2e7}.items()}
+    assert divide(8, FOUR, told=told, nbytes=V) == (0, 2, 4, 6, 8)
+
+
 def test_who_has_measured_nothing_is_taken_for_the_mean() -> None:
     assert lengths({}) == [2500] * 4
     assert lengths(of({1: 2e6})) == [2500] * 4
@@ -134,6 +140,14 @@ def test_what_was_measured_does_not_count_beside_what_a_user_gives() -> None:
     none = [Member(FOUR[0].key, FOUR[0].addresses, Role.NODE, 0.0), *FOUR[1:]]
     assert lengths(told, none)[0] == 0, "0 is the same in all units"
     assert lengths({2: Rates(5e6), 3: Rates(1e7), 4: Rates(1e7)}, none)[1] < 3333
+
+
+def test_two_who_lie_do_not_have_one_reduce_everything() -> None:
+    """They tell of slow links to all others but one."""
+    group = [measured(number) for number in range(1, 11)]
+    slow = tuple((key(number), 1.0) for number in range(3, 10))
+    told = {number: Rates(1e7, slow if number < 3 else ()) for number in range(1, 11)}
+    assert lengths(told, group) == [1000] * 10
 
 
 def test_a_slow_link_is_spared_if_more_than_one_member_tells_of_it() -> None:
@@ -167,8 +181,8 @@ def test_links_are_measured_while_they_are_in_use() -> None:
     assert measures.rates(math.inf, 0.0) == Rates()
     assert measures.rates(1e6, 0.0) == Rates(1e6), "what the user allows is known before"
     for number, busy in enumerate((2.0, 1.0, 4.0, 4.0, 4.0)):
-        measures.begin({b"a": (1000, 10.0), b"b": (0, 0.0)})
-        measures.end({b"a": (1000 + 10_000_000, 10.0 + busy), b"b": (10_000_000, busy)}, float(number))
+        before = {b"a": (1000, 10.0), b"b": (0, 0.0)}
+        measures.add(before, {b"a": (1000 + 10_000_000, 10.0 + busy), b"b": (10_000_000, busy)}, float(number))
         best = 1e7 / min(busy, 2.0 if number == 0 else 1.0 if number < 4 else 4.0)
         assert measures.rates(math.inf, float(number)) == Rates(2 * best), number
     assert measures.rates(1e6, 5.0) == Rates(1e6)
@@ -177,8 +191,8 @@ def test_links_are_measured_while_they_are_in_use() -> None:
 
 def test_slow_links_are_told_and_no_more_of_them_than_may_be() -> None:
     measures, names = Measured(), [bytes([n]) * 32 for n in range(40)]
-    measures.begin(dict.fromkeys(names, (0, 0.0)))
-    measures.end({name: (10_000_000, 100.0 + n if n < 12 else 1.0) for n, name in enumerate(names)}, 0.0)
+    after = {name: (10_000_000, 100.0 + n if n < 12 else 1.0) for n, name in enumerate(names)}
+    measures.add(dict.fromkeys(names, (0, 0.0)), after, 0.0)
     slow = measures.rates(math.inf, 0.0).slow
     assert [name for name, _ in slow] == names[11:3:-1]
     assert len(slow) == MAX_SLOW
@@ -186,6 +200,7 @@ def test_slow_links_are_told_and_no_more_of_them_than_may_be() -> None:
 
 def test_what_carried_little_or_is_another_connection_is_not_measured() -> None:
     measures = Measured()
-    measures.begin({b"a": (0, 0.0), b"b": (10_000_000, 5.0), b"c": (0, 0.0)})
-    measures.end({b"a": (LEAST_BYTES - 1, 1.0), b"b": (9_000_000, 1.0), b"d": (9_000_000, 1.0)}, 0.0)
+    before = {b"a": (0, 0.0), b"b": (10_000_000, 5.0), b"c": (0, 0.0), b"e": (1_000_000, 5.0)}
+    after = {b"a": (LEAST_BYTES - 1, 1.0), b"b": (9_000_000, 1.0), b"d": (9_000_000, 1.0), b"e": (9_000_000, 4.0)}
+    measures.add(before, after, 0.0)
     assert measures.rates(math.inf, 0.0) == Rates()

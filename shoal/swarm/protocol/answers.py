@@ -46,6 +46,7 @@ def repaired(
     """
     here = [member for member in begin.members if member.key in live]
     reducers = [m.key for m, reduces in zip(here, who_reduce(here), strict=True) if reduces] or live
+    relayed = {member.key for member in here if member.is_relayed}
     owners = [m.key for i, m in enumerate(begin.members) for _ in range(begin.starts[i], begin.starts[i + 1])]
     original = list(owners)
     followed = max((h.repair for h in haves.values() if h.repair), key=lambda r: r.ballot, default=None)
@@ -68,6 +69,7 @@ def repaired(
         if digest and (owner not in live or len(holders) > 1 or chunk in fetched or cut_off):
             reached = [h for h in holders[digest] if not any(frozenset((h, key)) in parted for key in cut_off)]
             able = reached or holders[digest]
+            able = [holder for holder in able if holder not in relayed] or able
             sources.append(Source(chunk, able[chunk % len(able)], digest))
         elif owner not in live:
             sources.append(Source(chunk, reducers[chunk % len(reducers)], b""))

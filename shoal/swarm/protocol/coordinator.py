@@ -33,15 +33,16 @@ from shoal.swarm.protocol.book import RuleBroken, require, root_of
 from shoal.swarm.protocol.history import History
 from shoal.swarm.protocol.pace import Pace
 from shoal.swarm.protocol.patience import Patience
-from shoal.swarm.protocol.plan import BYTES_PER_ELEMENT, can_divide, chunk_elements, chunk_table, divide, who_reduce
+from shoal.swarm.protocol.plan import can_divide, chunk_elements, chunk_table, divide, who_reduce
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.statements import Signer
 from shoal.swarm.protocol.tip import MAX_LEAP, NO_BALLOT, Ballot, Tip
-from shoal.swarm.protocol.view import MAX_MEMBERS, Member
+from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role
 from shoal.swarm.protocol.witnesses import Witnesses
 
 NOTICE_SECONDS = 2.0  # after which all members have noticed that one is lost, or silent
 MAX_REFUSED_REPAIRS = 3  # by one member, or that have not helped it; then it is put out
+REST_FACTOR = 10.0  # times as long as a wait for all that was in vain, none follows
 REMINDER_SECONDS = 0.5  # in which a member may say why it does not join
 MAX_GATHERED_BYTES = MAX_BUFFER_BYTES - 64 * MAX_MEMBERS  # of all members together: with their keys, one buffer
 
@@ -381,8 +382,15 @@ class Coordinator:
     def _are_few(self) -> bool:
         """Whether less than half of those that have reported samples have joined: then BEGIN waits for all of them, for
         as long as it may. A peer that coordinates all rounds, and had no patience with the others once, could go on
-        without them for ever."""
-        return self.rules.target_samples is not None and 2 * len(self.joins.keys() & self.counts) < len(self.counts)
+        without them for ever. If they do not come, the next such wait is later: they may be made up."""
+        may_wait = self.rules.target_samples is not None and self.called_at >= self.history.hurries_until
+        return may_wait and 2 * len(self.joins.keys() & self.counts) < len(self.counts)
+
+    def _rest_from_waiting(self, now: float) -> None:
+        """BEGIN has waited for all, in vain. It does so again only after a time that keeps such waits, of all peers
+        that take turns to coordinate, below a tenth of the time."""
+        turns = sum(m.role is not Role.CLIENT and not m.is_relayed for m in self.expected.values())
+        self.history.hurries_until = now + REST_FACTOR * max(1, turns) * (now - self.called_at)
 
     def _is_awaited_until(self, key: bytes) -> float:
         at = min(self.called_at, self.deadline)
@@ -416,6 +424,8 @@ class Coordinator:
     def _begin(self, now: float) -> list[Send | Ask]:
         chosen = self._chosen()
         self.late = dict.fromkeys(key for key in self.joins if key not in chosen)
+        if self._are_few():
+            self._rest_from_waiting(now)
         if self.rules.target_samples is not None and self.reminded:
             for key in self._missing():
                 if key not in self.postponed:  # it has said why
@@ -445,7 +455,7 @@ class Coordinator:
                 members,
                 self.rules.smallest_span / elements,
                 {member.key: self.joins[member.key].rates for member in members},
-                BYTES_PER_ELEMENT * sum(sizes),
+                self.rules.element_bytes * sum(sizes),
             ),
             with_state=with_state,
             timeout=self.rules.round_timeout,

@@ -27,6 +27,7 @@ class History:
         unreliable: members whose last step did not come as they announced it, see `Pace`.
         absent: how often members that reported samples were not in the round that was called, since they last were in
             one.
+        hurries_until: before this time BEGIN does not wait for all that have reported: it has done so in vain.
         punctuality: how long BEGIN waits for members whose JOINs this peer, as the coordinator, has waited for in vain.
     """
 
@@ -36,6 +37,7 @@ class History:
         self.brought: Mapping[bytes, float] = {}
         self.unreliable: dict[bytes, None] = {}
         self.absent: dict[bytes, int] = {}
+        self.hurries_until = -math.inf
         self.punctuality = Patience()
 
     def committed(self, weights: Mapping[bytes, float], now: float) -> None:

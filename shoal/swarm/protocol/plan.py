@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from shoal.p2p.transport import MAX_BUFFER_BYTES
 from shoal.swarm.protocol.messages import MAX_CHUNK_ELEMENTS, MAX_CHUNKS
@@ -176,19 +177,23 @@ def load_balance_peers(vector_size: int, bandwidths: Sequence[float | None], min
     if max(exact) >= min_size:
         exact = [size if size >= min_size else 0.0 for size in exact]
         exact = [vector_size * size / (math.fsum(exact) or 1.0) for size in exact]
+    return tuple(_rounded(exact, vector_size))
+
+
+def _rounded(exact: Sequence[float], total: int) -> list[int]:
+    """The numbers, which add up to `total`, as whole ones that do so, too: what is left by rounding down goes to those
+    that lost most by it."""
     sizes = [math.floor(size) for size in exact]
-    # The elements left by rounding down go to the peers that lost most by it.
     by_loss = sorted(range(len(sizes)), key=lambda index: sizes[index] - exact[index])
-    for index in by_loss[: vector_size - sum(sizes)]:
+    for index in by_loss[: total - sum(sizes)]:
         sizes[index] += 1
-    return tuple(sizes)
+    return sizes
 
 
 HALVINGS = 30  # of the time that a round takes: to a billionth
 MAX_SLOW_LINKS = 64  # of all members together, the slowest ones: more would be no exception, and cost time
 EVEN = 1.2  # rates that differ by less count as equal: they were measured
 SOON_SECONDS = 0.2  # what carries its bytes of a round in that time is as good as any: less cannot be measured well
-BYTES_PER_ELEMENT = 4  # about
 
 CHUNK_ELEMENTS = 1 << 20  # 4 MiB of float32: the longer a chunk, the less often a thread needs the GIL
 SMALLEST_CHUNK = 1 << 12
@@ -278,16 +283,16 @@ def _slow_links(
     members: Sequence[Member], told: Mapping[bytes, Rates], nbytes: float
 ) -> list[tuple[bytes, bytes, float]]:
     """The links of which these members say that they are slow, and that are too slow for this round. Both ends must say
-    so, or two members of the same one: one alone could have others reduce nothing."""
+    so, or half of the others of the same one: a few that lie could have one reduce everything, or nothing."""
     if any(member.bandwidth for member in members):
         return []
     soon = 2 * nbytes / max(1, len(members)) / SOON_SECONDS
     keys = {member.key for member in members}
     said = {(by, of): rate for by in keys & told.keys() for of, rate in told[by].slow if of in keys and of != by}
-    times = Counter(of for _, of in said)
+    times, enough = Counter(of for _, of in said), max(2, len(members) // 2)
     links: dict[tuple[bytes, bytes], float] = {}
     for (by, of), rate in said.items():
-        if rate < soon and ((of, by) in said or times[of] > 1):
+        if rate < soon and ((of, by) in said or times[of] >= enough):
             pair = min(by, of), max(by, of)
             links[pair] = min(rate, links.get(pair, rate))
     slowest = sorted((rate, pair) for pair, rate in links.items())[:MAX_SLOW_LINKS]
@@ -310,7 +315,7 @@ def divide(
     Args:
         told: what members say of the rates of their links, by key. It counts where no member's user has given a
             bandwidth: that may be in another unit.
-        nbytes: of the vector: what a small one needs, any link carries.
+        nbytes: of the vector, as it is sent: what a small one needs, any link carries.
     """
     told = told or {}
     bandwidths = _bandwidths(members, told, nbytes)
@@ -323,9 +328,5 @@ def divide(
     if 0 < smallest <= max(shares) * chunks:
         shares = [share if share * chunks >= smallest else 0.0 for share in shares]
         shares = [share / sum(shares) for share in shares]
-    own, lent = iter(shares[: len(parts)]), iter(shares[len(parts) :])
-    starts, before = [0], 0.0
-    for member in members:
-        before += next(own if member.contributes else lent)
-        starts.append(min(chunks, round(chunks * before)))
-    return (*starts[:-1], chunks)
+    lengths = _rounded([chunks * share for share in shares], chunks)
+    return (0, *accumulate(lengths[numbers[member.key]] for member in members))

@@ -43,26 +43,26 @@ class Measured:
     """
 
     def __init__(self) -> None:
-        self._before: Mapping[bytes, Flow] = {}
         self._own: deque[tuple[float, float]] = deque(maxlen=KEPT_ROUNDS)  # each with its time
         self._links: dict[bytes, deque[tuple[float, float]]] = {}
 
-    def begin(self, flows: Mapping[bytes, Flow]) -> None:
-        """A round begins; `flows` has what was delivered so far to each of its other members."""
-        self._before = flows
+    def add(self, before: Mapping[bytes, Flow], after: Mapping[bytes, Flow], now: float) -> None:
+        """A round has ended.
 
-    def end(self, flows: Mapping[bytes, Flow], now: float) -> None:
-        """That round has ended with a result."""
+        Args:
+            before: what had been delivered to each of its other members when it began.
+            after: the same now.
+        """
         together = 0.0
-        for key in flows.keys() & self._before.keys():
-            (nbytes, seconds), (bytes_before, seconds_before) = flows[key], self._before[key]
-            if nbytes - bytes_before >= LEAST_BYTES:  # else it is another connection, or has carried too little
-                rate = (nbytes - bytes_before) / max(seconds - seconds_before, LEAST_SECONDS)
+        for key, (nbytes_before, seconds_before) in before.items():
+            nbytes, seconds = after.get(key, (0, 0.0))
+            # Else it has carried too little, or is another connection, which counts from 0.
+            if nbytes - nbytes_before >= LEAST_BYTES and seconds >= seconds_before:
+                rate = (nbytes - nbytes_before) / max(seconds - seconds_before, LEAST_SECONDS)
                 self._links.setdefault(key, deque(maxlen=KEPT_ROUNDS)).append((rate, now))
                 together += rate
         if together:
             self._own.append((together, now))
-        self._before = {}
 
     def rates(self, limit: float, now: float) -> Rates:
         """What to say of it.

@@ -31,6 +31,7 @@ class Rules:
             then: a JOIN counts for nothing, only reports do.
         ahead: by so much less of the target the first epoch of a run ends.
         chunk_elements: no chunk is larger, unless there would be too many.
+        element_bytes: how many bytes an element takes on its way, about.
         smallest_span: members that would reduce fewer elements reduce none.
         due_sizes: elements of each flat buffer that is averaged, too, in rounds where state is due.
         state_sizes: elements of each flat buffer of the state itself, which is averaged where it is due and where
@@ -50,6 +51,7 @@ class Rules:
     target_is_each: bool = False
     ahead: float = 0.0
     chunk_elements: int = CHUNK_ELEMENTS
+    element_bytes: float = 4.0
     smallest_span: int = 0
     due_sizes: tuple[int, ...] = ()
     state_sizes: tuple[int, ...] = ()
