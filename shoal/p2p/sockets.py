@@ -701,9 +701,12 @@ class SocketTransport(Transport, LinkEvents):
         if leaving is not None and leaving[0] is link:
             self._left(link.peer)
         move = self._moves.get(link.peer)
-        if move is not None and move.old is link and not reason:
-            return self._finish_move(move)
-        link.end(f"its lane was lost: {reason}")
+        if move is None or move.old is not link:
+            link.end(f"its lane was lost: {reason}")
+        elif reason:  # the old link may have ended in order, and nobody would hear that something is missing
+            self._lose(link.peer, f"its lane was lost: {reason}")
+        else:
+            self._finish_move(move)
 
     def _look(self) -> None:
         for link in list(self._links):
