@@ -60,6 +60,7 @@ LANE_LINGER = 1.0  # seconds that a lane has after its link's end to bring what 
 _FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 
 _TAKEN = "another process with the same identity is connected already"
+_NONE_TO_SUCCEED = "there is no link that it could succeed"
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -251,6 +252,8 @@ class SocketTransport(Transport, LinkEvents):
             async with self._greeting.setdefault(peer, asyncio.Lock()):
                 if not link.outcome.done() and self.is_connected(peer) and not link.succeeds:
                     return link.end("another link was quicker")
+                if link.succeeds and not self._may_succeed(link, peer):
+                    link.end(_NONE_TO_SUCCEED)
                 self._say_hello(link, peer)
                 await link.outcome
         except PeerUnreachable:
@@ -268,7 +271,7 @@ class SocketTransport(Transport, LinkEvents):
         old one stays."""
         if self._closed or peer not in self._peers:
             connection.close()
-            raise PeerUnreachable("there is no link that it could succeed")
+            raise PeerUnreachable(_NONE_TO_SUCCEED)
         link = self._link(connection, self._tls_dialling(), route=route)
         link.succeeds = True
         await self._greet(link, peer)
@@ -366,8 +369,10 @@ class SocketTransport(Transport, LinkEvents):
     # -- messages
 
     def moved(self, peer: PeerID) -> int:
-        link = self._peers.get(peer)
-        return 0 if link is None else link.moved() + (0 if link.lane is None else link.lane.moved)
+        links = [self._peers[peer]] if peer in self._peers else []
+        if peer in self._moves:
+            links.append(self._moves[peer].old)
+        return sum(link.moved() + (0 if link.lane is None else link.lane.moved) for link in links)
 
     def delivered(self, peer: PeerID) -> tuple[int, float]:
         """Of what passes over lanes: what is small says nothing of the path."""
@@ -502,7 +507,7 @@ class SocketTransport(Transport, LinkEvents):
         earlier = self._peers.get(peer)
         if hello.succeeds:
             if not self._may_succeed(link, peer):
-                return self._refuse(link, "there is no link that it could succeed")
+                return self._refuse(link, _NONE_TO_SUCCEED)
             link.say(Kept())
             self._succeed(link, peer)
         elif earlier is None:
@@ -602,7 +607,13 @@ class SocketTransport(Transport, LinkEvents):
     def _may_succeed(self, link: Link, peer: PeerID) -> bool:
         old = self._peers.get(peer)
         busy = peer in self._moves or peer in self._rivals
+        if not link.dialled and self.peer_id < peer:  # if each side dials one, the smaller id's takes the place
+            busy |= any(other.said_hello for other in self._successors(peer))
         return old is not None and old.stage is Stage.OPEN and old.instance == link.instance and not busy
+
+    def _successors(self, peer: PeerID) -> list[Link]:
+        """Links that this side dials, and that are to take the place of the one to that peer."""
+        return [link for link in self._links if link.peer == peer and link.succeeds and not link.outcome.done()]
 
     def _succeed(self, link: Link, peer: PeerID) -> None:
         """Send over that link from now on. Who has accepted it does so first."""
@@ -636,6 +647,8 @@ class SocketTransport(Transport, LinkEvents):
 
     def _end_move(self, peer: PeerID, reason: str) -> None:
         """That peer is connected no more."""
+        for link in self._successors(peer):
+            link.end(_NONE_TO_SUCCEED)
         move = self._moves.pop(peer, None)
         if move is not None:
             move.old.end(reason)

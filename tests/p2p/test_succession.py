@@ -154,3 +154,52 @@ def test_a_disconnected_peer_is_reconnected_whatever_was_moving():
             await other.until(lambda: b"again" in other.headers)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_if_both_sides_have_a_link_to_take_the_place_one_does_and_nobody_is_lost(seed):
+    async def main() -> None:
+        async with sockets(b"%32d" % seed, b"%32d" % (seed + 3)) as (one, other):
+            await one.transport.dial(await other.transport.listen(LOOPBACK))
+            outcomes = await asyncio.gather(succeed(one, other), succeed(other, one), return_exceptions=True)
+            assert sorted(type(outcome) for outcome in outcomes if not isinstance(outcome, PeerUnreachable)) == [Pairs]
+            for end, to in ((one, other), (other, one)):
+                end.transport.send([to.transport.peer_id], b"unharmed")
+            await one.until_messages(1)
+            await other.until_messages(1)
+            assert one.lost == other.lost == []
+
+    asyncio.run(main())
+
+
+def test_what_was_to_take_the_place_of_a_lost_link_is_given_up_at_once():
+    async def main() -> None:
+        async with sockets(None, None) as (one, other):
+            address = await other.transport.listen(LOOPBACK)
+            await one.transport.dial(address)
+            greeted, on_hello = asyncio.Event(), other.transport._on_hello
+            other.transport._on_hello = lambda link, hello: greeted.set() if hello.succeeds else on_hello(link, hello)
+            task = asyncio.create_task(succeed(one, other))
+            await greeted.wait()
+            link_of(other, one).end("the relay is gone")
+            async with asyncio.timeout(5):
+                with pytest.raises(PeerUnreachable):
+                    await task
+                await one.transport.dial(address)
+
+    asyncio.run(main())
+
+
+def test_what_passes_over_the_old_link_counts_until_it_has_come():
+    async def main() -> None:
+        async with sockets(None, None) as (one, other):
+            await one.transport.dial(await other.transport.listen(LOOPBACK))
+            asyncio.get_running_loop().remove_reader(link_of(one, other).socket)
+            one.transport.send([other.transport.peer_id], b"large", [bytes(1 << 20)])
+            await other.until_messages(1)
+            before = one.transport.moved(other.transport.peer_id)
+            await succeed(one, other)
+            assert one.transport._moves
+            assert one.transport.moved(other.transport.peer_id) >= before > 1 << 19
+
+    asyncio.run(main())
