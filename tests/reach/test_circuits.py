@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -143,6 +146,20 @@ def test_a_node_that_does_not_relay_says_so_and_is_not_asked_again():
             assert one.circuits.addresses == []
             with pytest.raises(PeerUnreachable, match="unknown service"):
                 await relay.transport.dial(address.by_relay(one.peer_id))
+
+    asyncio.run(main())
+
+
+def test_a_process_without_descriptors_left_reaches_nobody_and_no_more(monkeypatch):
+    def none_left(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def main() -> None:
+        async with ends(1) as ([relay], [peer]):
+            without = SimpleNamespace(socket=none_left, AF_INET=socket.AF_INET, AF_INET6=socket.AF_INET6)
+            monkeypatch.setattr(circuits, "socket", without)
+            with pytest.raises(PeerUnreachable, match="Too many open files"):
+                await circuits.connect(peer.transport, [relay.address], bytes(32))
 
     asyncio.run(main())
 
