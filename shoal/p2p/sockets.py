@@ -39,7 +39,7 @@ from shoal.p2p.leases import Leases
 from shoal.p2p.limit import Limit
 from shoal.p2p.link import Link, LinkEvents, Stage
 from shoal.p2p.listener import Admission, Listener, most_connections
-from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.multiaddr import FAMILIES, Multiaddr
 from shoal.p2p.race import first_to_succeed
 from shoal.p2p.route import Route, Router
 from shoal.p2p.transport import Buffer, Observation, Transport, check_size
@@ -57,7 +57,6 @@ STUCK_SECONDS = 10.0  # goes
 LOOK_INTERVAL = 0.5  # seconds
 LANE_BYTES = 64 << 10  # from which a named buffer goes over the lane
 LANE_LINGER = 1.0  # seconds that a lane has after its link's end to bring what has come
-_FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 
 _TAKEN = "another process with the same identity is connected already"
 _NONE_TO_SUCCEED = "there is no link that it could succeed"
@@ -738,7 +737,7 @@ class SocketTransport(Transport, LinkEvents):
         if address.protocol in ("ip4", "ip6"):
             return [ipaddress.ip_address(address.host)]
         found = await asyncio.get_running_loop().getaddrinfo(
-            address.host, address.port, family=_FAMILIES[address.protocol], type=socket.SOCK_STREAM
+            address.host, address.port, family=FAMILIES[address.protocol], type=socket.SOCK_STREAM
         )
         return list(dict.fromkeys(ipaddress.ip_address(where[0]) for *_, where in found))
 

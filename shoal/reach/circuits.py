@@ -120,7 +120,8 @@ class Circuits:
             if isinstance(error, Unavailable):
                 self._no_relays[relay] = loop.time() + NO_RELAY_SECONDS
         else:
-            self._reserved[relay] = loop.time() + reserved.seconds / 2
+            if self._node.is_connected(relay):  # or it was lost in the moment in which it answered
+                self._reserved[relay] = loop.time() + reserved.seconds / 2
 
     def _lost(self, peer: PeerID) -> None:
         self._no_relays.pop(peer, None)  # it may be another one when it comes back

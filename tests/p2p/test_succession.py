@@ -162,10 +162,26 @@ def test_if_both_sides_have_a_link_to_take_the_place_one_does_and_nobody_is_lost
         async with sockets(b"%32d" % seed, b"%32d" % (seed + 3)) as (one, other):
             await one.transport.dial(await other.transport.listen(LOOPBACK))
             outcomes = await asyncio.gather(succeed(one, other), succeed(other, one), return_exceptions=True)
-            assert sorted(type(outcome) for outcome in outcomes if not isinstance(outcome, PeerUnreachable)) == [Pairs]
+            assert sorted(type(outcome) is Pairs for outcome in outcomes) == [False, True]
             for end, to in ((one, other), (other, one)):
                 end.transport.send([to.transport.peer_id], b"unharmed")
             await one.until_messages(1)
+            await other.until_messages(1)
+            assert one.lost == other.lost == []
+
+    asyncio.run(main())
+
+
+def test_another_process_with_the_same_identity_takes_no_place():
+    async def main() -> None:
+        async with sockets(None, b"1" * 32, b"1" * 32) as (other, one, twin):
+            await one.transport.dial(await other.transport.listen(LOOPBACK))
+            twin.transport._peers[other.transport.peer_id] = link_of(one, other)  # it lies to itself
+            twin.transport._may_succeed = lambda *_: True
+            with pytest.raises(PeerUnreachable, match="no link that it could succeed"):
+                await succeed(twin, other)
+            twin.transport._peers.clear()
+            one.transport.send([other.transport.peer_id], b"unharmed")
             await other.until_messages(1)
             assert one.lost == other.lost == []
 

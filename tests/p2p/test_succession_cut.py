@@ -97,7 +97,7 @@ def test_a_cut_loses_the_peer_or_nothing(seed: int) -> None:
                 await ends[0].transport.dial(lines[1].address)
                 to = rng.randrange(2)
                 mover, moved = ends[1 - to], ends[to]
-                talks = [asyncio.create_task(talk(*pair, rng)) for pair in (ends, reversed(ends))]
+                talks = [asyncio.create_task(talk(pair[0], pair[1], rng)) for pair in (ends, ends[::-1])]
                 await asyncio.sleep(rng.uniform(0, 0.05))
                 route = Over(lines[to])
                 with suppress(PeerUnreachable):

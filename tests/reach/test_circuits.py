@@ -15,7 +15,7 @@ from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sealing import NAME_BYTES
 from shoal.reach import circuits, ledger
-from shoal.reach.messages import CIRCUIT, RELAY, Circuit, Incoming, Opened
+from shoal.reach.messages import CIRCUIT, RELAY, Circuit, Incoming, Opened, Reserved
 from tests.p2p.recorder import eventually
 from tests.reach.ends import CHAT, End, Said, ends, joined
 
@@ -160,6 +160,21 @@ def test_a_process_without_descriptors_left_reaches_nobody_and_no_more(monkeypat
             monkeypatch.setattr(circuits, "socket", without)
             with pytest.raises(PeerUnreachable, match="Too many open files"):
                 await circuits.connect(peer.transport, [relay.address], bytes(32))
+
+    asyncio.run(main())
+
+
+def test_a_relay_that_was_lost_as_it_answered_is_none(monkeypatch):
+    async def main() -> None:
+        async with ends(1) as ([relay], [peer]):
+
+            async def call(*_: object, **__: object) -> Reserved:
+                return Reserved(600.0)
+
+            monkeypatch.setattr(peer.node, "call", call)
+            peer.node.learn(relay.peer_id, [relay.address])
+            await peer.circuits._ask(relay.peer_id)
+            assert not peer.circuits._reserved
 
     asyncio.run(main())
 
