@@ -472,10 +472,11 @@ class SocketTransport(Transport, LinkEvents):
                 self._lives(peer)
             case Wanted() | Key() | Token() if connected:
                 self._lanes.heard(link, said)
-            case Moved() if connected and peer is not None and not link.emptied:
+            case Moved() if connected and peer is not None and not link.emptied and self._peers[peer] is not link:
                 link.emptied = True
-                if peer in self._moves:  # else the dialler of the new link has not heard yet that it was kept
-                    self._on_moved(self._moves[peer])
+                self._on_moved(self._moves[peer])
+            case Moved() if connected and peer not in self._moves and not link.emptied:
+                link.emptied = True  # the dialler of the new link has not heard yet that it was kept
             case _:
                 self.broke(link, f"{type(said).__name__} is not expected now")
 

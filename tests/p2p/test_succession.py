@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.p2p.errors import PeerUnreachable
+from shoal.p2p.greeting import Moved
 from shoal.p2p.route import Route
 from shoal.p2p.sealing import NAME_BYTES
 from shoal.p2p.sockets import LANE_BYTES
@@ -134,6 +135,26 @@ def test_if_the_old_link_ends_before_all_has_come_the_peer_is_lost():
             await one.until_lost(other.transport.peer_id)
             assert other.messages == []
             assert len(one.lost) == len(other.lost) == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("over", ["new", "old"])
+def test_who_says_that_it_has_moved_over_the_wrong_link_or_twice_breaks_the_rules(over):
+    async def main() -> None:
+        async with sockets(None, None) as (one, other):
+            await one.transport.dial(await other.transport.listen(LOOPBACK))
+            first = link_of(one, other)
+            if over == "new":
+                asyncio.get_running_loop().remove_reader(link_of(other, one).socket)
+                await succeed(one, other)
+                link_of(one, other).say(Moved())
+            else:
+                first.say(Moved())
+                first.say(Moved())
+            reason = await other.until_lost(one.transport.peer_id)
+            assert reason == "it broke the rules: Moved is not expected now"
+            assert len(other.lost) == 1
 
     asyncio.run(main())
 
