@@ -242,7 +242,7 @@ def chunk_table(sizes: Sequence[int], elements: int) -> list[ChunkSpan]:
 
 def can_divide(members: Sequence[Member]) -> bool:
     """Whether these members can make a round: at least one of them can reduce."""
-    return any(who_reduce(members))
+    return len(members) == 1 or any(member.reduces or member.addresses for member in members)
 
 
 def who_reduce(members: Sequence[Member]) -> list[bool]:
