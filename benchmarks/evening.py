@@ -212,7 +212,7 @@ def live(evening: Evening, seconds: float) -> tuple[str, dict[str, Any]]:
             evening.start(
                 name,
                 f"python examples/train.py --run-id {run_id} --membership {name}.txt --identity {name}.key "
-                f"--initial-peers {address} --send {send} --target-batch-size {target} --epochs 100000",
+                f"--initial-peers {address} --min-peers 2 --send {send} --target-batch-size {target} --epochs 100000",
             )
         began = time.monotonic()
         time.sleep(seconds)
@@ -274,8 +274,13 @@ def _notable(lines: list[str], rounds: int = 2) -> list[str]:
             seen += 1
             if seen > 2 * rounds:
                 continue
-        kept.append(line[:240])
+        kept.append(shortened(line))
     return kept
+
+
+def shortened(line: str) -> str:
+    """A line with the beginnings of ids and hashes only."""
+    return re.sub(r"\b([a-z2-7]{52,}|[0-9a-f]{64})\b", lambda found: f"{found[0][:6]}…{found[0][-8:]}", line)
 
 
 def _switches(evening: Evening, address: str, data: dict[str, Any]) -> str:

@@ -47,7 +47,8 @@ class Memory:
 
 
 class Swarm:
-    """The peers of one library, alive from construction to the end of the `with` block."""
+    """The peers of one library, alive from construction to the end of the `with` block; `addresses` are those of
+    each."""
 
     def __init__(
         self, python: str, module: str, elements: int, arguments: Sequence[str], logs: Path, tree: Path = ROOT
@@ -57,11 +58,11 @@ class Swarm:
             for rank in range(PEERS):
                 log = logs / f"{tree.name}-{module}-{'-'.join(arguments)}-{rank}.log"
                 self._workers.append(Worker(python, module, [str(rank), str(elements), *arguments], log, tree))
-            addresses = [self._workers[0].ask("open", OPEN_TIMEOUT, initial_peers=[])]
+            self.addresses = [self._workers[0].ask("open", OPEN_TIMEOUT, initial_peers=[])]
             for worker in self._workers[1:]:
-                worker.send("open", initial_peers=addresses[0])
-            addresses += [worker.receive(OPEN_TIMEOUT) for worker in self._workers[1:]]
-            self._ask_all("connect", addresses=addresses)
+                worker.send("open", initial_peers=self.addresses[0])
+            self.addresses += [worker.receive(OPEN_TIMEOUT) for worker in self._workers[1:]]
+            self._ask_all("connect", addresses=self.addresses)
         except BaseException:
             self._stop(patience=IMPATIENCE)
             raise

@@ -81,6 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16, help="samples that this peer computes at once")
     parser.add_argument("--target-batch-size", type=int, default=128, help="samples of all peers in an epoch")
     parser.add_argument("--send", choices=SENT, default="gradients", help="gradients in float32 or 8 bits, or DiLoCo")
+    parser.add_argument("--min-peers", type=int, default=1, help="fewer go on alone no further; they wait for others")
     parser.add_argument("--epochs", type=int, default=200, help="stop when the run has reached this epoch")
     parser.add_argument("--host-maddrs", nargs="+", default=["/ip4/0.0.0.0/tcp/0"], help="where to listen")
     parser.add_argument("--identity", type=Path, help="file that keeps this peer's key: the peer id stays the same")
@@ -110,6 +111,7 @@ def main() -> None:
             params=model.parameters(),
             optimizer=lambda params: torch.optim.AdamW(params, lr=2e-3, betas=(0.9, 0.95)),
             scheduler=warm_up,
+            min_peers=arguments.min_peers,
             **SENT[arguments.send],
         )
         optimizer.on_event = lambda event: print(event, flush=True)

@@ -30,6 +30,10 @@ class ShoalPeer:
     def open(self, initial_peers: list[str]) -> list[str]:
         """Starts the reactor, the DHT node and the averager in this process."""
         self._dht = shoal.DHT(initial_peers=initial_peers, start=True)
+        self._join()
+        return [str(address) for address in self._dht.get_visible_maddrs()]
+
+    def _join(self) -> None:
         self._averager = shoal.DecentralizedAverager(
             [self.vector],
             self._dht,
@@ -39,7 +43,6 @@ class ShoalPeer:
             compression=self._codec,
             start=True,
         )
-        return [str(address) for address in self._dht.get_visible_maddrs()]
 
     def connect(self, addresses: list[list[str]]) -> None:
         """Nothing to do: peers find each other in the DHT."""

@@ -181,18 +181,29 @@ def node_command(
     identity: Annotated[
         Path | None, typer.Option(help="File that keeps the peer's key, made if missing: the address stays the same.")
     ] = None,
+    relay: Annotated[
+        bool, typer.Option("--relay", help="Lead peers to others that nobody can dial: what they send passes here.")
+    ] = False,
+    relay_bandwidth: Annotated[
+        float | None, typer.Option(help="Bytes per second that pass through the relay at most: 12.5e6 is 100 Mbit/s.")
+    ] = None,
 ) -> None:
     """Run a DHT node that others can join by; it prints its addresses and stays until Ctrl-C.
 
     Without --host-maddrs it listens on all interfaces (/ip4/0.0.0.0/tcp/0, any free port), since it is there for other
     machines to find each other. A shoal.DHT in a script listens on loopback only, unless it is told otherwise: a script
     that is tried opens no port to the network. To keep an address, fix the port and give --identity.
+
+    With --relay, peers behind routers that let nobody in reach each other through this node. It can't read what they
+    send; it costs this machine those bytes, in and out.
     """
     from shoal.cli.node import run_node
     from shoal.p2p.errors import PeerUnreachable
 
     try:
-        run_node(host_maddrs or ["/ip4/0.0.0.0/tcp/0"], initial_peers or [], identity, Console())
+        listen = host_maddrs or ["/ip4/0.0.0.0/tcp/0"]
+        console = Console()
+        run_node(listen, initial_peers or [], identity, console, relay=relay, relay_bandwidth=relay_bandwidth)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except (PeerUnreachable, OSError) as error:

@@ -14,15 +14,38 @@ from shoal.dht.node import DHTNode
 from shoal.dht.validation import RecordValidator
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.identity import Identity
+from shoal.p2p.interfaces import is_of_this_machine
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
 from shoal.p2p.sockets import SocketTransport
+from shoal.reach.asking import Asker, Asking, no_relays
+from shoal.reach.circuits import Circuits
+from shoal.reach.finding import Finding, Reached
+from shoal.reach.natpmp import NatPmp
+from shoal.reach.portmap import PortMapping
+from shoal.reach.probe import DialBack
+from shoal.reach.punch import Punch
+from shoal.reach.relay import Relay
+from shoal.reach.upnp import Upnp
 
 log = logging.getLogger(__name__)
 
 
-class CreatedNode(DHTNode):
-    """See `DHTNode`; made by `create`, with a transport of its own."""
+class CreatedNode(DHTNode, Asker):
+    """See `DHTNode`; made by `create`, with a transport of its own.
+
+    Attributes:
+        is_client: whether nobody can dial it: it was made a client, or nobody reaches it. (A node that is reached by
+            relays only keeps nothing for others, too, but they dial it.)
+        circuits: through relays; others', and those that lead to this node.
+        relay: what it is to others, if it relays.
+    """
+
+    is_client: bool
+    circuits: Circuits
+    relay: Relay | None
+    _insists: bool
+    _mapping: PortMapping | None = None
 
     @classmethod
     async def create(
@@ -33,14 +56,17 @@ class CreatedNode(DHTNode):
         announce_maddrs: Sequence[Multiaddr | str] = (),
         identity: Identity | None = None,
         identity_path: str | os.PathLike[str] | None = None,
-        client_mode: bool = False,
+        client_mode: bool | None = False,
         record_validator: RecordValidator | None = None,
         validators: Iterable[RecordValidator] = (),
         wait_timeout: float = 3.0,
         bootstrap_timeout: float = 10.0,
         ensure_bootstrap_success: bool = True,
+        port_mapping: bool = False,
         upload_limit: float | None = None,
         download_limit: float | None = None,
+        relay: bool = False,
+        relay_bandwidth: float | None = None,
         **options: Any,
     ) -> CreatedNode:
         """A node with a transport of its own, on the running loop, that listens and has joined the DHT; `shutdown` ends
@@ -52,41 +78,120 @@ class CreatedNode(DHTNode):
             announce_maddrs: addresses to name to others besides those.
             identity: who this node is; None takes it from `identity_path`, or makes a new one.
             identity_path: file that keeps who this node is, made if it does not exist.
-            client_mode: see `DHTNode`.
+            client_mode: see `DHTNode`; None: whether others reach it decides, once it has joined through another
+                machine.
             record_validator: a rule for records, for who has only one.
             validators: rules for records beside `SignatureValidator`, which every node has.
             wait_timeout: seconds until a node that does not answer counts as failed.
             bootstrap_timeout: seconds that the initial peers have to answer.
             ensure_bootstrap_success: if False, a node whom no initial peer answers goes on, and dials them again.
+            port_mapping: ask the router to send a port to this node, by NAT-PMP or UPnP; the address is announced when
+                others have reached the node there.
             upload_limit, download_limit: bytes per second that this node sends and receives at most; None for no limit.
+            relay: lead others to peers that nobody can dial.
+            relay_bandwidth: bytes per second that pass through this relay at most; None for no limit.
             **options: see `DHTNode`.
 
         Raises:
-            ValueError: for an address that can't be.
+            ValueError: for an address that can't be, or for a mapping to a node that listens on loopback only.
             PeerUnreachable: if no initial peer answers; names each, and why.
             OSError: if an address is taken, or the identity's file can't be read.
         """
         if identity is None:
             identity = Identity.from_file(identity_path) if identity_path is not None else Identity()
         rules = [*validators, *([record_validator] if record_validator is not None else [])]
-        node = Node(identity, SocketTransport(identity, upload_limit=upload_limit, download_limit=download_limit))
+        transport = SocketTransport(identity, upload_limit=upload_limit, download_limit=download_limit)
+        node, relaying = Node(identity, transport), None
+        mapping: PortMapping | None = None
         try:
             for address in map(Multiaddr, () if client_mode else host_maddrs):
                 await node.listen(address)
-            options |= {"client_mode": client_mode, "validators": rules, "request_timeout": wait_timeout}
+            DialBack(node)
+            relaying = Relay(node, transport, relay_bandwidth) if relay else None
+            if port_mapping:
+                mapping = PortMapping([NatPmp(), Upnp()], _port_to_map(node.addresses))
+            options |= {"validators": rules, "request_timeout": wait_timeout}
+            elsewhere = not all(is_of_this_machine(Multiaddr(address)) for address in initial_peers or ())
+            # Whom nobody may reach keeps nothing for others until it is known: they would look for it in vain.
+            options["client_mode"] = elsewhere if client_mode is None else client_mode
             dht_node = cls(node, announce=list(map(Multiaddr, announce_maddrs)), **options)
+            dht_node.is_client, dht_node._insists = client_mode is True, client_mode is False
+            dht_node.circuits, dht_node.relay = Circuits(node, transport, dht_node.contacts), relaying
+            dht_node.circuits.on_dialled = Punch(node, transport, dht_node._observers, dht_node._direct).begin
+            if mapping is not None:
+                dht_node._mapping = mapping
+                mapped = node.spawn(mapping.begin())
             try:
                 await dht_node.bootstrap(initial_peers or (), bootstrap_timeout)
             except PeerUnreachable as error:
                 if ensure_bootstrap_success:
                     raise
                 log.warning("%s", error)
+            if mapping is not None:
+                await mapped
+                node.spawn(mapping.keep_up())
+            if client_mode is not True:
+                await dht_node._find_out()
         except BaseException:  # cancelled, too: the node must not go on listening
+            if relaying is not None:
+                relaying.close()
             await node.close()
+            if mapping is not None:
+                await mapping.end()
             raise
         return dht_node
 
+    async def _find_out(self) -> None:
+        """Ask others whether they reach this node, and be a node or a client by that; go on to ask."""
+        reserve = no_relays if self._insists else self.circuits.reserve
+        asking = Asking(self, reserve, insists=self._insists, rng=self._rng)
+
+        def led() -> None:
+            self.node.spawn(asking.led(self.circuits.addresses))
+
+        self.circuits.on_change = led
+        await asking.find_out()
+        if asking.finding == Finding() and self.client_mode:
+            await self.found(asking.finding, client_mode=False)
+        if not all(address.is_loopback for address in self.own_addresses()):
+            self.node.spawn(asking.keep_up())
+
+    async def found_out(self, finding: Finding) -> None:
+        """Others reach this node, or don't."""
+        unreached = finding.reached in (Reached.NOBODY, Reached.RELAYED)
+        self.is_client = finding.reached is Reached.NOBODY and not self._insists
+        if finding.reached is Reached.NOBODY and self._insists:
+            finding = Finding()  # it announces what its user says
+        await self.found(finding, client_mode=unreached and not self._insists)
+        if not unreached:
+            self.circuits.stop_reserving()
+
+    def mapped_address(self) -> Multiaddr | None:
+        """Where the router says that others reach this node, if it maps a port."""
+        return None if self._mapping is None else self._mapping.address
+
+    def _observers(self) -> list[Multiaddr]:
+        connected = [peer for peer in self.contacts() if self.node.is_connected(peer)]
+        known = [self.node.known_addresses(peer)[:1] for peer in connected]
+        return [address for [address] in known if address.relay is None]
+
+    def _direct(self) -> list[Multiaddr]:
+        finding = self._protocol.finding
+        return list(finding.addresses) if finding.reached in (Reached.PUBLIC, Reached.MAPPED) else []
+
     async def shutdown(self) -> None:
-        """As `close`, and end all connections of `node`."""
+        """As `close`, and end all connections of `node`, and the mapping of its port."""
         await self.close()
+        self.circuits.close()
+        if self.relay is not None:
+            self.relay.close()
+        if self._mapping is not None:
+            await self._mapping.end()
         await self.node.close()
+
+
+def _port_to_map(listening: Sequence[Multiaddr]) -> int:
+    for address in listening:
+        if address.protocol == "ip4" and not address.is_loopback:
+            return address.port
+    raise ValueError("port_mapping=True needs an address of a network to listen on: host_maddrs=['/ip4/0.0.0.0/tcp/0']")

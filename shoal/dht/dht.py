@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 from shoal.dht.created import CreatedNode as DHTNode
-from shoal.dht.interfaces import is_of_this_machine
 from shoal.dht.records import (
     DHTExpiration,
     DHTKey,
@@ -56,17 +55,23 @@ class DHT:
         start: start right away (`run_in_background`).
         host_maddrs: where to listen; port 0 means any free one. By default on loopback only, where no other machine
             reaches it: a script that is tried opens no port to the network. Use /ip4/0.0.0.0/tcp/<port> (all
-            interfaces, as `shoal node` does) to be reached from elsewhere; who joins through another machine and
-            listens on loopback only is warned.
+            interfaces, as `shoal node` does) to be reached from elsewhere.
         announce_maddrs: addresses to tell others besides those, such as that of a router which forwards a port.
         identity_path: file that keeps who this peer is (made if it does not exist); None makes a new identity.
-        client_mode: never listen and keep nothing for others; needs initial peers.
+        client_mode: True: never listen and keep nothing for others; needs initial peers. False: be a node, with a
+            warning if nobody reaches it. None: find out: when it joins through another machine, others dial it back,
+            and it becomes a client, with a warning that names the ways out, if nobody reaches it.
         record_validators: rules for records, beside that of owned keys, which always holds (`SignatureValidator`).
         num_replicas: nodes that keep each record; what that means for its safety is told in `DHTNode`.
         bootstrap_timeout: seconds that initial peers have to answer.
         await_ready: with `start`, wait until it has joined.
+        port_mapping: ask the router at home to send a port to this peer, by NAT-PMP or UPnP (that needs the extra
+            `shoal[nat]`), for as long as the peer lives; others are told when one has reached it there.
         upload_limit, download_limit: bytes per second that this peer sends and receives at most, for who shares a home
             line; None for no limit.
+        relay: lead other peers to those that nobody can dial, as `shoal node --relay` does: for a machine that others
+            reach, with bandwidth to spare.
+        relay_bandwidth: bytes per second that this peer passes on as a relay at most; None for no limit.
         shutdown_timeout: seconds that `shutdown` may take; what is not ended by then is left behind, with a warning.
 
     Raises:
@@ -83,13 +88,16 @@ class DHT:
         host_maddrs: Sequence[Multiaddr | str] = ("/ip4/127.0.0.1/tcp/0",),
         announce_maddrs: Sequence[Multiaddr | str] = (),
         identity_path: str | os.PathLike[str] | None = None,
-        client_mode: bool = False,
+        client_mode: bool | None = None,
         record_validators: Iterable[RecordValidator] = (),
         num_replicas: int = 10,
         bootstrap_timeout: float = 10.0,
         await_ready: bool = True,
+        port_mapping: bool = False,
         upload_limit: float | None = None,
         download_limit: float | None = None,
+        relay: bool = False,
+        relay_bandwidth: float | None = None,
         shutdown_timeout: float = 3.0,
     ) -> None:
         self.initial_peers = _addresses("initial_peers", initial_peers or ())
@@ -106,14 +114,26 @@ class DHT:
             )
         if not (client_mode or self.host_maddrs):
             raise ValueError("host_maddrs is empty: name an address to listen on, or set client_mode=True")
+        if port_mapping and (client_mode or all(address.is_loopback for address in self.host_maddrs)):
+            raise ValueError(
+                "port_mapping=True needs an address that the router reaches, as host_maddrs=['/ip4/0.0.0.0/tcp/0'], "
+                "and no client mode"
+            )
         if num_replicas < 1:
             raise ValueError(f"num_replicas must be at least 1, not {num_replicas}")
-        for name, limit in (("upload_limit", upload_limit), ("download_limit", download_limit)):
+        if relay and client_mode:
+            raise ValueError("relay=True is for a node that others reach: leave client_mode=True out")
+        if relay_bandwidth is not None and not relay:
+            raise ValueError("relay_bandwidth limits what a relay passes on: add relay=True")
+        limits = {"upload_limit": upload_limit, "download_limit": download_limit, "relay_bandwidth": relay_bandwidth}
+        for name, limit in limits.items():
             if limit is not None and not limit >= LEAST_RATE:
                 raise ValueError(f"{name} must be at least {LEAST_RATE} bytes per second, or None, not {limit:g}")
         self.upload_limit, self.download_limit = upload_limit, download_limit
+        self.relay, self.relay_bandwidth = relay, relay_bandwidth
         self.identity_path = identity_path
-        self.client_mode = client_mode
+        self._client_mode = client_mode
+        self.port_mapping = port_mapping
         self.num_replicas = num_replicas
         self.bootstrap_timeout = bootstrap_timeout
         self.shutdown_timeout = shutdown_timeout
@@ -175,33 +195,16 @@ class DHT:
             host_maddrs=self.host_maddrs,
             announce_maddrs=self.announce_maddrs,
             identity=identity,
-            client_mode=self.client_mode,
+            client_mode=self._client_mode,
             validators=self._validators,
             num_replicas=self.num_replicas,
+            port_mapping=self.port_mapping,
             upload_limit=self.upload_limit,
             download_limit=self.download_limit,
+            relay=self.relay,
+            relay_bandwidth=self.relay_bandwidth,
             bootstrap_timeout=self.bootstrap_timeout,
         )
-        self._look_at_addresses(self._dht_node)
-
-    def _look_at_addresses(self, dht_node: DHTNode) -> None:
-        """Warn if others are on other machines, and can't reach this one."""
-        visible = dht_node.visible_addresses()
-        elsewhere = [
-            address
-            for address in self.initial_peers
-            if address.peer_id is not None
-            and dht_node.node.is_connected(address.peer_id)
-            and not is_of_this_machine(address)
-        ]
-        if visible and elsewhere and all(address.is_loopback for address in visible):
-            log.warning(
-                "this peer listens on loopback only (%s), where no other machine reaches it, and has joined through "
-                "another machine (%s). Make its DHT with host_maddrs=['/ip4/0.0.0.0/tcp/<port>'] and open that port, "
-                "or with client_mode=True",
-                ", ".join(str(address.with_peer(None)) for address in visible),
-                elsewhere[0],
-            )
 
     def shutdown(self) -> None:
         """Leave: stop listening, end all connections, cancel what is under way. Calling it again does nothing."""
@@ -269,11 +272,18 @@ class DHT:
             raise RuntimeError(_NOT_STARTED)
         return self._peer_id
 
+    @property
+    def client_mode(self) -> bool:
+        """Whether nobody can dial this peer: it was made a client, or has found that nobody reaches it. Waits until it
+        has joined, if that is to be found out."""
+        return self.dht_node.is_client if self._client_mode is None else self._client_mode
+
     def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
         """Addresses at which others can reach this peer, to be passed on as their `initial_peers`; none of a client.
 
-        Those of `announce_maddrs` come first and those of loopback last. Where it listens on all interfaces (0.0.0.0),
-        each interface has its own; `latest` looks again which there are. A forked child may ask for its parent's.
+        Those at which others have reached it come first, then those of `announce_maddrs`; those of loopback last.
+        Where it listens on all interfaces (0.0.0.0), each interface has its own; `latest` looks again which there are.
+        A forked child may ask for its parent's.
         """
         dht_node = self.dht_node
         if not self.reactor.is_alive():

@@ -16,6 +16,7 @@ from shoal.dht.closed_runs import ClosedRunValidator
 from shoal.dht.greeting import greet
 from shoal.dht.kept_records import KeptRecords
 from shoal.dht.lookup import Lookup
+from shoal.dht.messages import MAX_CONTACTS
 from shoal.dht.protocol import Protocol
 from shoal.dht.records import (
     NO_SUBKEY,
@@ -44,6 +45,7 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
 from shoal.p2p.redial import SHORTEST, Redial
+from shoal.reach.finding import Finding
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +99,6 @@ class DHTNode:
     ) -> None:
         self.node = node
         self.peer_id = node.peer_id
-        self.client_mode = client_mode
         self.num_replicas = num_replicas
         self.table = RoutingTable(node_id(node.peer_id), bucket_size)
         self.storage = LocalStorage()
@@ -109,6 +110,7 @@ class DHTNode:
         self._initial_peers: dict[PeerID, list[Multiaddr]] = {}
         self._redial = Redial(self._rng)
         self._initial_lost = asyncio.Event()
+        self._moved: list[Callable[[], None]] = []
         self._stop_listening_for_losses = node.on_lost(self._on_lost)
         self._validator = CompositeValidator([SignatureValidator(node.identity), ClosedRunValidator(), *validators])
         self._replication = Replication(self.table, self.storage, num_replicas, republish_period, self._rng)
@@ -131,6 +133,35 @@ class DHTNode:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def client_mode(self) -> bool:
+        """Whether it keeps nothing and serves nobody; another value after `found`."""
+        return self._protocol.client_mode
+
+    async def found(self, finding: Finding, *, client_mode: bool) -> None:
+        """Others reach this node as `finding` says: tell so to those that know it, or are to know it."""
+        was_client = self.client_mode
+        self._protocol.finding = finding
+        self._protocol.turn(client_mode)
+        for handler in list(self._moved):
+            handler()
+        if not (was_client and client_mode):
+            await self._meet(self.table.own_id)
+
+    def on_moved(self, handler: Callable[[], None]) -> Callable[[], None]:
+        """Have `handler` called when `visible_addresses` may have changed; returns a function that ends that."""
+        self._moved.append(handler)
+        return lambda: self._moved.remove(handler) if handler in self._moved else None
+
+    def contacts(self) -> list[PeerID]:
+        """The peers that it knows as nodes of the DHT, and its initial peers."""
+        nearest = self.table.nearest(self.table.own_id, MAX_CONTACTS)
+        return [*self._initial_peers, *(contact.peer for contact in nearest)]
+
+    def own_addresses(self, latest: bool = False) -> list[Multiaddr]:
+        """Where this node listens, and what its user announces, whether or not others reach it there."""
+        return self._protocol.own_addresses(latest)
 
     def visible_addresses(self, latest: bool = False) -> list[Multiaddr]:
         """Where others can reach this node, those of loopback last; `latest` looks at the interfaces again."""

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import msgspec
 
-from shoal.dht.interfaces import concrete_addresses
 from shoal.dht.kept_records import KeptRecords
 from shoal.dht.messages import (
     MAX_ADDRESSES,
@@ -27,14 +26,17 @@ from shoal.dht.messages import (
     Store,
     Stored,
 )
-from shoal.dht.quota import OWNED_RECORDS, STORED_BYTES, STORED_RECORDS, VERIFIED, Quota
+from shoal.dht.rates import OWNED_RECORDS, STORED_BYTES, STORED_RECORDS, VERIFIED
 from shoal.dht.records import DHTRecord, key_id, owners_of
 from shoal.dht.replication import Replication
 from shoal.dht.routing import RoutingTable
 from shoal.p2p.errors import P2PError, Refused, Unavailable
 from shoal.p2p.identity import PeerID
+from shoal.p2p.interfaces import concrete_addresses
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Answer, Node
+from shoal.p2p.quota import Quota
+from shoal.reach.finding import Finding
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ MAX_BLOCK_SECONDS = 120.0
 MAX_BLOCKED = 4096
 SECONDS_PER_KEY = 1e-5  # between two looks at all keys, for each key: of a reactor's time they take some percent
 
+_CLIENT = Sender(True, ())
 Expected = TypeVar("Expected", bound=msgspec.Struct)
 
 
@@ -80,12 +83,23 @@ class Protocol:
         self._handing_over = False
         self._stored_records, self._stored_bytes = Quota(STORED_RECORDS), Quota(STORED_BYTES)
         self._verified, self._owned = Quota(VERIFIED), Quota(OWNED_RECORDS)
+        self.finding = Finding()  # how others reach this node
+        self._own: list[Multiaddr] = []
         self._visible: list[Multiaddr] = []
-        self._visible_of: list[Multiaddr] = []
-        self._sender = Sender(client_mode, ())
+        self._visible_of: tuple[list[Multiaddr], Finding] = [], self.finding
+        self._sender = Sender(False, ())
         self._stop_listening_for_losses = node.on_lost(lambda peer, _reason: self._on_lost(peer))
         if not client_mode:
             node.serve(SERVICE, self._handle)
+
+    def turn(self, client_mode: bool) -> None:
+        """Serve others from now on, or nobody."""
+        if client_mode != self.client_mode:
+            self.client_mode = client_mode
+            if client_mode:
+                self.node.stop_serving(SERVICE)
+            else:
+                self.node.serve(SERVICE, self._handle)
 
     def close(self) -> None:
         """Serve nobody from now on."""
@@ -97,20 +111,28 @@ class Protocol:
 
     def visible_addresses(self, latest: bool = False) -> list[Multiaddr]:
         """Where other peers can reach this node; `latest` looks at the machine's interfaces again."""
-        if latest or self._visible_of != self.node.addresses:
-            self._visible_of = list(self.node.addresses)
+        self._look_at_addresses(latest)
+        return self._visible
+
+    def own_addresses(self, latest: bool = False) -> list[Multiaddr]:
+        """Where it listens, and what its user announces, whether or not others reach it there."""
+        self._look_at_addresses(latest)
+        return self._own
+
+    def _look_at_addresses(self, latest: bool) -> None:
+        if latest or self._visible_of != (self.node.addresses, self.finding):
+            self._visible_of = list(self.node.addresses), self.finding
             listening = [concrete for address in self.node.addresses for concrete in concrete_addresses(address)]
             everywhere = [address.with_peer(self.node.peer_id) for address in (*self.announce, *listening)]
-            self._visible = list(dict.fromkeys(everywhere))
-            if not self.client_mode:
-                texts = tuple(str(address.with_peer(None)) for address in self._visible)
-                self._sender = Sender(False, texts[:MAX_ADDRESSES])
-        return self._visible
+            self._own = list(dict.fromkeys(everywhere))
+            self._visible = self.finding.announced(self._own)
+            texts = tuple(str(address.with_peer(None)) for address in self._visible)
+            self._sender = Sender(False, texts[:MAX_ADDRESSES])
 
     def sender(self) -> Sender:
         """What every request of this node begins with."""
-        self.visible_addresses()
-        return self._sender
+        self._look_at_addresses(latest=False)
+        return _CLIENT if self.client_mode else self._sender
 
     # -- requests of others
 

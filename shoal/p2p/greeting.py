@@ -18,8 +18,11 @@ VERSION = 2
 INSTANCE_BYTES = 8
 NONCE_BYTES = 32
 TOKEN_BYTES = 32
-LANE_BYTE = b"\0"  # the first of a token: nothing of TLS begins with it, and links come to the same port
+# The first byte of what comes to the port where links come, and is none. Nothing of TLS begins so.
+LANE_BYTE = b"\0"  # of a lane's token
+CIRCUIT_BYTE = b"\1"  # of the token of a circuit's end
 _MAX_REASON = 1024
+_MAX_HOST = 64  # characters of a numeric address
 # The first bytes of version 1, which was ZeroMQ's (ZMTP), and what they are answered.
 FIRST_VERSION = b"\xff\0\0\0\0\0\0\0\1\x7f"
 OUTDATED = f"This peer of Shoal speaks version {VERSION} of its protocol, and no earlier one: update it.\n".encode()
@@ -53,6 +56,7 @@ class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
         magic, version, instance: as above.
         peer: the key of its peer id.
         signature: made with that key, over `signed`.
+        succeeds: whether this link is to take the place of the one that the two have.
     """
 
     magic: Magic
@@ -60,6 +64,7 @@ class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
     instance: Instance
     peer: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     signature: Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+    succeeds: bool = False
 
 
 class Kept(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -118,7 +123,27 @@ class Token(msgspec.Struct, tag=8, array_like=True, frozen=True):
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
-Said = Challenge | Hello | Kept | Refusal | Taken | Alive | Wanted | Key | Token
+class Observe(msgspec.Struct, tag=9, array_like=True, frozen=True):
+    """In place of a hello: from where does this connection come? The link ends with the answer."""
+
+
+class Observed(msgspec.Struct, tag=10, array_like=True, frozen=True):
+    """The listener's answer, as it sees the dialler.
+
+    Attributes:
+        host: an IPv4 or IPv6 address.
+        port: of TCP.
+    """
+
+    host: Annotated[str, msgspec.Meta(max_length=_MAX_HOST)]
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+class Moved(msgspec.Struct, tag=11, array_like=True, frozen=True):
+    """The last word over a link: what follows comes over the one that succeeds it."""
+
+
+Said = Challenge | Hello | Kept | Refusal | Taken | Alive | Wanted | Key | Token | Observe | Observed | Moved
 _decoder = msgspec.msgpack.Decoder(Said)
 encode = msgspec.msgpack.Encoder().encode
 

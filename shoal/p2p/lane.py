@@ -48,6 +48,7 @@ OPENING_SECONDS: Final = 60.0  # a process may stand still for longer than it ta
 PATIENCE: Final = 10.0  # seconds in which, of a chunk under way,
 LEAST_BYTES: Final = 64 << 10  # so many must pass while others wait for memory
 _HELLO: Final = Header(0, bytes(NAME_BYTES), b"shoal lane 1")
+_GOODBYE: Final = Header(0, bytes(NAME_BYTES), b"shoal lane over")
 _PATIENCE = struct.Struct("ll")  # struct timeval
 
 Address = tuple[str, int] | tuple[str, int, int, int]
@@ -85,6 +86,7 @@ class Lane:
 
     Attributes:
         over: set when the lane has ended, or is about to.
+        leaving: whether another lane takes its place.
         passed: whether a chunk has passed, either way.
     """
 
@@ -98,7 +100,7 @@ class Lane:
     ) -> None:
         self.peer, self.shared, self.on_chunk, self.on_opened = peer, shared, on_chunk, on_opened
         self.over, self.passed = threading.Event(), False
-        self._finishing = False
+        self._finishing = self.leaving = False
         self._on_over = on_over
         self._changed = threading.Condition()  # and the lock of what follows
         self._reason, self._told = "", False
@@ -113,10 +115,12 @@ class Lane:
 
     # -- connections
 
-    def dial(self, address: Address, token: bytes, keys: Keys) -> None:
-        """Add a connection to that address, where `token` is known."""
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._add(_Connection(self, socket.socket(family, socket.SOCK_STREAM), keys, (address, token)))
+    def dial(self, where: Address | socket.socket, token: bytes, keys: Keys) -> None:
+        """Add a connection to that address, where `token` is known; or one that leads there already."""
+        if isinstance(where, socket.socket):
+            return self._add(_Connection(self, where, keys, (None, token)))
+        family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
+        self._add(_Connection(self, socket.socket(family, socket.SOCK_STREAM), keys, (where, token)))
 
     def accept(self, accepted: socket.socket, keys: Keys) -> None:
         """Add a connection that came with a token for this lane, which was read."""
@@ -154,13 +158,30 @@ class Lane:
             self._changed.notify_all()
             nothing = not self._connections
         if nothing:
-            self.end()
+            self.end("" if self.leaving else "this side ended it")
+
+    def leave(self) -> list[_Chunk]:
+        """Another lane takes the place of this one: returns what is queued, and sends nothing more. What the other side
+        has sent still comes."""
+        with self._changed:
+            self.leaving = True
+            left = list(self._queue)
+            self._queue.clear()
+            self._queued = 0
+            return left
+
+    def part(self) -> None:
+        """The other side has left this lane as well: say goodbye over each connection. When the other side has, too,
+        all has come, and the lane is over, with "" for a reason."""
+        self.finish()
 
     def ended(self, connection: _Connection, why_not: str) -> None:
         """This connection has ended, and what came over it was delivered, or it has never opened."""
         with self._changed:
             self._connections.remove(connection)
             connection.socket.close()
+            if self.leaving and self._finishing and not self._connections and not self.over.is_set():
+                self.over.set()
         if why_not:
             self.on_opened(why_not)
         self._tell()
@@ -275,11 +296,11 @@ class _Connection:
     """One connection of a lane, and its two threads.
 
     Args:
-        dialled: address and token, if this side dials.
+        dialled: if this side dials: the address, None where it is connected already, and the token.
     """
 
     def __init__(
-        self, lane: Lane, connection: socket.socket, keys: Keys, dialled: tuple[Address, bytes] | None
+        self, lane: Lane, connection: socket.socket, keys: Keys, dialled: tuple[Address | None, bytes] | None
     ) -> None:
         self.socket = connection
         self.reader = threading.Thread(target=self._run, name="shoal-lane-in", daemon=True)
@@ -287,28 +308,29 @@ class _Connection:
         self._sealer, self._opener = Sealer(keys.suite, keys.sealing), Opener(keys.suite, keys.opening)
         forks.close_in_children(connection)
 
-    def shut(self) -> None:
+    def shut(self, how: int = socket.SHUT_RDWR) -> None:
         """Let both threads know that it is over; what has come can still be read."""
         with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
+            self.socket.shutdown(how)
 
     # -- the reader's thread
 
     def _run(self) -> None:
         writer = threading.Thread(target=self._write, name="shoal-lane-out", daemon=True)
-        opened, reason = False, "its thread failed"
+        opened, parted, reason = False, False, "its thread failed"
         try:
             self._open()
             opened = True
             self._lane.on_opened("")
             writer.start()
             self._read()
+            parted = True
         except BlockingIOError:  # what the kernel says after the time that it was given
             reason = "the other side did not answer in time"
         except (OSError, P2PError, RuntimeError) as error:  # the last one if the writer can't be started
             reason = str(error) or reason
         finally:
-            if opened:
+            if opened and not parted:
                 self._lane.end(reason)
             if writer.ident is not None:
                 writer.join()
@@ -324,7 +346,8 @@ class _Connection:
             self.socket.setsockopt(socket.SOL_SOCKET, option, _PATIENCE.pack(int(PATIENCE), int(PATIENCE % 1 * 1e6)))
         if self._dialled is not None:
             address, token = self._dialled
-            for step in (partial(self.socket.connect, address), partial(self._greet, token)):
+            connect = [partial(self.socket.connect, address)] if address is not None else []
+            for step in (*connect, partial(self._say, _HELLO, token)):
                 if self._lane.over.is_set():  # since before there was anything to shut down
                     raise PeerLost("this side ended it")
                 step()
@@ -333,12 +356,12 @@ class _Connection:
         if self._opener.header(sealed) != _HELLO:
             raise BrokenFrame("the first frame is no hello")
         if self._dialled is None:
-            self._greet(b"")
+            self._say(_HELLO)
         congestion.suit(self.socket)
 
-    def _greet(self, token: bytes) -> None:
+    def _say(self, what: Header, token: bytes = b"") -> None:
         sealed = memoryview(bytearray(sealed_bytes(0)))
-        self._sealer.seal(_HELLO, memoryview(b""), sealed)
+        self._sealer.seal(what, memoryview(b""), sealed)
         self.socket.sendall(token + sealed)
 
     def _receive(self, memory: memoryview, deadline: float = float("inf"), *, borrowed: bool = False) -> None:
@@ -359,6 +382,8 @@ class _Connection:
         while True:
             self._receive(sealed_header)
             header = self._opener.header(sealed_header)
+            if header == _GOODBYE and self._lane.leaving:
+                return
             if not header.size:
                 raise BrokenFrame("a chunk without bytes")
             sealed = self._lane.memory(header.size + TAG_BYTES)
@@ -398,12 +423,15 @@ class _Connection:
                 self._send(sealed)
                 self._lane.passed = True
                 del sealed
+            if self._lane.leaving and not self._lane.over.is_set():
+                self._say(_GOODBYE)
         except P2PError as error:
             self._lane.end(str(error))
         except OSError:  # the reader says why
             pass
         finally:
-            self.shut()
+            # Who has said goodbye still hears.
+            self.shut(socket.SHUT_WR if self._lane.leaving and not self._lane.over.is_set() else socket.SHUT_RDWR)
 
     def _send(self, sealed: memoryview) -> None:
         while sealed:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
 from shoal.p2p import congestion
+from shoal.p2p.errors import P2PError
 from shoal.p2p.greeting import LANE_BYTE, TOKEN_BYTES, Key, Token, Wanted
-from shoal.p2p.lane import MAX_CONNECTIONS, Lane, Shared
+from shoal.p2p.lane import MAX_CONNECTIONS, OPENING_SECONDS, Lane, Shared
 from shoal.p2p.link import Link, Stage
+from shoal.p2p.route import Route
 from shoal.p2p.sealing import KEY_BYTES, Keys, has_aes, suite_of
 
 TOKEN_SECONDS: Final = 60.0
@@ -44,6 +46,7 @@ class Lanes:
         self._lanes: set[Lane] = set()
         self._none = asyncio.Event()  # there is no lane
         self._none.set()
+        self._dials: set[asyncio.Task[None]] = set()  # over routes
         self._tokens: dict[bytes, tuple[Link, Keys, str]] = {}  # and from where they will be used
 
     def of(self, link: Link) -> Lane:
@@ -84,6 +87,8 @@ class Lanes:
 
     def _opened(self, link: Link, why_not: str) -> None:
         """A connection of the lane beside a link has opened, or has not: who dials tries again a few times."""
+        if link.succeeded:
+            return
         if not link.dialled:
             self._answer(link)
         elif not why_not:
@@ -95,12 +100,22 @@ class Lanes:
         elif link.lane is not None and not link.lane.connections:
             link.lane.end(why_not)
 
+    def succeed(self, old: Link, new: Link) -> None:
+        """Another link takes the place of `old`, and its lane, if there is something to send, that of the old one."""
+        if old.lane is not None:
+            for chunk in old.lane.leave():
+                self.of(new).send(chunk.header.name, chunk.header.message, chunk.memory)
+
     def _offer(self, link: Link) -> None:
+        if link.succeeded:
+            return
         link.keys.append(os.urandom(KEY_BYTES))
         link.say(Key(link.keys[-1], has_aes(), congestion.has_bbr()))
 
     def heard(self, link: Link, said: Wanted | Key | Token) -> None:
         """The other side of an open link says something of its lane. Raises ValueError if that is not its turn."""
+        if link.succeeded:
+            return  # the other side did not know that yet
         match said:
             case Wanted() if link.dialled:
                 self.of(link)
@@ -111,7 +126,10 @@ class Lanes:
                 self._answer(link)
             case Token() if link.dialled and link.lane is not None and link.dialled_lanes < len(link.keys):
                 keys = Keys(suite_of(said.aes), link.keys[link.dialled_lanes], said.key)
-                link.lane.dial(link.address, said.token, keys)
+                if link.route is None:
+                    link.lane.dial(link.address, said.token, keys)
+                else:
+                    self._spawn(self._dial_by(link.route, link, said.token, keys))
                 link.dialled_lanes += 1
                 loses = congestion.is_long(link.socket) and not (said.bbr and congestion.has_bbr())
                 if loses and link.dialled_lanes == 1:
@@ -119,9 +137,28 @@ class Lanes:
             case _:
                 raise ValueError(f"{type(said).__name__} is not expected now")
 
+    def _spawn(self, dial: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(dial)
+        self._dials.add(task)
+        task.add_done_callback(self._dials.discard)
+
+    async def _dial_by(self, route: Route, link: Link, token: bytes, keys: Keys) -> None:
+        lane = link.lane
+        assert lane is not None
+        try:
+            async with asyncio.timeout(OPENING_SECONDS):
+                connection = await route.connect()
+        except (P2PError, OSError, TimeoutError) as error:
+            if link.lane is lane:
+                self._opened(link, str(error) or "the other side did not answer in time")
+        else:
+            lane.dial(connection, token, keys)
+
     def _answer(self, link: Link) -> None:
         """Give the other side of a link the tokens that it may have: for one connection, and for more when a chunk has
         passed."""
+        if link.succeeded:
+            return
         while link.asked and link.lane is not None and self._admits(link.lane):
             said, where = link.asked.pop(0)
             link.keys.append(os.urandom(KEY_BYTES))
@@ -158,6 +195,9 @@ class Lanes:
 
     async def close(self, linger: float) -> None:
         """End all lanes when what is queued has left, or after `linger` seconds."""
+        for dial in self._dials:
+            dial.cancel()
+        await asyncio.gather(*self._dials, return_exceptions=True)
         for lane in list(self._lanes):
             lane.finish()
         with suppress(TimeoutError):

@@ -26,6 +26,7 @@ from shoal.p2p.frames import Kind
 from shoal.p2p.identity import PeerID
 from shoal.p2p.lane import Address, Lane
 from shoal.p2p.limit import Limit
+from shoal.p2p.route import Route
 from shoal.p2p.transport import LARGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,10 @@ class LinkEvents(ABC):
         """The accepted connection is no link: it begins with the token of a lane."""
 
     @abstractmethod
+    def circuit_came(self, link: Link, token: bytes) -> None:
+        """The accepted connection is no link: it begins with the token of a circuit."""
+
+    @abstractmethod
     def ended(self, link: Link, reason: str) -> None:
         """The link has ended. Called once, last, and never from within a call of the link's methods."""
 
@@ -90,7 +95,9 @@ class Link:
         events: told what happens.
         connection: a socket that does not block; only this link uses it.
         context: of TLS.
-        address: the address that this side dials; None if the other side has dialled.
+        address: the address that this side dials; None if the other side has dialled, or there is a route.
+        route: by which this side has connected; None for none.
+        relayed: whether the connection leads through somebody else.
         limits: the limits of upload and download that this link shares with others.
         budget: the memory for large messages that this link shares with others.
 
@@ -103,6 +110,12 @@ class Link:
         challenged: of a dialled link: done when the listener has sent its challenge.
         outcome: of a dialled link: done when messages can pass, or never will.
         said_hello: of a dialled link: whether the listener may keep it.
+        succeeds: of a dialled link: whether it is to take the place of another one.
+        succeeded: whether another one has taken its place, so this one is about to end.
+        emptied: whether the other side sends nothing more over it, because another one takes its place.
+        held: whether messages that come wait, until `release`.
+        asks: of a dialled link: whether it only asks where the other side sees this one, and then ends.
+        observed: the answer to that.
         error: of a dialled link: the error that the dialler gets when the link has ended.
         lane: the lane beside this link, if there is one.
         keys: the keys with which this side seals what it sends, one for each connection of the lane.
@@ -118,14 +131,18 @@ class Link:
         connection: socket.socket,
         context: ssl.SSLContext,
         address: Address | None,
+        route: Route | None,
+        relayed: bool,
         limits: tuple[Limit, Limit],
         budget: Budget[Link],
     ) -> None:
         self.socket = connection
-        self.dialled = address is not None
+        self.dialled = address is not None or route is not None
+        self.route, self.relayed = route, relayed
         self.peer: PeerID | None = None
         self.instance = self.nonce = self.certificate = b""
-        self.said_hello = False
+        self.said_hello = self.succeeds = self.succeeded = self.emptied = self.held = self.asks = False
+        self.observed: greeting.Observed | None = None
         self.error: type[PeerUnreachable] = PeerUnreachable
         self.lane: Lane | None = None
         self.keys: list[bytes] = []
@@ -262,6 +279,11 @@ class Link:
             self._loop.add_reader(self.socket, self._go_on)
             self._go_on()
 
+    def release(self) -> None:
+        """Messages that come wait no longer."""
+        self.held = False
+        self.resume()
+
     def _go_on(self) -> None:
         try:
             next(self._life)
@@ -294,10 +316,14 @@ class Link:
         tcp.prepare(self.socket)
         self._loop.add_reader(self.socket, self._go_on)
         first = b""
-        while not self.dialled and len(first) < (greeting.TOKEN_BYTES if first[:1] == greeting.LANE_BYTE else 1):
+        with_token = greeting.LANE_BYTE, greeting.CIRCUIT_BYTE
+        while not self.dialled and len(first) < (greeting.TOKEN_BYTES if first[:1] in with_token else 1):
             first += yield from self._bytes(greeting.TOKEN_BYTES - len(first))
-        if first[:1] == greeting.LANE_BYTE:
-            return self._events.lane_came(self, first)
+        match first[:1]:
+            case greeting.LANE_BYTE:
+                return self._events.lane_came(self, first)
+            case greeting.CIRCUIT_BYTE:
+                return self._events.circuit_came(self, first)
         self._incoming.write(first)
         yield from self._step(self._tls.do_handshake)
         self.stage = Stage.GREETING
@@ -310,6 +336,9 @@ class Link:
         """Receives a frame, each of its parts into memory of its own."""
         head = yield from self._read(frames.HEAD_BYTES)
         kind, sizes = frames.announced(head, opened=self.stage is Stage.OPEN)
+        while self.held and kind is Kind.MESSAGE:
+            self._loop.remove_reader(self.socket)
+            yield
         large = sum(sizes) >= LARGE_BYTES
         while large and not self._budget.take(self, sum(sizes), self.resume):
             self._loop.remove_reader(self.socket)

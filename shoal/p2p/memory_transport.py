@@ -12,7 +12,7 @@ from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Leases
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.transport import LARGE_BYTES, Buffer, Transport, check_size
+from shoal.p2p.transport import LARGE_BYTES, Buffer, Observation, Transport, check_size
 
 Delay = Callable[[PeerID, PeerID, int], float]
 
@@ -132,6 +132,19 @@ class MemoryTransport(Transport):
         if network.transports.get(me) is self and peer not in self._connections:
             other.lost(me, "it has connected anew")  # if the end of the connection before is still to come
             self._connections[peer] = other._connections[me] = _Connection()
+
+    async def observe(self, address: Multiaddr, source_port: int = 0) -> Observation:
+        network, peer = self.network, address.peer_id
+        other = network._listening.get((address.host, address.port))
+        if peer is None or other is None or network._is_cut(self.peer_id, other.peer_id):
+            raise PeerUnreachable(f"nobody answers at {address}")
+        await asyncio.sleep(network.delay(self.peer_id, peer, 0) + network.delay(peer, self.peer_id, 0))
+        if other.peer_id != peer:
+            raise HandshakeFailed(f"{address}: another peer answers there")
+        return Observation("127.0.0.1", source_port, source_port)
+
+    def source(self, peer: PeerID) -> str:
+        return "127.0.0.1" if peer in self._connections else ""
 
     def is_connected(self, peer: PeerID) -> bool:
         return peer in self._connections

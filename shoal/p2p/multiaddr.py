@@ -1,4 +1,5 @@
-"""Addresses of peers, in multiaddr form: `/ip4/203.0.113.7/tcp/31337/p2p/<peer id>`."""
+"""Addresses of peers, in multiaddr form: `/ip4/203.0.113.7/tcp/31337/p2p/<peer id>`, or by way of a relay:
+`/ip4/203.0.113.7/tcp/31337/p2p/<relay's id>/p2p-circuit/p2p/<peer id>`."""
 
 from __future__ import annotations
 
@@ -10,20 +11,23 @@ from functools import lru_cache
 from shoal.p2p.identity import PeerID
 
 MAX_LENGTH = 512
+_PEER = re.compile(r"/p2p/([^/]+)")
+_NAMED = {False: ([], ["p2p"]), True: (["p2p"], ["p2p", "p2p"])}  # who may be named, without and with a relay
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}))*\.?")
 
 
 @dataclass(frozen=True, slots=True, order=True, init=False)
 class Multiaddr:
-    """Where a peer listens, and who must answer there.
+    """Where a peer listens, or a relay that leads to it, and who must answer there.
 
     Args:
         address: `"/ip4/<address>/tcp/<port>"`, or with `/p2p/<peer id>` at its end; or another `Multiaddr`.
 
     Attributes:
         protocol: of the host: "ip4", "ip6", "dns4", "dns6" or "dns".
-        host: an address or a host name.
+        host: an address or a host name: the relay's, if there is one.
         port: of TCP; 0 means "any free one" and makes sense only for listening.
+        relay: who listens there and leads to the peer; None if the peer itself listens there.
         peer_id: who answers there; None in an address to listen on.
 
     Raises:
@@ -33,6 +37,7 @@ class Multiaddr:
     protocol: str = field(init=False)
     host: str = field(init=False)
     port: int = field(init=False)
+    relay: PeerID | None = field(init=False)
     peer_id: PeerID | None = field(init=False)
 
     def __init__(self, address: str | Multiaddr) -> None:
@@ -47,19 +52,33 @@ class Multiaddr:
         return self.host.rstrip(".") == "localhost"
 
     def __str__(self) -> str:
-        tail = f"/p2p/{self.peer_id}" if self.peer_id is not None else ""
-        return f"/{self.protocol}/{self.host}/tcp/{self.port}{tail}"
+        return self._text(self.port, self.relay, self.peer_id)
+
+    def _text(self, port: int, relay: PeerID | None, peer_id: PeerID | None) -> str:
+        way = f"/p2p/{relay}/p2p-circuit" if relay is not None else ""
+        tail = f"/p2p/{peer_id}" if peer_id is not None else ""
+        return f"/{self.protocol}/{self.host}/tcp/{port}{way}{tail}"
 
     def with_peer(self, peer_id: PeerID | None) -> Multiaddr:
-        """This address, of that peer; None: of nobody in particular."""
-        if peer_id == self.peer_id:
-            return self
-        tail = f"/p2p/{peer_id}" if peer_id is not None else ""
-        return Multiaddr(f"/{self.protocol}/{self.host}/tcp/{self.port}{tail}")
+        """This address, of that peer; None: of nobody in particular. The relay, if there is one, stays."""
+        return self if peer_id == self.peer_id else Multiaddr(self._text(self.port, self.relay, peer_id))
 
     def with_port(self, port: int) -> Multiaddr:
         """This address with another port."""
-        return Multiaddr(f"/{self.protocol}/{self.host}/tcp/{port}").with_peer(self.peer_id)
+        return Multiaddr(self._text(port, self.relay, self.peer_id))
+
+    def by_relay(self, peer_id: PeerID | None) -> Multiaddr:
+        """The address of that peer by way of the relay that listens here. Raises ValueError if nobody is named here, or
+        if this leads through a relay itself."""
+        if self.peer_id is None or self.relay is not None:
+            raise ValueError(f"{self} is not the address of a relay")
+        return Multiaddr(self._text(self.port, self.peer_id, peer_id))
+
+    def of_relay(self) -> Multiaddr:
+        """The address of the relay that leads to this one. Raises ValueError if there is none."""
+        if self.relay is None:
+            raise ValueError(f"{self} does not lead through a relay")
+        return Multiaddr(self._text(self.port, None, self.relay))
 
     def encapsulate(self, other: str | Multiaddr) -> Multiaddr:
         """This address, and then `other`: `address.encapsulate(f"/p2p/{peer_id}")`, as in py-multiaddr. Raises
@@ -69,17 +88,16 @@ class Multiaddr:
     def decapsulate(self, other: str | Multiaddr) -> Multiaddr:
         """This address without the last `other` in it, and without what comes after, as in py-multiaddr. Raises
         ValueError if `other` is not in it, or if no address is left (py-multiaddr has parts of addresses, too)."""
-        head, peer, name = str(other).partition("/p2p/")
-        other = f"{head}{peer}{PeerID.parse(name)}" if peer else str(other)  # it has two spellings
+        other = _PEER.sub(lambda found: f"/p2p/{PeerID.parse(found[1])}", str(other))  # a peer id has two spellings
         before, found, _ = f"{self}/".rpartition(f"{other}/")
         if not found:
             raise ValueError(f"{other} is not in {self}")
         return Multiaddr(before)
 
     def value_for_protocol(self, protocol: str) -> str:
-        """What `protocol` ("ip4", "tcp", "p2p", …) has in this address, as text, as in py-multiaddr. Raises LookupError
-        for one that is not in it."""
-        _, *parts = str(self).split("/")
+        """What `protocol` ("ip4", "tcp", "p2p", …) has in this address, as text, as in py-multiaddr; of "p2p" it is who
+        answers, not the relay, and "p2p-circuit" has "". Raises LookupError for one that is not in it."""
+        _, *parts = str(self).replace("/p2p-circuit", "/p2p-circuit/").split("/")
         values = dict(zip(parts[::2], parts[1::2], strict=True))
         if protocol not in values:
             raise LookupError(f"there is no /{protocol}/ in {self}")
@@ -87,18 +105,23 @@ class Multiaddr:
 
 
 @lru_cache(maxsize=4096)  # members tell each other the same addresses again and again
-def _parsed(text: str) -> tuple[str, str, int, PeerID | None]:
+def _parsed(text: str) -> tuple[str, str, int, PeerID | None, PeerID | None]:
     parts = text.split("/") if len(text) <= MAX_LENGTH else []
-    if len(parts) not in (5, 7) or parts[0] or parts[3] != "tcp" or (len(parts) == 7 and parts[5] != "p2p"):
+    ids = [*parts[5:]]
+    by_relay = parts[7:8] == ["p2p-circuit"]
+    if by_relay:
+        del ids[2]
+    if len(parts) < 5 or parts[0] or parts[3] != "tcp" or ids[::2] not in _NAMED[by_relay] or len(ids) % 2:
         raise ValueError(f"{text[:MAX_LENGTH]!r} is not an address: use /ip4/<address>/tcp/<port>[/p2p/<peer id>]")
     try:
         _check_host(parts[1], parts[2])
         if not (parts[4].isascii() and parts[4].isdigit() and int(parts[4]) <= 65535):
             raise ValueError(f"{parts[4]!r} is not a TCP port")
-        peer_id = PeerID.parse(parts[6]) if len(parts) == 7 else None
+        named = [PeerID.parse(name) for name in ids[1::2]]
     except ValueError as error:
         raise ValueError(f"{text!r} is not an address: {error}") from error
-    return parts[1], parts[2], int(parts[4]), peer_id
+    relay = named.pop(0) if by_relay else None
+    return parts[1], parts[2], int(parts[4]), relay, named[0] if named else None
 
 
 def _check_host(protocol: str, host: str) -> None:

@@ -215,6 +215,8 @@ class Node:
         addresses = self.known_addresses(peer)
         if not addresses:
             raise PeerUnreachable(f"{peer!r} is not connected, and no address of it is known")
+        # Through a relay only if the peer itself does not answer at once.
+        addresses = sorted(addresses, key=lambda address: address.relay is not None)
         await first_to_succeed([partial(self._dial_address, address) for address in addresses])
 
     async def _dial_address(self, address: Multiaddr) -> None:
@@ -439,7 +441,10 @@ class Node:
 
     def _task_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, P2PError):
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and not isinstance(error, P2PError | TimeoutError):  # who waits for it hears of those
             log.error("a task of %r failed", self.peer_id, exc_info=error)
 
     async def close(self) -> None:

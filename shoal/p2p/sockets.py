@@ -9,7 +9,7 @@ import math
 import os
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakValueDictionary
@@ -18,7 +18,20 @@ from shoal.p2p import frames, greeting, sealing, tcp, tls
 from shoal.p2p.budget import Budget
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.frames import Kind
-from shoal.p2p.greeting import Alive, Challenge, Hello, Kept, Key, Refusal, Taken, Token, Wanted
+from shoal.p2p.greeting import (
+    Alive,
+    Challenge,
+    Hello,
+    Kept,
+    Key,
+    Moved,
+    Observe,
+    Observed,
+    Refusal,
+    Taken,
+    Token,
+    Wanted,
+)
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.lane import Address, Shared
 from shoal.p2p.lanes import Lanes
@@ -28,11 +41,13 @@ from shoal.p2p.link import Link, LinkEvents, Stage
 from shoal.p2p.listener import Admission, Listener, most_connections
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.race import first_to_succeed
-from shoal.p2p.transport import Buffer, Transport, check_size
+from shoal.p2p.route import Route, Router
+from shoal.p2p.transport import Buffer, Observation, Transport, check_size
 
 log = logging.getLogger(__name__)
 
 REFUSAL_TIME = 1.0  # seconds that a refused peer has to read why
+MOVE_LINGER = 60.0  # seconds that what was queued for a link has to leave when another one has taken its place
 ALIVE_TIMEOUT = 3.0  # seconds that a connected peer has to show that it lives, when another says to be the same one
 LINGER = 0.5  # seconds that what is queued has to leave when the transport is closed
 LINKS_PER_PEER = 4  # accepted ones, refused ones that have not left yet included
@@ -62,6 +77,18 @@ class _Rival:
     timer: asyncio.TimerHandle
 
 
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """One link takes the place of another. This side sends over the new one already.
+
+    Attributes:
+        old, new: these links.
+    """
+
+    old: Link
+    new: Link
+
+
 class SocketTransport(Transport, LinkEvents):
     """Links over TCP.
 
@@ -80,6 +107,11 @@ class SocketTransport(Transport, LinkEvents):
 
     The kernel asks after the other side (`tcp`), so a machine or a network that is gone is noticed, however long a
     large message takes on a slow line. A process that hangs is not: its kernel still answers.
+
+    A link may take the place of another one while messages pass (`succeed`), as a direct one does of one through a
+    relay. Each side says over the old link when it sends over the new one (`greeting.Moved`), and takes nothing from
+    the new one before it has heard that; so all messages arrive, once and in order. The old lane ends when what was
+    under way over it has come. If the old link ends before that, the peer is lost.
 
     Large named buffers pass over a lane beside the link (`lanes`), which lives as long as the link.
 
@@ -101,6 +133,7 @@ class SocketTransport(Transport, LinkEvents):
         self._instance = os.urandom(greeting.INSTANCE_BYTES)
         self._peers: dict[PeerID, Link] = {}
         self._links: set[Link] = set()  # all that have not ended
+        self._moves: dict[PeerID, _Move] = {}
         self._rivals: dict[PeerID, _Rival] = {}
         self._greeting: WeakValueDictionary[PeerID, asyncio.Lock] = WeakValueDictionary()
         self._listeners: list[Listener] = []
@@ -110,13 +143,15 @@ class SocketTransport(Transport, LinkEvents):
         self._admission = Admission(0)
         self.budget: Budget[Link] = Budget(UNFINISHED_BYTES)
         self._next_look: asyncio.TimerHandle | None = None
+        self.router: Router | None = None  # finds the ways through relays
+        self.on_circuit: Callable[[socket.socket, bytes], None] | None = None  # of a relay: gets the ends of circuits
         self._closed = False
         self._emptied: asyncio.Event = asyncio.Event()
 
     # -- connections
 
     async def listen(self, address: Multiaddr) -> Multiaddr:
-        ip = (await self._resolve(address))[0]
+        ip = (await self.resolve(address))[0]
         if self._closed:
             raise RuntimeError("this transport is closed")
         try:
@@ -124,23 +159,42 @@ class SocketTransport(Transport, LinkEvents):
         except OSError as error:
             raise OSError(error.errno, f"can't listen at {address}: {os.strerror(error.errno or 0)}") from error
         self._listeners.append(listener)
+        self._be_ready_to_accept()
+        return address.with_port(listener.port).with_peer(self.peer_id)
+
+    def _be_ready_to_accept(self) -> None:
         if self._listening is None:
             self._listening, self._certificate = tls.listening(self.identity)
             self._admission = Admission(most_connections())
-        return address.with_port(listener.port).with_peer(self.peer_id)
 
-    def _accepted(self, connection: socket.socket, where: str) -> None:
+    def accept(self, connection: socket.socket, where: str, *, relayed: bool = False) -> None:
+        """Take a connection, which does not block, for one that was accepted: who is at the other end believes to have
+        dialled this peer. It comes from the host `where`, which is a relay's if it is `relayed`."""
+        if self._closed:
+            return connection.close()
+        self._be_ready_to_accept()
+        self._accepted(connection, where, relayed=relayed)
+
+    def _accepted(self, connection: socket.socket, where: str, *, relayed: bool = False) -> None:
         reason = self._admission.refusal(where, self._lanes.connections, expected=self._lanes.expects(where))
         if reason:
             log.info("refused a connection from %s: %s", where, reason)
             connection.close()
             return
         assert self._listening is not None
-        self._admission.enter(self._link(connection, self._listening), where)
+        self._admission.enter(self._link(connection, self._listening, relayed=relayed), where)
 
-    def _link(self, connection: socket.socket, context: ssl.SSLContext, address: Address | None = None) -> Link:
+    def _link(
+        self,
+        connection: socket.socket,
+        context: ssl.SSLContext,
+        address: Address | None = None,
+        route: Route | None = None,
+        *,
+        relayed: bool = False,
+    ) -> Link:
         limits = self.shared.upload, self.shared.download
-        link = Link(self, connection, context, address, limits, self.budget)
+        link = Link(self, connection, context, address, route, relayed, limits, self.budget)
         self._links.add(link)
         if self._next_look is None:
             self._look()
@@ -150,35 +204,57 @@ class SocketTransport(Transport, LinkEvents):
         peer = address.peer_id
         if peer is None:
             raise ValueError(f"{address} does not say whom to expect: it must end in /p2p/<peer id>")
+        if address.relay is not None:
+            return await self._dial_by(peer, address)
         try:
-            found = await self._resolve(address)
+            found = await self.resolve(address)
         except OSError as error:
             raise PeerUnreachable(f"{address}: {error}") from error
         if self.is_connected(peer):
             return
         await first_to_succeed([partial(self._dial, peer, ip, address.port) for ip in found])
 
-    async def _dial(self, peer: PeerID, ip: IPAddress, port: int) -> None:
-        if self._closed:
-            raise PeerUnreachable("this transport is closed")
-        self._dialling = self._dialling or tls.dialling()
+    async def _dial_by(self, peer: PeerID, address: Multiaddr) -> None:
+        """Dial by way of a relay."""
+        if self.is_connected(peer):
+            return
+        if self.router is None:
+            raise PeerUnreachable(f"{address}: this peer dials through no relay")
+        route = self.router(address)
+        connection = await route.connect()
+        if self._closed or self.is_connected(peer):
+            return connection.close()
+        link = self._link(connection, self._tls_dialling(), route=route, relayed=route.relayed)
         try:
-            connection = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET)
-        except OSError as error:
-            raise PeerUnreachable(f"{ip} can't be dialled: {error.strerror}") from error
-        connection.setblocking(False)
-        link = self._link(connection, self._dialling, (str(ip), port))
+            await self._greet(link, peer)
+        except PeerUnreachable as error:
+            raise type(error)(f"{address}: {error}") from error
+        if self._peers.get(peer) is link:
+            route.opened()
+
+    def _tls_dialling(self) -> ssl.SSLContext:
+        self._dialling = self._dialling or tls.dialling()
+        return self._dialling
+
+    async def _dial(self, peer: PeerID, ip: IPAddress, port: int) -> None:
+        try:
+            await self._greet(self._dialled(peer, ip, port), peer)
+        except PeerUnreachable as error:
+            raise type(error)(f"{ip}:{port}: {error}") from error
+
+    async def _greet(self, link: Link, peer: PeerID) -> None:
+        """Return when a link that this side dials, or another one to that peer, is open."""
         link.peer = peer
         try:
             await asyncio.wait([link.challenged, link.outcome], return_when=asyncio.FIRST_COMPLETED)
             # A peer that is dialled at several addresses hears one hello at a time.
             async with self._greeting.setdefault(peer, asyncio.Lock()):
-                if not link.outcome.done() and self.is_connected(peer):
+                if not link.outcome.done() and self.is_connected(peer) and not link.succeeds:
                     return link.end("another link was quicker")
                 self._say_hello(link, peer)
                 await link.outcome
-        except PeerUnreachable as error:
-            raise type(error)(f"{ip}:{port}: {error}") from error
+        except PeerUnreachable:
+            raise
         except BaseException:
             # Cancelled. A caller may give up in the very moment in which the link opens: then it stays.
             link.outcome.cancel()
@@ -186,11 +262,74 @@ class SocketTransport(Transport, LinkEvents):
                 link.end("this side gave up")
             raise
 
+    async def succeed(self, peer: PeerID, connection: socket.socket, route: Route) -> None:
+        """Have a link over this connection, which does not block, take the place of the one to that peer. The other
+        side accepts it (`accept`). Lanes are dialled by `route` then. Raises PeerUnreachable if that fails: then the
+        old one stays."""
+        if self._closed or peer not in self._peers:
+            connection.close()
+            raise PeerUnreachable("there is no link that it could succeed")
+        link = self._link(connection, self._tls_dialling(), route=route)
+        link.succeeds = True
+        await self._greet(link, peer)
+
+    def _dialled(self, peer: PeerID, ip: IPAddress, port: int, source_port: int | None = None) -> Link:
+        if self._closed:
+            raise PeerUnreachable("this transport is closed")
+        try:
+            connection = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET)
+        except OSError as error:
+            raise PeerUnreachable(f"{ip} can't be dialled: {error.strerror}") from error
+        if source_port is not None:
+            # Others come from there, too: on Linux, all of them have to say that they share it.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                connection.bind(("", source_port))
+            except OSError as error:
+                connection.close()
+                raise PeerUnreachable(f"{ip} can't be dialled from port {source_port}: {error.strerror}") from error
+        connection.setblocking(False)
+        link = self._link(connection, self._tls_dialling(), (str(ip), port))
+        link.peer = peer
+        return link
+
+    async def observe(self, address: Multiaddr, source_port: int = 0) -> Observation:
+        if address.peer_id is None:
+            raise ValueError(f"{address} does not say whom to expect: it must end in /p2p/<peer id>")
+        try:
+            [ip, *_] = await self.resolve(address)
+        except OSError as error:
+            raise PeerUnreachable(f"{address}: {error}") from error
+        link = self._dialled(address.peer_id, ip, address.port, source_port)
+        link.asks = True
+        try:
+            await asyncio.wait([link.challenged, link.outcome], return_when=asyncio.FIRST_COMPLETED)
+            if not link.outcome.done():
+                own_port: int = link.socket.getsockname()[1]
+                link.say(Observe())
+            await link.outcome
+            assert link.observed is not None  # or the outcome is an error
+            return Observation(_plain(link.observed.host), link.observed.port, own_port)
+        finally:
+            link.outcome.cancel()
+            link.end("it was dialled to ask")
+
+    def source(self, peer: PeerID) -> str:
+        link = self._peers.get(peer)
+        try:
+            return _plain(link.address[0]) if link is not None and not link.relayed else ""
+        except OSError:  # it has just ended, which is told elsewhere
+            return ""
+
+    def is_direct(self, peer: PeerID) -> bool:
+        return peer in self._peers and not self._peers[peer].relayed
+
     def is_connected(self, peer: PeerID) -> bool:
         return peer in self._peers
 
     def disconnect(self, peer: PeerID) -> None:
         link = self._peers.pop(peer, None)
+        self._end_move(peer, "this side disconnected")
         if peer in self._leaving:
             link, _, timer = self._leaving.pop(peer)
             timer.cancel()
@@ -251,14 +390,14 @@ class SocketTransport(Transport, LinkEvents):
 
     def received(self, link: Link, header: memoryview, buffers: Sequence[memoryview]) -> None:
         """A message has come over an open link."""
-        if link.peer is not None and self._peers.get(link.peer) is link:
+        if link.peer is not None and self._is_of(link, link.peer):
             self._deliver(link.peer, header, buffers)
 
     def _on_chunk(self, link: Link, message: bytes, memory: memoryview) -> None:
         """A message has come over the lane beside a link, which may have ended since."""
         assert link.peer is not None
         leaving = self._leaving.get(link.peer)
-        if self._peers.get(link.peer) is link or (leaving is not None and leaving[0] is link):
+        if self._is_of(link, link.peer) or (leaving is not None and leaving[0] is link):
             self._deliver(link.peer, memoryview(message), [memory])
 
     def _deliver(self, peer: PeerID, header: memoryview, buffers: Sequence[memoryview]) -> None:
@@ -275,6 +414,12 @@ class SocketTransport(Transport, LinkEvents):
         self._lanes.admit(link.socket, token)
         link.end("it is no link")
 
+    def circuit_came(self, link: Link, token: bytes) -> None:
+        """What was accepted is one end of a circuit."""
+        if self.on_circuit is not None:
+            self.on_circuit(link.socket.dup(), token)
+        link.end("it is no link")
+
     # -- greetings
 
     def secured(self, link: Link) -> None:
@@ -289,12 +434,21 @@ class SocketTransport(Transport, LinkEvents):
         """The other transport says something. Raises ValueError if that is nothing that it may say."""
         said = greeting.decode(payload)
         peer = link.peer
-        connected = peer is not None and self._peers.get(peer) is link
+        connected = peer is not None and self._is_of(link, peer)
         undecided = link.dialled and not link.outcome.done()
         match said:
             case Challenge() if undecided and not link.nonce:
-                link.instance, link.nonce = said.instance, said.nonce
+                # A link that asks is none of those to a start of that peer, of which one stays.
+                link.instance, link.nonce = b"" if link.asks else said.instance, said.nonce
                 link.challenged.set_result(None)
+            case Observe() if not link.dialled and peer is None:
+                host, port = link.address[:2]
+                link.say(Observed(_plain(host), port))
+                link.finish(REFUSAL_TIME, "it came to ask from where it comes")
+            case Observed() if undecided and link.asks:
+                ipaddress.ip_address(said.host)  # ValueError if it is none
+                link.observed = said
+                link.outcome.set_result(None)
             case Hello() if not link.dialled and peer is None:
                 self._on_hello(link, said)
             case Kept() if connected:
@@ -314,6 +468,10 @@ class SocketTransport(Transport, LinkEvents):
                 self._lives(peer)
             case Wanted() | Key() | Token() if connected:
                 self._lanes.heard(link, said)
+            case Moved() if connected and peer is not None and not link.emptied:
+                link.emptied = True
+                if peer in self._moves:  # else the dialler of the new link has not heard yet that it was kept
+                    self._on_moved(self._moves[peer])
             case _:
                 self.broke(link, f"{type(said).__name__} is not expected now")
 
@@ -323,7 +481,8 @@ class SocketTransport(Transport, LinkEvents):
         signed = greeting.signed(self.peer_id, peer, self._instance, link.nonce, link.certificate)
         link.said_hello = True
         signature = self.identity.sign(signed)
-        link.say(Hello(greeting.MAGIC, greeting.VERSION, self._instance, self.peer_id.key, signature))
+        me = self.peer_id.key
+        link.say(Hello(greeting.MAGIC, greeting.VERSION, self._instance, me, signature, link.succeeds))
 
     def _on_hello(self, link: Link, hello: Hello) -> None:
         peer = PeerID(hello.peer)
@@ -341,7 +500,12 @@ class SocketTransport(Transport, LinkEvents):
         link.peer, link.instance = peer, hello.instance
         self._left(peer)
         earlier = self._peers.get(peer)
-        if earlier is None:
+        if hello.succeeds:
+            if not self._may_succeed(link, peer):
+                return self._refuse(link, "there is no link that it could succeed")
+            link.say(Kept())
+            self._succeed(link, peer)
+        elif earlier is None:
             self._welcome(link, peer)
         elif earlier.instance != hello.instance or earlier.dialled:
             self._hold(link, peer)
@@ -354,7 +518,11 @@ class SocketTransport(Transport, LinkEvents):
     def _on_kept(self, link: Link, peer: PeerID) -> None:
         """The other side keeps a link that was dialled, or uses one that was kept."""
         self._left(peer)
-        if peer in self._peers:
+        if link.succeeds:
+            if not self._may_succeed(link, peer):
+                return link.end("the link that it was to succeed is no more")
+            self._succeed(link, peer)
+        elif peer in self._peers:
             self._hold(link, peer)
         elif link.dialled:
             self._welcome(link, peer)
@@ -425,6 +593,55 @@ class SocketTransport(Transport, LinkEvents):
         link.say(answer or greeting.refusal(reason))
         link.finish(REFUSAL_TIME, reason)
 
+    # -- a link that takes the place of another one
+
+    def _is_of(self, link: Link, peer: PeerID) -> bool:
+        """Whether messages of that peer may come over that link."""
+        return self._peers.get(peer) is link or (peer in self._moves and self._moves[peer].old is link)
+
+    def _may_succeed(self, link: Link, peer: PeerID) -> bool:
+        old = self._peers.get(peer)
+        busy = peer in self._moves or peer in self._rivals
+        return old is not None and old.stage is Stage.OPEN and old.instance == link.instance and not busy
+
+    def _succeed(self, link: Link, peer: PeerID) -> None:
+        """Send over that link from now on. Who has accepted it does so first."""
+        old = self._peers[peer]
+        old.succeeded, link.held = True, not old.emptied
+        move = self._moves[peer] = _Move(old, link)
+        self._peers[peer] = link
+        link.open()
+        if not link.outcome.done():
+            link.outcome.set_result(None)
+        self._lanes.succeed(old, link)
+        old.say(Moved())
+        if link.dialled and old.lane is not None:
+            old.lane.part()  # the other side has left it already
+        if old.emptied:
+            self._on_moved(move)
+
+    def _on_moved(self, move: _Move) -> None:
+        """The other side sends over the new link as well, and has left the old lane."""
+        if move.new.held:
+            move.new.release()
+        if move.old.lane is not None:
+            move.old.lane.part()
+        self._finish_move(move)
+
+    def _finish_move(self, move: _Move) -> None:
+        """End the old link if all has come that was sent over it."""
+        if not move.new.held and move.old.lane is None and move.old.peer is not None:
+            self._moves.pop(move.old.peer, None)
+            move.old.finish(MOVE_LINGER, "another link has taken its place")
+
+    def _end_move(self, peer: PeerID, reason: str) -> None:
+        """That peer is connected no more."""
+        move = self._moves.pop(peer, None)
+        if move is not None:
+            move.old.end(reason)
+            if move.old.lane is not None:
+                move.old.lane.end(reason)
+
     # -- ends
 
     def broke(self, link: Link, reason: str) -> None:
@@ -449,13 +666,17 @@ class SocketTransport(Transport, LinkEvents):
             if rival is not None and rival.link is link:
                 rival.timer.cancel()
                 del self._rivals[link.peer]
-            if self._peers.get(link.peer) is link:
+            move = self._moves.get(link.peer)
+            if move is not None and move.old is link and link.emptied:
+                self._finish_move(move)  # the other side is done with it
+            elif self._is_of(link, link.peer):
                 self._lose(link.peer, reason)
         if self._closed and not self._links:
             self._emptied.set()
 
     def _lose(self, peer: PeerID, reason: str) -> None:
         link = self._peers.pop(peer, None)
+        self._end_move(peer, reason)
         if link is not None:
             link.end(reason)
             wait = LANE_LINGER if link.lane is not None else 0.0
@@ -479,6 +700,9 @@ class SocketTransport(Transport, LinkEvents):
         leaving = self._leaving.get(link.peer)
         if leaving is not None and leaving[0] is link:
             self._left(link.peer)
+        move = self._moves.get(link.peer)
+        if move is not None and move.old is link and not reason:
+            return self._finish_move(move)
         link.end(f"its lane was lost: {reason}")
 
     def _look(self) -> None:
@@ -493,7 +717,7 @@ class SocketTransport(Transport, LinkEvents):
                 most.end("it took nothing while too much waited for all")
         self._next_look = asyncio.get_running_loop().call_later(LOOK_INTERVAL, self._look)
 
-    async def _resolve(self, address: Multiaddr) -> list[IPAddress]:
+    async def resolve(self, address: Multiaddr) -> list[IPAddress]:
         """The numeric addresses of a host; OSError if it has none."""
         if address.protocol in ("ip4", "ip6"):
             return [ipaddress.ip_address(address.host)]
@@ -501,3 +725,9 @@ class SocketTransport(Transport, LinkEvents):
             address.host, address.port, family=_FAMILIES[address.protocol], type=socket.SOCK_STREAM
         )
         return list(dict.fromkeys(ipaddress.ip_address(where[0]) for *_, where in found))
+
+
+def _plain(host: str) -> str:
+    """A numeric address as people write it: an IPv4 one without the IPv6 around it, and without a zone."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return str(getattr(address, "ipv4_mapped", None) or address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from shoal.p2p.errors import MessageTooLarge
 from shoal.p2p.identity import PeerID
@@ -22,6 +23,21 @@ LARGE_BYTES = 16 << 10
 
 MessageHandler = Callable[[PeerID, memoryview, Sequence[memoryview]], None]
 LostHandler = Callable[[PeerID, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """From where a connection was seen to come.
+
+    Attributes:
+        host: the address of this machine, or of a router before it, as the other side sees it.
+        port: of TCP, as the other side sees it.
+        source_port: as this side has it; another one than `port` where a router has changed it.
+    """
+
+    host: str
+    port: int
+    source_port: int
 
 
 class Transport(ABC):
@@ -64,6 +80,24 @@ class Transport(ABC):
 
         Raises PeerUnreachable if nobody answers, HandshakeFailed if somebody else does. The caller sets the deadline.
         """
+
+    @abstractmethod
+    async def observe(self, address: Multiaddr, source_port: int = 0) -> Observation:
+        """Make a connection of its own to the peer that `address` names, whether or not there is another; the peer
+        proves who it is, says from where the connection comes, and the connection ends.
+
+        Args:
+            address: who, and where.
+            source_port: of TCP, from which to connect; 0 for any free one.
+
+        Raises:
+            PeerUnreachable: as `dial` does. The caller sets the deadline.
+        """
+
+    @abstractmethod
+    def source(self, peer: PeerID) -> str:
+        """The numeric address (IPv4 or IPv6) at the other end of the connection to `peer`; "" if there is none, or a
+        relay is at that end."""
 
     @abstractmethod
     def is_connected(self, peer: PeerID) -> bool:

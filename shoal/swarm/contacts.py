@@ -10,8 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
+from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Reply
 from shoal.p2p.transport import Buffer, Movement
 from shoal.swarm.channel import Channel
@@ -25,7 +28,8 @@ from shoal.swarm.protocol.reach import Reachability, Reaching
 from shoal.swarm.protocol.sparing import Sparing
 from shoal.swarm.protocol.tensors import Tensors, difference, encode_tensors
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role
+from shoal.swarm.protocol.view import MAX_ADDRESSES, MAX_MEMBERS, Member, Role
+from shoal.swarm.protocol.view import Reach as HowReached
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +108,7 @@ class Contacts:
         self._seen = asyncio.Event()
         self._has_met = False  # anybody with this peer's terms
         self._tasks: list[asyncio.Task[None]] = []
+        self._stop_following: Callable[[], None] = lambda: None
         self._stopped = False
         self._refused: tuple[bytes, float] | None = None  # who has other terms, and until when that is told
         self._refused_difference = ""
@@ -118,10 +123,12 @@ class Contacts:
         self._reach.known(listed, self._now(), listed=True)
         await asyncio.gather(*map(self.meet, [*self._reach.due(self._now()), *self._connected_only(listed)]))
         self._tasks = [self._channel.node.spawn(self._refresh()), self._channel.node.spawn(self._keep_reaching())]
+        self._stop_following = self._directory.on_moved(self._moved)
 
     def stop(self) -> None:
         """Stay listed no longer than the record lives, and meet no peer any more."""
         self._stopped = True
+        self._stop_following()
         for task in self._tasks:
             task.cancel()
         if self._spread is not None:
@@ -310,6 +317,15 @@ class Contacts:
         if dial:
             self._reach.hurry(self._now())
         self._look_now.set()
+
+    def _moved(self, addresses: Sequence[Multiaddr]) -> None:
+        """This peer is reached at other addresses: list it there, and tell those that are connected."""
+        me = replace(self._view.me, addresses=tuple(map(str, addresses))[:MAX_ADDRESSES])
+        if me.role is not Role.CLIENT and me != self._view.me:
+            reach = HowReached.RELAYED if me.listens_at_relays else HowReached.DIRECT
+            self._peer.say(replace(me, reach=reach), self._now())
+            self._look_now.set()
+            self._act()
 
     def left(self, key: bytes) -> None:
         """A member says that it leaves. It is not dialled again unless it is listed anew."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,6 +14,7 @@ from shoal.dht.records import get_dht_time
 from shoal.dht.run_keys import members_key
 from shoal.dht.validation import owner_marker
 from shoal.membership.membership import Part
+from shoal.p2p.multiaddr import Multiaddr
 from shoal.swarm.duties import parts_of
 from shoal.swarm.gate import Document
 from shoal.swarm.gates import gate_of
@@ -39,6 +40,11 @@ class Directory:
 
     def gone(self, key: bytes) -> None:
         """That peer has left or was lost: it counts as listed again when its record is newer than that."""
+
+    def on_moved(self, handler: Callable[[Sequence[Multiaddr]], None]) -> Callable[[], None]:
+        """Have `handler` called with the addresses at which this peer is reached when these may have changed; returns a
+        function that ends that."""
+        return lambda: None
 
     def others(self) -> int:
         """How many other peers could be listed here, in this run or in others, as far as is known."""
@@ -128,6 +134,9 @@ class DHTDirectory(Directory):
         self._gone[key] = self._clock() + RECORD_SECONDS
         if len(self._gone) > MAX_MEMBERS:
             del self._gone[next(iter(self._gone))]
+
+    def on_moved(self, handler: Callable[[Sequence[Multiaddr]], None]) -> Callable[[], None]:
+        return self._dht.on_moved(lambda: handler(self._dht.visible_addresses()))
 
     def others(self) -> int:
         return len(self._dht.table.alive())

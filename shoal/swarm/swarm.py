@@ -751,11 +751,14 @@ class Swarm:
         self._act()
 
     def _look_how_it_is_reached(self) -> None:
-        """A peer that listens at relays only is relayed, until all its connections to members are direct."""
-        if self.me.listens_at_relays:
-            others = [member.peer for member in self.peer.view.connected() if member.key != self.me.key]
-            is_direct = bool(others) and all(map(self.node.transport.is_direct, others))
-            self.is_reached(Reach.DIRECT if is_direct else Reach.RELAYED)
+        """A peer that listens at relays only is relayed, until all its connections to members are direct, or one is to
+        another such peer: then both have routers in which holes can be punched."""
+        is_direct = not self.me.listens_at_relays
+        if not is_direct:
+            others = [member for member in self.peer.view.connected() if member.key != self.me.key]
+            direct = [member for member in others if self.node.transport.is_direct(member.peer)]
+            is_direct = any(m.listens_at_relays for m in direct) or len(direct) == len(others) > 0
+        self.is_reached(Reach.DIRECT if is_direct else Reach.RELAYED)
 
     async def _keep_looking(self) -> None:
         """Every second: does the round make progress, and do those that this peer waits for live?"""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import shoal
+from shoal.dht.created import CreatedNode as DHTNode
+from shoal.p2p.identity import PeerID
+from shoal.p2p.multiaddr import Multiaddr
 
 pytestmark = pytest.mark.alone
 
@@ -53,9 +56,35 @@ def test_an_identity_file_keeps_the_peer_id(tmp_path: Path) -> None:
         assert address.rpartition("/p2p/")[2] == first
 
 
+def test_a_node_that_relays_leads_to_peers_that_nobody_can_dial() -> None:
+    async def reserve(_dht: shoal.DHT, node: DHTNode) -> list[Multiaddr]:
+        return await node.circuits.reserve()
+
+    with (
+        node("--relay", "--relay-bandwidth", "12.5e6") as (_, address),
+        shoal.DHT([address], client_mode=True, start=True) as one,
+        shoal.DHT([address], start=True) as other,
+    ):
+        [circuit] = one.run_coroutine(reserve)
+        assert str(circuit) == f"{address}/p2p-circuit/p2p/{one.peer_id}"
+        other.run_coroutine(lambda _, node: node.node.transport.dial(circuit))
+        assert other.run_coroutine(is_connected(one.peer_id))
+    with node() as (_, address), shoal.DHT([address], client_mode=True, start=True) as one:
+        assert one.run_coroutine(reserve) == []
+
+
+def is_connected(peer: PeerID) -> Callable[[shoal.DHT, DHTNode], Awaitable[bool]]:
+    async def ask(_dht: shoal.DHT, node: DHTNode) -> bool:
+        return node.node.is_connected(peer)
+
+    return ask
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
+        (("--relay-bandwidth", "1e6"), 2, "add relay=True"),
+        (("--relay", "--relay-bandwidth", "1"), 2, "at least 10000 bytes per second"),
         (("--host-maddrs", "localhost:80"), 2, "localhost:80"),
         (("--initial-peers", "/ip4/127.0.0.1/tcp/9"), 2, "must end in /p2p/"),
         (("--host-maddrs", "/ip4/203.0.113.1/tcp/9"), 1, "could not start"),

@@ -27,6 +27,8 @@ from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sockets import SocketTransport
+from shoal.reach import asking
+from shoal.reach.probe import DialBack
 
 
 @pytest.fixture
@@ -182,31 +184,71 @@ def test_an_initial_peer_that_was_started_again_is_found_again(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("host", "options", "warned"),
-    [
-        ("dns4/other.example", {}, True),
-        ("ip4/127.0.0.1", {}, False),
-        ("dns4/other.example", {"announce_maddrs": ["/ip4/203.0.113.7/tcp/7"]}, False),
-        ("dns4/other.example", {"client_mode": True}, False),
-    ],
+    ("options", "is_client", "warned"),
+    [({}, True, True), ({"client_mode": False}, False, True), ({"client_mode": True}, True, False)],
 )
 def test_who_joins_through_another_machine_and_listens_on_loopback_is_told_so(
-    host: str, options: dict[str, Any], warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    options: dict[str, Any],
+    is_client: bool,
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def resolve(_transport: SocketTransport, _address: Multiaddr) -> list[ipaddress.IPv4Address]:
         return [ipaddress.IPv4Address("127.0.0.1")]
 
-    monkeypatch.setattr(SocketTransport, "_resolve", resolve)
+    monkeypatch.setattr(SocketTransport, "resolve", resolve)
+    monkeypatch.setattr(SocketTransport, "source", lambda *_: "203.0.113.9")
     with DHT(start=True) as first:
         [address] = first.get_visible_maddrs()
-        initial = f"/{host}/tcp/{address.port}/p2p/{first.peer_id}"
+        initial = f"/dns4/other.example/tcp/{address.port}/p2p/{first.peer_id}"
         with DHT([initial], start=True, **options) as second:
-            mine = [f"/{own.protocol}/{own.host}/tcp/{own.port}" for own in second.get_visible_maddrs()]
+            assert second.client_mode == is_client
+            assert bool(second.get_visible_maddrs()) != is_client
+            mine = [f"/{own.protocol}/{own.host}/tcp/{own.port}" for own in second.node.addresses]
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == warned
     if warned:
-        for part in (mine[0], initial, "listens on loopback only", "host_maddrs=['/ip4/0.0.0.0/tcp/<port>']"):
+        ways_out = ("host_maddrs=['/ip4/0.0.0.0/tcp/31337']", "port_mapping=True", "shoal node --relay")
+        for part in (mine[0], "203.0.113.9", "listens on loopback only", *ways_out):
             assert part in warnings[0]
+
+
+def test_a_peer_that_only_relays_reach_is_no_client_and_keeps_nothing_for_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def nobody_answers(*_: object) -> bool:
+        return False
+
+    monkeypatch.setattr(DialBack, "_answers", nobody_answers)
+    with DHT(start=True, relay=True) as first, monkeypatch.context() as patch:
+        patch.setattr(SocketTransport, "source", lambda *_: "203.0.113.9")
+        for host_maddrs in ("/ip4/0.0.0.0/tcp/0", "/ip4/127.0.0.1/tcp/0"):
+            with DHT(first.get_visible_maddrs(), host_maddrs=[host_maddrs], start=True, await_ready=False) as second:
+                assert not second.client_mode, "known when it has started, for which it is waited"
+                assert second.dht_node.client_mode
+                [relay] = first.get_visible_maddrs()
+                assert second.get_visible_maddrs() == [relay.by_relay(second.peer_id)]
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("client_mode", [None, False])
+def test_on_loopback_nobody_is_asked(client_mode: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object) -> None:
+        raise AssertionError("a peer on loopback was asked")
+
+    monkeypatch.setattr(asking, "probe", never)
+    with DHT(start=True, client_mode=client_mode) as first:
+        assert not first.client_mode
+        with DHT(first.get_visible_maddrs(), start=True, client_mode=client_mode) as second:
+            assert not second.client_mode
+            assert second.get_visible_maddrs()
+
+
+def test_whether_it_is_a_client_is_not_known_before_the_start() -> None:
+    assert DHT(client_mode=False).client_mode is False
+    with pytest.raises(RuntimeError, match="was not started"):
+        DHT().client_mode  # noqa: B018 (it is a property)
 
 
 def test_validators(swarm: list[DHT]) -> None:

@@ -9,13 +9,13 @@ import pytest
 
 from shoal.dht.messages import SERVICE, Sender, Store, Stored
 from shoal.dht.node import DHTNode
-from shoal.dht.quota import MAX_IDENTITIES, Quota, Rate
 from shoal.dht.records import DHTRecord, make_record
 from shoal.dht.storage import MAX_OWNED_RECORDS, LocalStorage
 from shoal.dht.validation import SignatureValidator, owner_marker
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import Identity
 from shoal.p2p.node import Node
+from shoal.p2p.quota import MAX_IDENTITIES, Quota, Rate
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
 from tests.dht.swarms import close, join, swarm, value_of

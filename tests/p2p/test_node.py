@@ -80,6 +80,20 @@ def test_a_request_is_answered_with_message_and_buffers(kind):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("error", [TimeoutError(), PeerLost("it went"), ValueError("ours")])
+def test_of_its_tasks_only_errors_of_ours_are_logged(error, caplog):
+    async def failing():
+        raise error
+
+    async def main():
+        async with nodes(1) as (node,):
+            await asyncio.wait([node.spawn(failing())])
+
+    asyncio.run(main())
+    logged = [record for record in caplog.records if "a task of" in record.getMessage()]
+    assert len(logged) == isinstance(error, ValueError)
+
+
 def test_a_node_talks_to_itself_through_the_same_door():
     async def main():
         async with nodes(1) as (node,):

@@ -533,3 +533,14 @@ def test_loops_in_different_threads_share_nothing():
     for thread in running:
         thread.join(60)
     assert done == [True] * 3
+
+
+def test_who_asks_from_one_port_at_two_peers_is_seen_at_that_port_by_both():
+    async def main() -> None:
+        async with sockets(None, None) as (one, other), sockets(None) as (third,):
+            first = await one.transport.observe(await other.transport.listen(LOOPBACK))
+            second = await one.transport.observe(await third.transport.listen(LOOPBACK), first.source_port)
+            assert first == second
+            assert first.port == first.source_port
+
+    asyncio.run(main())

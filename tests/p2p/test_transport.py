@@ -10,7 +10,7 @@ import pytest
 from shoal.p2p.errors import HandshakeFailed, MessageTooLarge, PeerUnreachable
 from shoal.p2p.identity import Identity
 from shoal.p2p.memory_transport import MemoryNetwork, MemoryTransport
-from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_HEADER_BYTES
+from shoal.p2p.transport import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_HEADER_BYTES, Observation
 from tests.p2p.recorder import LOOPBACK, Recorder, sockets
 
 Scenario = Callable[[Recorder, Recorder], Awaitable[None]]
@@ -161,5 +161,41 @@ def test_nobody_and_somebody_else_are_told_apart(pair):
             await one.transport.dial(LOOPBACK.with_port(address.port))
         await one.transport.dial(address)
         assert one.lost == other.lost == []
+
+    pair(scenario)
+
+
+def test_a_connection_of_its_own_tells_from_where_it_comes_and_leaves_the_other_alone(pair):
+    async def scenario(one: Recorder, other: Recorder) -> None:
+        address = await other.transport.listen(LOOPBACK)
+        assert one.transport.source(other.transport.peer_id) == ""
+        await one.transport.observe(address)
+        assert not one.transport.is_connected(other.transport.peer_id)
+        await one.transport.dial(address)
+        assert other.transport.source(one.transport.peer_id) == "127.0.0.1"
+        for _ in range(3):
+            seen = await one.transport.observe(address)
+            assert (seen.host, seen.port) == ("127.0.0.1", seen.source_port)
+        assert one.transport.is_connected(other.transport.peer_id)
+        assert other.transport.is_connected(one.transport.peer_id)
+        with pytest.raises(HandshakeFailed):
+            await one.transport.observe(address.with_peer(Identity().peer_id))
+        assert not one.lost
+        assert not other.lost
+
+    pair(scenario)
+
+
+def test_asking_while_others_connect_is_no_link_whose_place_another_takes(pair):
+    async def scenario(one: Recorder, other: Recorder) -> None:
+        address = await other.transport.listen(LOOPBACK)
+        asked: list[asyncio.Task[Observation]] = []
+        dial = asyncio.create_task(one.transport.dial(address))
+        while not dial.done() and len(asked) < 100:
+            asked.append(asyncio.create_task(one.transport.observe(address)))
+            await asyncio.sleep(0)
+        await dial
+        assert len({seen.host for seen in await asyncio.gather(*asked)}) == 1
+        assert one.transport.is_connected(other.transport.peer_id)
 
     pair(scenario)

@@ -33,6 +33,11 @@ SCHEMA = bytes(32)
 TERMS = Terms({"protocol": PROTOCOL}, SCHEMA)
 
 
+def circuit_to(node: Node) -> str:
+    """An address of a relay that leads to that peer; in the simulation, at once."""
+    return f"{node.addresses[0].with_peer(None)}/p2p/{PeerID(bytes(32))}/p2p-circuit/p2p/{node.peer_id}"
+
+
 def seeds(count: int) -> range:
     """The seeds of a sweep: `count` of them, or as many times more as SHOAL_SOAK says, for a soak run."""
     return range(count * int(os.environ.get("SHOAL_SOAK", "1")))
@@ -148,7 +153,8 @@ async def spawn_peer(
     again: PeerID | None = None,
 ) -> Peer:
     """A new peer of the run. It is listed on `board`; or in a DHT, which it joins through that peer (None: it begins a
-    DHT). It has the identity of `again`, if given, which was killed. It may say that it is `relayed`."""
+    DHT). It has the identity of `again`, if given, which was killed. It may be `relayed`: all reach it through a
+    relay that is not simulated."""
     node = await world.spawn_node(again)
     dht: DHTNode | None = None
     if isinstance(board, Board):
@@ -166,7 +172,8 @@ async def spawn_peer(
     place = Place(role=role, bandwidth=bandwidth, chunk_timeout=chunk_timeout, keeps_state=keeps_state)
     swarm = Swarm(node, node.addresses, directory, run_id, terms, rules, place)
     if relayed:
-        swarm.peer.view.say(msgspec.structs.replace(swarm.me, reach=Reach.RELAYED))
+        swarm.peer.view.say(msgspec.structs.replace(swarm.me, addresses=(circuit_to(node),), reach=Reach.RELAYED))
+        node.transport.is_direct = lambda peer: False  # type: ignore[method-assign]
     participant = swarm.peer.participant
     advance = participant.advance
 

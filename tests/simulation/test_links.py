@@ -165,6 +165,22 @@ def test_the_last_that_is_not_relayed_may_leave_in_a_round() -> None:
     run(scenario())
 
 
+def test_of_three_homes_the_two_between_which_a_hole_was_punched_reduce() -> None:
+    async def scenario() -> None:
+        world, board = World(9), Board()
+        homes = [await spawn_peer(world, board, relayed=True, bandwidth=None) for _ in range(3)]
+        one, other, _ = (home.node.peer_id for home in homes)
+        for home, direct in zip(homes, ([other], [one], []), strict=True):
+            home.node.transport.is_direct = direct.__contains__  # type: ignore[method-assign, assignment]
+        await asyncio.sleep(2.5)
+        assert [home.swarm.me.reach for home in homes] == [Reach.DIRECT, Reach.DIRECT, Reach.RELAYED]
+        outcome = (await round_of(homes))[0]
+        assert [shares_of(outcome)[home.key] > 0 for home in homes] == [True, True, False]
+        assert outcome.begin.ballot.coordinator in {one.key, other.key}
+
+    run(scenario())
+
+
 def test_who_listens_at_a_relay_counts_as_direct_once_all_its_links_are() -> None:
     """As after a hole was punched; and no longer when one comes that reaches it through the relay only."""
 

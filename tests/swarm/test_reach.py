@@ -128,6 +128,16 @@ def test_a_peer_that_was_away_dials_all_at_once() -> None:
     assert {m.key for m in reach.due(1.5)} == {key(1), key(2)}
 
 
+def test_who_is_reached_through_a_relay_is_not_asked_to_open_a_port() -> None:
+    reach = reach_of()
+    circuit = f"/ip4/198.51.100.4/tcp/31337/p2p/{member(9).peer}/p2p-circuit/p2p/{member(1).peer}"
+    reach.known([Member(key(1), (circuit,), Role.NODE)], 0.0, listed=True)
+    [(_, report)] = play(reach, 0.0, 100.0).reports
+    assert f"{member(1).peer} at the relay /ip4/198.51.100.4/tcp/31337 (nobody listens there)" in report.advice
+    assert "Start the relay again through which it is reached, or another one" in report.advice
+    assert "firewall" not in report.advice
+
+
 def test_what_it_knows_is_bounded() -> None:
     reach = reach_of()
     crowd = [Member(n.to_bytes(32, "big"), ("/ip4/10.0.0.1/tcp/1",), Role.NODE) for n in range(1, MAX_MEMBERS + 100)]
@@ -286,7 +296,15 @@ def test_two_clients_without_a_node_are_told_what_they_lack() -> None:
     played = play(reach, 0.0, 1000.0)
     assert not played.dialled
     assert f"{member(1).peer}, a client" in played.only().advice
-    assert "the run needs a node" in played.only().advice
+    advice = played.only().advice
+    for part in (
+        str(CLIENT.peer),
+        str(member(1).peer),
+        "the run needs a node",
+        "`shoal node --relay`",
+        "initial_peers=",
+    ):
+        assert part in advice
 
 
 def test_two_clients_of_one_node_do_not_miss_each_other() -> None:

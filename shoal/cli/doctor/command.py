@@ -57,7 +57,7 @@ async def _look(asked: Asked | None, port: int) -> AsyncIterator[Finding]:
     for finding in look_at_machine(port):
         yield finding
     if asked is not None:
-        async for finding in look_at_peer(asked):
+        async for finding in look_at_peer(asked, port):
             yield finding
 
 

@@ -11,8 +11,8 @@ import socket
 from collections.abc import Iterator
 
 from shoal.cli.doctor.finding import Finding, Level
-from shoal.dht.interfaces import concrete_addresses
 from shoal.p2p.congestion import has_bbr
+from shoal.p2p.interfaces import concrete_addresses
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sealing import has_aes
 
@@ -87,9 +87,10 @@ def _interfaces() -> Finding:
     text = ", ".join(address.host for address in others)
     if not any(_is_public(address) for address in others):
         advice = (
-            "these are addresses within a network. For peers outside of it, have the router forward a port and give "
-            "DHT(host_maddrs=['/ip4/0.0.0.0/tcp/<port>'], announce_maddrs=['/ip4/<the router>/tcp/<port>']), or train "
-            "as a client of somebody who can be dialled: DHT(client_mode=True)"
+            "these are addresses within a network. Peers outside of it reach "
+            "DHT(host_maddrs=['/ip4/0.0.0.0/tcp/<port>']) where the router forwards the port, or maps it "
+            "(port_mapping=True); who is reached by nobody is a client of those that are. `shoal doctor ADDRESS`, with "
+            "that of a peer outside, says what works here"
         )
         return Finding("addresses", Level.MIND, text, advice, facts)
     advice = "DHT(host_maddrs=['/ip4/0.0.0.0/tcp/<port>']) listens there; without it, on loopback only"

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from shoal.cli.doctor.finding import Finding, Level
+from shoal.cli.doctor.reach import look_at_reach
 from shoal.dht.created import CreatedNode
 from shoal.dht.messages import SERVICE as DHT_SERVICE
 from shoal.dht.messages import Ping, Sender, Store, Stored
@@ -75,8 +76,12 @@ def asked_about(address: str | None, run_id: str, membership: str | None, identi
     return Asked(parsed, run_id, membership, identity)
 
 
-async def look_at_peer(asked: Asked) -> AsyncIterator[Finding]:
+async def look_at_peer(asked: Asked, port: int = 0) -> AsyncIterator[Finding]:
     """All that can be seen from the peer at an address, and of its run.
+
+    Args:
+        asked: about which peer and run.
+        port: at which this machine would listen; 0 for any.
 
     Raises:
         ValueError: for an address, a membership or an identity that makes no sense.
@@ -95,6 +100,8 @@ async def look_at_peer(asked: Asked) -> AsyncIterator[Finding]:
         yield Finding("peer", Level.WELL, found, "", {"protocol": VERSION, "seconds": seconds})
         assert asked.address.peer_id is not None  # else it was refused
         async for finding in _look_at_line(dht, asked.address.peer_id):
+            yield finding
+        async for finding in look_at_reach(dht, asked.address, port):
             yield finding
         if asked.run_id:
             async for finding in _look_at_run(dht, asked):

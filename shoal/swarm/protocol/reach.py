@@ -244,12 +244,21 @@ class Reaching:
     def _way_out(self, missing: _Missing) -> str:
         member, addresses = missing.member, missing.member.multiaddrs()
         if member.role is Role.CLIENT and self._me.role is Role.CLIENT:
-            return "Clients can't reach each other: the run needs a node (client_mode=False, and an open port)."
+            return (
+                f"This peer, {self._me.peer}, is a client, too. Clients can't reach each other: the run needs a node, "
+                "or a relay. Start `shoal node --relay` on any machine that both reach, and give the address that it "
+                "prints to both: DHT(initial_peers=[...]), without client_mode=True. Or open a port of one of them."
+            )
         if member.role is Role.CLIENT:
             way_out = (
                 f"Open the port of this peer's addresses ({_where(self._me)}), so that the client can reach it, or"
             )
             return f"{way_out} name in announce_maddrs the address at which it can be reached."
+        if addresses and all(address.relay is not None for address in addresses):
+            return (
+                "Start the relay again through which it is reached, or another one: `shoal node --relay` on any "
+                "machine that all reach, with its address in initial_peers of all. It is dialled again every 5 to 60 s."
+            )
         if addresses and all(address.is_loopback for address in addresses):
             way_out = "Start a peer that listens on loopback with DHT(host_maddrs=['/ip4/0.0.0.0/tcp/<port>']), or"
         else:
@@ -262,7 +271,11 @@ class Reaching:
 
 
 def _where(member: Member) -> str:
-    return ", ".join(address.partition("/p2p/")[0] for address in member.addresses) or "none"
+    where = (
+        f"{'the relay ' if address.relay is not None else ''}{str(address).partition('/p2p/')[0]}"
+        for address in member.multiaddrs()
+    )
+    return ", ".join(where) or "none"
 
 
 def _named(missing: _Missing) -> str:

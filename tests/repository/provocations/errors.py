@@ -68,6 +68,11 @@ def is_a_client_of_nobody(_: Scene) -> str:
     return raised(lambda: shoal.DHT(client_mode=True, start=True))
 
 
+@provokes("port_mapping=True needs an address that the router reaches")
+def has_a_port_of_loopback_mapped(_: Scene) -> str:
+    return raised(lambda: shoal.DHT(port_mapping=True, start=True))
+
+
 @provokes("client_mode=False, but the DHT is in client mode")
 def is_no_client_on_a_dht_that_is(scene: Scene) -> str:
     return raised(lambda: scene.optimizer(scene.another_dht(client_mode=True), client_mode=False))

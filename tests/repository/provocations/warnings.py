@@ -17,6 +17,10 @@ import shoal
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sockets import SocketTransport
+from shoal.reach.mapper import MappingFailed
+from shoal.reach.natpmp import NatPmp
+from shoal.reach.probe import DialBack
+from shoal.reach.upnp import Upnp
 from shoal.swarm.protocol import peer as protocol_peer
 from shoal.swarm.protocol import reach
 from tests.optim.models import make_model
@@ -266,10 +270,35 @@ def it_joins_through_another_machine_and_listens_on_loopback(scene: Scene) -> No
     async def resolve(*_: object) -> list[ipaddress.IPv4Address]:
         return [ipaddress.IPv4Address("127.0.0.1")]
 
-    scene.ends.enter_context(pytest.MonkeyPatch.context()).setattr(SocketTransport, "_resolve", resolve)
+    patch = scene.ends.enter_context(pytest.MonkeyPatch.context())
+    patch.setattr(SocketTransport, "resolve", resolve)
+    patch.setattr(SocketTransport, "source", lambda *_: "203.0.113.9")
     [address] = scene.dht.get_visible_maddrs()
     elsewhere = Multiaddr(f"/dns4/other.example/tcp/{address.port}").with_peer(address.peer_id)
     scene.ends.enter_context(shoal.DHT([elsewhere], start=True))
+
+
+@provokes("this peer can't be reached from outside: …")
+def its_port_is_closed(scene: Scene) -> None:
+    async def nobody_answers(*_: object) -> bool:
+        return False
+
+    patch = scene.ends.enter_context(pytest.MonkeyPatch.context())
+    patch.setattr(SocketTransport, "source", lambda *_: "203.0.113.9")
+    patch.setattr(DialBack, "_answers", nobody_answers)
+    announced = ["/ip4/203.0.113.9/tcp/31337"]
+    scene.ends.enter_context(shoal.DHT(scene.dht.get_visible_maddrs(), start=True, announce_maddrs=announced))
+
+
+@provokes("the router maps no port to this peer …")
+def its_router_maps_no_port(scene: Scene) -> None:
+    async def refuse(*_: object) -> None:
+        raise MappingFailed("it does not speak it")
+
+    patch = scene.ends.enter_context(pytest.MonkeyPatch.context())
+    for mapper in (NatPmp, Upnp):
+        patch.setattr(mapper, "map", refuse)
+    scene.ends.enter_context(shoal.DHT(start=True, host_maddrs=["/ip4/0.0.0.0/tcp/0"], port_mapping=True))
 
 
 @provokes("another process uses the identity of this one", "two processes use the identity of peer …")

@@ -30,8 +30,16 @@ def is_of_this_machine(address: Multiaddr) -> bool:
     """Whether `address` is one of loopback or of an interface of this machine; a host name is taken for another's."""
     if address.is_loopback:
         return True
-    hosts = _ip4_hosts() if address.protocol == "ip4" else _ip6_hosts() if address.protocol == "ip6" else []
-    return any(ipaddress.ip_address(host) == ipaddress.ip_address(address.host) for host in hosts)
+    return address.protocol in ("ip4", "ip6") and is_host_of_this_machine(address.host)
+
+
+def is_host_of_this_machine(host: str) -> bool:
+    """Whether that numeric address is one of loopback or of an interface of this machine."""
+    address = ipaddress.ip_address(host)
+    if address.is_loopback:
+        return True
+    hosts = _ip4_hosts() if address.version == 4 else _ip6_hosts()
+    return any(ipaddress.ip_address(own) == address for own in hosts)
 
 
 def _ip4_hosts() -> list[str]:

@@ -1,0 +1,153 @@
+"""What a relay has promised, and to whom: reservations, circuits that wait for an end, and circuits. No I/O; time is
+given."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+from shoal.p2p.errors import Refused
+from shoal.p2p.identity import PeerID
+from shoal.reach.messages import LEASE_SECONDS
+
+RESERVATIONS: Final = 1024
+RESERVATIONS_PER_NETWORK: Final = 64  # an address of IPv4, a /64 of IPv6
+CIRCUITS: Final = 1024  # that wait for an end included, as in all that follow
+CIRCUITS_PER_PEER: Final = 64
+CIRCUITS_PER_PAIR: Final = 12  # a link and its lane take five
+WAITING: Final = 256  # for an end
+WAITING_PER_NETWORK: Final = 64  # of who has asked
+WAITING_PER_PEER: Final = 16
+TOKEN_SECONDS: Final = 10.0  # that a circuit waits for its ends
+IDLE_SECONDS: Final = (
+    60.0  # without a byte, after which a circuit makes room for another one, if there is no other room
+)
+
+Connection = TypeVar("Connection")
+Joined = TypeVar("Joined", bound=Hashable)
+
+
+@dataclass(slots=True, eq=False)
+class Waiting(Generic[Connection]):
+    """A circuit that waits for its ends.
+
+    Attributes:
+        asker, to: whose ends these are.
+        network: of the asker.
+        first: the end that has come.
+    """
+
+    asker: PeerID
+    to: PeerID
+    network: str
+    first: Connection | None = None
+
+
+class Ledger(Generic[Connection, Joined]):
+    """Decides who may have what.
+
+    Args:
+        idle_since: when the last byte passed over that circuit.
+    """
+
+    def __init__(self, idle_since: Callable[[Joined], float]) -> None:
+        self._idle_since = idle_since
+        self._reserved: dict[PeerID, tuple[float, str]] = {}  # until when, and from where
+        self._waiting: dict[bytes, Waiting[Connection]] = {}
+        self._joined: dict[Joined, tuple[PeerID, PeerID]] = {}
+        self._of_peer: Counter[PeerID] = Counter()  # circuits, waiting ones included
+        self._of_pair: Counter[tuple[PeerID, PeerID]] = Counter()
+
+    # -- reservations
+
+    def reserve(self, peer: PeerID, network: str, now: float) -> float:
+        """That peer is to be led to. Returns for how many seconds; raises Refused."""
+        self._reserved = {who: kept for who, kept in self._reserved.items() if kept[0] > now}
+        others = [where for who, (_, where) in self._reserved.items() if who != peer]
+        if len(others) >= RESERVATIONS:
+            raise Refused(f"there are {RESERVATIONS} reservations already")
+        if others.count(network) >= RESERVATIONS_PER_NETWORK:
+            raise Refused(f"there are {RESERVATIONS_PER_NETWORK} reservations from {network} already")
+        self._reserved[peer] = now + LEASE_SECONDS, network
+        return LEASE_SECONDS
+
+    def lose(self, peer: PeerID) -> None:
+        """The link to that peer is no more: nobody can be led to it. Circuits that stand stay."""
+        self._reserved.pop(peer, None)
+
+    # -- circuits
+
+    def ask(self, token: bytes, asker: PeerID, network: str, to: PeerID, now: float) -> Joined | None:
+        """A peer asks to be led to another one, by a circuit with that fresh token. Raises Refused, or returns the
+        circuit that must end to make room for this, if one must."""
+        if asker == to or self._reserved.get(to, (now, ""))[0] <= now:
+            raise Refused("that peer has no reservation here")
+        waiting = self._waiting.values()
+        if len(waiting) >= WAITING:
+            raise Refused(f"{WAITING} circuits wait for an end already")
+        if sum(each.network == network for each in waiting) >= WAITING_PER_NETWORK:
+            raise Refused(f"{WAITING_PER_NETWORK} circuits that {network} has asked for wait for an end already")
+        if sum(each.asker == asker for each in waiting) >= WAITING_PER_PEER:
+            raise Refused(f"{WAITING_PER_PEER} circuits of this peer wait for an end already")
+        if self._of_pair[asker, to] >= CIRCUITS_PER_PAIR:
+            raise Refused(f"there are {CIRCUITS_PER_PAIR} circuits to that peer already")
+        full = [peer for peer in (asker, to) if self._of_peer[peer] >= CIRCUITS_PER_PEER]
+        idle = None
+        if full or len(waiting) + len(self._joined) >= CIRCUITS:
+            idle = self._idle((j for j, ends in self._joined.items() if all(peer in ends for peer in full)), now)
+            if idle is None:
+                whose = f"of one of the two, {CIRCUITS_PER_PEER}" if full else f"of all, {CIRCUITS}"
+                raise Refused(f"there are as many circuits {whose}, as there may be")
+        self._waiting[token] = Waiting(asker, to, network)
+        self._count(asker, to, 1)
+        return idle
+
+    def arrive(self, token: bytes, connection: Connection) -> Waiting[Connection] | None:
+        """A connection has come with a token. Returns the circuit that has both its ends now, this one and `first`:
+        then call `joined`. Returns one without a first if the other end is waited for, None if the token is not good.
+        """
+        waiting = self._waiting.get(token)
+        if waiting is None:
+            return None
+        if waiting.first is None:
+            waiting.first = connection
+            return Waiting(waiting.asker, waiting.to, waiting.network)
+        return self._waiting.pop(token)
+
+    def joined(self, waiting: Waiting[Connection], circuit: Joined) -> None:
+        """The ends of that circuit were joined."""
+        self._joined[circuit] = waiting.asker, waiting.to
+
+    def late(self, token: bytes) -> Connection | None:
+        """The time of a token is over. Returns the end that has waited in vain, if one has."""
+        waiting = self._waiting.pop(token, None)
+        if waiting is None:
+            return None
+        self._count(waiting.asker, waiting.to, -1)
+        return waiting.first
+
+    def over(self, circuit: Joined) -> None:
+        """A circuit has ended."""
+        ends = self._joined.pop(circuit, None)
+        if ends is not None:
+            self._count(*ends, -1)
+
+    def _idle(self, circuits: Iterable[Joined], now: float) -> Joined | None:
+        idlest = min(circuits, key=self._idle_since, default=None)
+        return idlest if idlest is not None and now - self._idle_since(idlest) >= IDLE_SECONDS else None
+
+    def _count(self, asker: PeerID, to: PeerID, change: int) -> None:
+        self._of_peer.update({asker: change, to: change})
+        self._of_pair.update({(asker, to): change})
+        for peer in (asker, to):
+            if not self._of_peer[peer]:
+                del self._of_peer[peer]
+        if not self._of_pair[asker, to]:
+            del self._of_pair[asker, to]
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """How many reservations, circuits that wait, and circuits there are."""
+        return len(self._reserved), len(self._waiting), len(self._joined)

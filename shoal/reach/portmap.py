@@ -1,0 +1,80 @@
+"""Keeps a port of this peer mapped at the router of its home, as long as the peer lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.reach.mapper import Mapped, Mapper, MappingFailed
+
+log = logging.getLogger(__name__)
+
+LEASE = 3600  # seconds; a peer that is killed leaves its mapping for so long
+SHORTEST = 60.0  # seconds between two renewals, whatever the router grants
+TIMEOUT = 2.5  # seconds for each of the mappers
+REMOVAL = 1.0  # seconds
+
+
+class PortMapping:
+    """One mapping, by the first of several protocols that works.
+
+    Args:
+        mappers: the protocols, the preferred one first.
+        port: of TCP, at which this peer listens.
+
+    Attributes:
+        address: where the router says that this peer can be reached; None without a mapping. Whether that is so, others
+            have to say.
+    """
+
+    def __init__(self, mappers: Sequence[Mapper], port: int) -> None:
+        self._mappers, self._port = mappers, port
+        self._used: Mapper | None = None
+        self._mapped: Mapped | None = None
+        self.address: Multiaddr | None = None
+
+    async def begin(self) -> None:
+        """Ask for the mapping; a warning says why if there is none."""
+        reasons = []
+        for mapper in self._mappers:
+            try:
+                async with asyncio.timeout(TIMEOUT):
+                    return self._take(mapper, await mapper.map(self._port, self._port, LEASE))
+            except (MappingFailed, TimeoutError) as error:
+                reasons.append(f"{mapper.name}: {str(error) or f'no answer within {TIMEOUT:g} s'}")
+        self._used = self._mapped = self.address = None
+        log.warning(
+            "the router maps no port to this peer (%s). Forward TCP port %d by hand, or use a relay",
+            "; ".join(reasons),
+            self._port,
+        )
+
+    def _take(self, mapper: Mapper, mapped: Mapped) -> None:
+        self._used, self._mapped = mapper, mapped
+        self.address = Multiaddr(f"/ip4/{mapped.host}/tcp/{mapped.port}")
+        log.info("the router maps %s to TCP port %d, by %s", self.address, self._port, mapper.name)
+
+    async def keep_up(self) -> None:
+        """Renew it when half its time is over, and look for one again where there is none."""
+        while True:
+            await asyncio.sleep(max((self._mapped.lifetime if self._mapped else LEASE) / 2, SHORTEST))
+            if self._used is not None and self._mapped is not None:
+                try:
+                    async with asyncio.timeout(TIMEOUT):
+                        self._take(self._used, await self._used.map(self._port, self._mapped.port, LEASE))
+                    continue
+                except (MappingFailed, TimeoutError) as error:
+                    log.debug("a mapping was not renewed: %s", error)
+            await self.begin()
+
+    async def end(self) -> None:
+        """Remove it. (What fails is over when the lease is.)"""
+        if self._used is not None and self._mapped is not None:
+            try:
+                async with asyncio.timeout(REMOVAL):
+                    await self._used.unmap(self._port, self._mapped.port)
+            except (MappingFailed, TimeoutError) as error:
+                log.debug("a mapping was not removed: %s", error)
+            self._used = self._mapped = self.address = None

@@ -1,0 +1,68 @@
+"""What is said of a peer's reach, and of the ways out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+
+from shoal.p2p.interfaces import is_host_of_this_machine
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.reach.finding import Finding, Reached
+
+log = logging.getLogger(__name__)
+
+EXAMPLE_PORT = 31337
+
+
+def found(
+    before: Finding, finding: Finding, own: Sequence[Multiaddr], asked: Collection[str], *, insists: bool
+) -> None:
+    """Log what was found, in one line: a warning if nobody reaches this peer, and when that is over."""
+    hosts = ", ".join(asked)
+    match finding.reached:
+        case Reached.NOBODY:
+            part = "stays a node, as it was told to"
+            if not insists:
+                part = "takes part as a client, whom nobody dials (client_mode=False if all peers are in its network)"
+            log.warning("this peer %s; it %s. %s", unreached(finding, own, hosts), part, ways_out(own, finding.seen))
+        case Reached.RELAYED:
+            where = ", ".join(map(str, finding.addresses))
+            log.info("this peer %s; it is reached by relays: %s", unreached(finding, own, hosts), where)
+        case _:
+            level = logging.WARNING if before.reached is Reached.NOBODY else logging.INFO
+            where = ", ".join(str(address.with_peer(None)) for address in finding.addresses)
+            log.log(level, "this peer is reached at %s (asked: %s)", where, hosts)
+
+
+def unreached(finding: Finding, own: Sequence[Multiaddr], hosts: str) -> str:
+    """That nobody reaches a peer, and who has tried where."""
+    if own and all(address.is_loopback for address in own):
+        where = ", ".join(str(address.with_peer(None)) for address in own)
+        return f"listens on loopback only ({where}), where no other machine reaches it, and has joined through {hosts}"
+    tried = ", ".join(sorted(str(address.with_peer(None)) for address in finding.failed)) or "any address"
+    return f"can't be reached from outside: {hosts} tried {tried}"
+
+
+def ways_out(own: Sequence[Multiaddr], seen: str) -> str:
+    """The three ways to be reached, each with what to type.
+
+    Args:
+        own: where the peer listens.
+        seen: the address from which others see it come; "" where that is not known.
+    """
+    others = [address for address in own if not address.is_loopback]
+    port = others[0].port if others else EXAMPLE_PORT
+    listen = f"DHT(host_maddrs=['/ip4/0.0.0.0/tcp/{port}'])"
+    if not others:
+        first = f"listen where others reach it, {listen}, and open that port"
+    elif seen and is_host_of_this_machine(seen):
+        first = (
+            f"open TCP port {port} in this machine's firewall (`sudo ufw allow {port}/tcp`) and listen there: {listen}"
+        )
+    else:
+        router = f"the router {seen}" if seen else "the router"
+        first = f"forward TCP port {port} of {router} to {others[0].host}, port {port}, and listen there: {listen}"
+    return (
+        f"Either {first}; or have the router do that: DHT(host_maddrs=..., port_mapping=True); or start `shoal node "
+        "--relay` on any machine that others reach, and give its address to all peers as initial_peers."
+    )

@@ -1,0 +1,59 @@
+"""Peers that nobody can dial average through a relay that is a member of the run itself."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+import shoal
+from shoal.p2p.sockets import SocketTransport
+from shoal.reach import punch
+from shoal.reach.probe import DialBack
+
+ELEMENTS = 1 << 18
+
+
+@pytest.fixture
+def unreached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers on this machine take each other for peers on others, whom they do not reach."""
+
+    async def nobody_answers(*_: object) -> bool:
+        return False
+
+    async def no_hole(*_: object) -> None:
+        raise TimeoutError
+
+    source = SocketTransport.source
+    monkeypatch.setattr(DialBack, "_answers", nobody_answers)
+    monkeypatch.setattr(SocketTransport, "source", lambda *asked: source(*asked) and "203.0.113.9")
+    monkeypatch.setattr(punch, "_open", no_hole)
+
+
+@pytest.mark.usefixtures("unreached")
+def test_a_round_of_a_relay_and_two_peers_that_it_leads_to_each_other() -> None:
+    with ExitStack() as stack:
+        relay = stack.enter_context(shoal.DHT(start=True, relay=True))
+        dhts = [relay]
+        for _ in range(2):
+            dhts.append(stack.enter_context(shoal.DHT(relay.get_visible_maddrs(), start=True)))
+            assert not dhts[-1].client_mode
+            assert all(address.relay == relay.peer_id for address in dhts[-1].get_visible_maddrs())
+        vectors = [torch.full((ELEMENTS,), float(rank)) for rank in range(3)]
+        averagers = [
+            shoal.DecentralizedAverager([vector], dht, prefix="run", min_matchmaking_time=10.0, start=True)
+            for vector, dht in zip(vectors, dhts, strict=True)
+        ]
+        for averager in averagers:
+            stack.callback(averager.shutdown)
+        threads = stack.enter_context(ThreadPoolExecutor(3))
+        for _ in range(2):
+            for rank, vector in enumerate(vectors):
+                vector.fill_(float(rank))
+            list(threads.map(lambda averager: averager.step(timeout=60), averagers))
+            assert all(torch.equal(vector, torch.ones(ELEMENTS)) for vector in vectors)
+        assert [len(averager.last_round.members) for averager in averagers if averager.last_round] == [3, 3, 3]
+        assert relay.dht_node.relay is not None
+        assert relay.dht_node.relay.numbers[2] >= 1  # the link of the two
