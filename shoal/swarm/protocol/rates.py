@@ -70,6 +70,8 @@ class Measured:
         Args:
             limit: bytes per second that the user allows, infinity for no limit.
         """
+        if not self._links and limit == math.inf:
+            return Rates()
         best = {key: rate for key, rates in self._links.items() if (rate := _best(rates, now))}
         self._links = {key: self._links[key] for key in best}
         own = min(limit, _best(self._own, now) or math.inf)
