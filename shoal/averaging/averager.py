@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import math
 import random
@@ -159,9 +160,9 @@ class DecentralizedAverager:
         shutdown_timeout: float = 5.0,
         membership: Source | None = None,
     ) -> None:
-        client_mode = dht.client_mode if client_mode is None else client_mode
-        if client_mode and auxiliary:
-            raise ValueError("an auxiliary averager lends bandwidth, and a client has none to lend: choose one of both")
+        self.dht, self.auxiliary, self._client_mode = dht, auxiliary, client_mode
+        if client_mode is not None or dht.is_alive():
+            self._check_role()
         if bandwidth is not None and not 0 <= bandwidth < math.inf:
             raise ValueError(f"bandwidth={bandwidth}: give a number that is not negative")
         if target_group_size is not None and target_group_size < min_group_size:
@@ -194,9 +195,7 @@ class DecentralizedAverager:
             smallest_span=min_vector_size,
             element_bytes=encoded_bytes([self._vector]),
         )
-        self.dht, self.prefix = dht, prefix
-        self.client_mode, self.auxiliary, self.bandwidth = client_mode, auxiliary, bandwidth
-        self.mode = Role.CLIENT if client_mode else Role.AUXILIARY if auxiliary else Role.NODE
+        self.prefix, self.bandwidth = prefix, bandwidth
         self.total_size, self.schema_hash = sum(map(torch.numel, averaged_tensors)), layout.schema_hash
         self.averaging_alpha, self.tensor_infos = averaging_alpha, tensor_infos
         self.min_matchmaking_time, self.shutdown_timeout = min_matchmaking_time, shutdown_timeout
@@ -209,8 +208,7 @@ class DecentralizedAverager:
         if self._memory.layout == layout:  # on the host
             self._vector.inputs = self._memory
         names = [info.key if isinstance(info.key, str) else "" for info in tensor_infos or ()]
-        self._place = Place(
-            role=self.mode,
+        self._place = Place(  # but for the role
             bandwidth=bandwidth,
             chunk_timeout=next_chunk_timeout,
             sender_timeout=sender_timeout,
@@ -226,7 +224,7 @@ class DecentralizedAverager:
         self._joining: tuple[StepControl, Contribution, Swarm] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._state_compression = check_for_state("state_compression", state_compression or NoCompression())
-        self._shares_state = not client_mode and not auxiliary if allow_state_sharing is None else allow_state_sharing
+        self._shares_state = allow_state_sharing
         self._donor: StateDonor | None = None
         if start:
             self.run_in_background()
@@ -268,9 +266,10 @@ class DecentralizedAverager:
             raise
 
     async def _start(self) -> None:
+        self._check_role()
         compute_serially()
         swarm = self._make_swarm(self.prefix, DHTDirectory(self.dht.dht_node, self.prefix), self._rules)
-        node, name, allow = self.dht.node, f"state/{self.prefix}", self._shares_state
+        node, name, allow = self.dht.node, f"state/{self.prefix}", self.allow_state_sharing
         # The donor is there before others meet this peer. The state may change at any time, so it has no name, and no
         # snapshot is offered twice.
         snapshot, priority = partial(self._take_snapshot, swarm), lambda: self.state_sharing_priority
@@ -286,7 +285,8 @@ class DecentralizedAverager:
         """This peer's part in the run of that name."""
         addresses = self.dht.dht_node.visible_addresses()
         terms = Terms(self.agreed_options(), self.schema_hash)
-        return Swarm(self.dht.node, addresses, directory, run_id, terms, rules, self._place, self._measured)
+        place = dataclasses.replace(self._place, role=self.mode)
+        return Swarm(self.dht.node, addresses, directory, run_id, terms, rules, place, self._measured)
 
     def agreed_options(self) -> dict[str, str]:
         """The options that must be equal on all peers, as they compare them."""
@@ -335,9 +335,23 @@ class DecentralizedAverager:
         return self.dht.peer_id
 
     @property
+    def client_mode(self) -> bool:
+        """Whether nobody dials this peer; as the DHT's, if that was not given, which is known when that has started."""
+        return self.dht.client_mode if self._client_mode is None else self._client_mode
+
+    @property
+    def mode(self) -> Role:
+        """What this peer does in rounds."""
+        return Role.CLIENT if self.client_mode else Role.AUXILIARY if self.auxiliary else Role.NODE
+
+    def _check_role(self) -> None:
+        if self.auxiliary and self.client_mode:
+            raise ValueError("an auxiliary averager lends bandwidth, and a client has none to lend: choose one of both")
+
+    @property
     def allow_state_sharing(self) -> bool:
         """Whether this averager answers `load_state_from_peers` of other peers; may be changed at any time."""
-        return self._shares_state
+        return self.mode is Role.NODE if self._shares_state is None else self._shares_state
 
     @allow_state_sharing.setter
     def allow_state_sharing(self, value: bool) -> None:

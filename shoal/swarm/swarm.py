@@ -442,8 +442,9 @@ class Swarm:
 
     def _end_measuring(self) -> None:
         """The round has ended. One without a result counts, too: with the plan that follows, there may be one."""
-        self._measured.add(self._before, self._flows(self._before), self._now())
-        self._before = {}
+        if self._before:
+            self._measured.add(self._before, self._flows(self._before), self._now())
+            self._before = {}
 
     def _flows(self, keys: Iterable[bytes]) -> dict[bytes, Flow]:
         """What was delivered so far to each of these."""

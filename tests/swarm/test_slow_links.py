@@ -204,3 +204,11 @@ def test_what_carried_little_or_is_another_connection_is_not_measured() -> None:
     after = {b"a": (LEAST_BYTES - 1, 1.0), b"b": (9_000_000, 1.0), b"d": (9_000_000, 1.0), b"e": (9_000_000, 4.0)}
     measures.add(before, after, 0.0)
     assert measures.rates(math.inf, 0.0) == Rates()
+
+
+@pytest.mark.parametrize(("little", "is_measured"), [(LEAST_BYTES - 1, False), (LEAST_BYTES // 8, True)])
+def test_a_peer_is_not_taken_for_slow_since_one_of_its_links_carried_little(little: int, is_measured: bool) -> None:
+    """That link took its part of the way out: the others say less than the peer can send."""
+    measures = Measured()
+    measures.add({b"a": (0, 0.0), b"b": (0, 0.0)}, {b"a": (2 * LEAST_BYTES, 1.0), b"b": (little, 1.0)}, 0.0)
+    assert (measures.rates(math.inf, 0.0).own is not None) == is_measured

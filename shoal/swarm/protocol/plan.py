@@ -242,7 +242,7 @@ def chunk_table(sizes: Sequence[int], elements: int) -> list[ChunkSpan]:
 
 def can_divide(members: Sequence[Member]) -> bool:
     """Whether these members can make a round: at least one of them can reduce."""
-    return any(who_reduce(members))
+    return len(members) == 1 or any(member.reduces or member.addresses for member in members)
 
 
 def who_reduce(members: Sequence[Member]) -> list[bool]:
@@ -284,7 +284,7 @@ def _slow_links(
 ) -> list[tuple[bytes, bytes, float]]:
     """The links of which these members say that they are slow, and that are too slow for this round. Both ends must say
     so, or half of the others of the same one: a few that lie could have one reduce everything, or nothing."""
-    if any(member.bandwidth for member in members):
+    if any(member.bandwidth for member in members) or not any(rates.slow for rates in told.values()):
         return []
     soon = 2 * nbytes / max(1, len(members)) / SOON_SECONDS
     keys = {member.key for member in members}

@@ -14,6 +14,7 @@ from shoal.swarm.protocol.tip import Digest
 MAX_SLOW = 8
 LEAST_BYTES = 1 << 18  # over a link in a round, to say anything of its rate: less takes as long as its latency
 LEAST_SECONDS = 1e-3
+MOST_UNMEASURED = 0.125  # of the bytes of a round
 SLOWER = 3.0  # times than the usual link of this peer: what shares its line with more others is no slow path
 KEPT_ROUNDS = 3  # the best of them counts: other programs, or a lost packet, only ever make a round slower
 KEPT_SECONDS = 600.0  # then a rate is forgotten: a slow link is spared, so nothing might show that it is mended
@@ -53,15 +54,21 @@ class Measured:
             before: what had been delivered to each of its other members when it began.
             after: the same now.
         """
-        together = 0.0
+        together, passed, unmeasured = 0.0, 0, 0
         for key, (nbytes_before, seconds_before) in before.items():
             nbytes, seconds = after.get(key, (0, 0.0))
-            # Else it has carried too little, or is another connection, which counts from 0.
-            if nbytes - nbytes_before >= LEAST_BYTES and seconds >= seconds_before:
-                rate = (nbytes - nbytes_before) / max(seconds - seconds_before, LEAST_SECONDS)
-                self._links.setdefault(key, deque(maxlen=KEPT_ROUNDS)).append((rate, now))
-                together += rate
-        if together:
+            if nbytes < nbytes_before or seconds < seconds_before:
+                continue  # it is another connection, which counts from 0
+            passed += nbytes - nbytes_before
+            if nbytes - nbytes_before < LEAST_BYTES:
+                unmeasured += nbytes - nbytes_before
+                continue
+            rate = (nbytes - nbytes_before) / max(seconds - seconds_before, LEAST_SECONDS)
+            self._links.setdefault(key, deque(maxlen=KEPT_ROUNDS)).append((rate, now))
+            together += rate
+        # What a link that was not measured has taken of the way out is missing in the sum: who sends little would be
+        # taken for slow, get less to reduce, and send still less.
+        if together and unmeasured <= MOST_UNMEASURED * passed:
             self._own.append((together, now))
 
     def rates(self, limit: float, now: float) -> Rates:
@@ -70,6 +77,8 @@ class Measured:
         Args:
             limit: bytes per second that the user allows, infinity for no limit.
         """
+        if not self._links and limit == math.inf:
+            return Rates()
         best = {key: rate for key, rates in self._links.items() if (rate := _best(rates, now))}
         self._links = {key: self._links[key] for key in best}
         own = min(limit, _best(self._own, now) or math.inf)

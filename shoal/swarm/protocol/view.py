@@ -267,7 +267,7 @@ class View:
         behind = {key for key, claim in self._claims.items() if claim.behind}
         able = [m for m in self.members.values() if m.role is not Role.CLIENT and m.key not in behind] or [self.me]
         prefix = f"{self.run_id}\0{epoch}\0".encode()
-        return sorted(able, key=lambda member: (member.is_relayed, blake3(prefix + member.key).digest()))
+        return sorted(able, key=lambda member: (member.reach is Reach.RELAYED, blake3(prefix + member.key).digest()))
 
     # -- which states there are
 
