@@ -60,7 +60,8 @@ class DHT:
         identity_path: file that keeps who this peer is (made if it does not exist); None makes a new identity.
         client_mode: True: never listen and keep nothing for others; needs initial peers. False: be a node, with a
             warning if nobody reaches it. None: find out: when it joins through another machine, others dial it back,
-            and it becomes a client, with a warning that names the ways out, if nobody reaches it.
+            and if nobody reaches it, it is reached through relays that it knows, or becomes a client, with a warning
+            that names the ways out.
         record_validators: rules for records, beside that of owned keys, which always holds (`SignatureValidator`).
         num_replicas: nodes that keep each record; what that means for its safety is told in `DHTNode`.
         bootstrap_timeout: seconds that initial peers have to answer.

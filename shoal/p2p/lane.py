@@ -347,7 +347,7 @@ class _Connection:
         if self._dialled is not None:
             address, token = self._dialled
             connect = [partial(self.socket.connect, address)] if address is not None else []
-            for step in (*connect, partial(self._say, _HELLO, token)):
+            for step in (*connect, partial(self._say_hello, token)):
                 if self._lane.over.is_set():  # since before there was anything to shut down
                     raise PeerLost("this side ended it")
                 step()
@@ -356,13 +356,16 @@ class _Connection:
         if self._opener.header(sealed) != _HELLO:
             raise BrokenFrame("the first frame is no hello")
         if self._dialled is None:
-            self._say(_HELLO)
+            self._say_hello()
         congestion.suit(self.socket)
 
-    def _say(self, what: Header, token: bytes = b"") -> None:
+    def _sealed(self, what: Header) -> memoryview:
         sealed = memoryview(bytearray(sealed_bytes(0)))
         self._sealer.seal(what, memoryview(b""), sealed)
-        self.socket.sendall(token + sealed)
+        return sealed
+
+    def _say_hello(self, token: bytes = b"") -> None:
+        self.socket.sendall(token + self._sealed(_HELLO))
 
     def _receive(self, memory: memoryview, deadline: float = float("inf"), *, borrowed: bool = False) -> None:
         while memory:
@@ -420,11 +423,11 @@ class _Connection:
                 finally:
                     self._lane.sealed(chunk)
                 del chunk, following
-                self._send(sealed)
+                self._send(sealed, borrowed=True)
                 self._lane.passed = True
                 del sealed
             if self._lane.leaving and not self._lane.over.is_set():
-                self._say(_GOODBYE)
+                self._send(self._sealed(_GOODBYE))
         except P2PError as error:
             self._lane.end(str(error))
         except OSError:  # the reader says why
@@ -433,14 +436,14 @@ class _Connection:
             # Who has said goodbye still hears.
             self.shut(socket.SHUT_WR if self._lane.leaving and not self._lane.over.is_set() else socket.SHUT_RDWR)
 
-    def _send(self, sealed: memoryview) -> None:
+    def _send(self, sealed: memoryview, *, borrowed: bool = False) -> None:
         while sealed:
             piece = sealed[: self._shared.upload.piece]
             sent = 0
             with suppress(BlockingIOError):  # in PATIENCE nothing has left
                 sent = self.socket.send(piece)
             sealed = sealed[sent:]
-            self._passed(self._shared.upload, sent, piece, borrowed=True)
+            self._passed(self._shared.upload, sent, piece, borrowed)
 
     def _passed(self, limit: Limit, nbytes: int, piece: memoryview, borrowed: bool) -> None:
         """So much of a piece has passed; less than all of it in PATIENCE."""

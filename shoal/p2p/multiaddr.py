@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from shoal.p2p.identity import PeerID
 
 MAX_LENGTH = 512
+FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
+"""The protocols of host names, and of which family the addresses are that they stand for."""
 _PEER = re.compile(r"/p2p/([^/]+)")
 _NAMED = {False: ([], ["p2p"]), True: (["p2p"], ["p2p", "p2p"])}  # who may be named, without and with a relay
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}))*\.?")
@@ -129,7 +132,7 @@ def _check_host(protocol: str, host: str) -> None:
         # A zone ("%eth0") means something on one machine only.
         if "%" in host or f"ip{ipaddress.ip_address(host).version}" != protocol:
             raise ValueError(f"{host} is not an {protocol} address")
-    elif protocol not in ("dns", "dns4", "dns6"):
+    elif protocol not in FAMILIES:
         raise ValueError(f"/{protocol}/ is not known here: use ip4, ip6, dns, dns4 or dns6")
     elif not _HOST_NAME.fullmatch(host):
         raise ValueError(f"{host!r} is not a host name")

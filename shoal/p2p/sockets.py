@@ -39,7 +39,7 @@ from shoal.p2p.leases import Leases
 from shoal.p2p.limit import Limit
 from shoal.p2p.link import Link, LinkEvents, Stage
 from shoal.p2p.listener import Admission, Listener, most_connections
-from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.multiaddr import FAMILIES, Multiaddr
 from shoal.p2p.race import first_to_succeed
 from shoal.p2p.route import Route, Router
 from shoal.p2p.transport import Buffer, Observation, Transport, check_size
@@ -57,9 +57,9 @@ STUCK_SECONDS = 10.0  # goes
 LOOK_INTERVAL = 0.5  # seconds
 LANE_BYTES = 64 << 10  # from which a named buffer goes over the lane
 LANE_LINGER = 1.0  # seconds that a lane has after its link's end to bring what has come
-_FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 
 _TAKEN = "another process with the same identity is connected already"
+_NONE_TO_SUCCEED = "there is no link that it could succeed"
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -251,6 +251,8 @@ class SocketTransport(Transport, LinkEvents):
             async with self._greeting.setdefault(peer, asyncio.Lock()):
                 if not link.outcome.done() and self.is_connected(peer) and not link.succeeds:
                     return link.end("another link was quicker")
+                if link.succeeds and not self._may_succeed(link, peer):
+                    link.end(_NONE_TO_SUCCEED)
                 self._say_hello(link, peer)
                 await link.outcome
         except PeerUnreachable:
@@ -268,7 +270,7 @@ class SocketTransport(Transport, LinkEvents):
         old one stays."""
         if self._closed or peer not in self._peers:
             connection.close()
-            raise PeerUnreachable("there is no link that it could succeed")
+            raise PeerUnreachable(_NONE_TO_SUCCEED)
         link = self._link(connection, self._tls_dialling(), route=route)
         link.succeeds = True
         await self._greet(link, peer)
@@ -366,8 +368,10 @@ class SocketTransport(Transport, LinkEvents):
     # -- messages
 
     def moved(self, peer: PeerID) -> int:
-        link = self._peers.get(peer)
-        return 0 if link is None else link.moved() + (0 if link.lane is None else link.lane.moved)
+        links = [self._peers[peer]] if peer in self._peers else []
+        if peer in self._moves:
+            links.append(self._moves[peer].old)
+        return sum(link.moved() + (0 if link.lane is None else link.lane.moved) for link in links)
 
     def delivered(self, peer: PeerID) -> tuple[int, float]:
         """Of what passes over lanes: what is small says nothing of the path."""
@@ -468,10 +472,11 @@ class SocketTransport(Transport, LinkEvents):
                 self._lives(peer)
             case Wanted() | Key() | Token() if connected:
                 self._lanes.heard(link, said)
-            case Moved() if connected and peer is not None and not link.emptied:
+            case Moved() if connected and peer is not None and not link.emptied and self._peers[peer] is not link:
                 link.emptied = True
-                if peer in self._moves:  # else the dialler of the new link has not heard yet that it was kept
-                    self._on_moved(self._moves[peer])
+                self._on_moved(self._moves[peer])
+            case Moved() if connected and peer not in self._moves and not link.emptied:
+                link.emptied = True  # the dialler of the new link has not heard yet that it was kept
             case _:
                 self.broke(link, f"{type(said).__name__} is not expected now")
 
@@ -502,7 +507,7 @@ class SocketTransport(Transport, LinkEvents):
         earlier = self._peers.get(peer)
         if hello.succeeds:
             if not self._may_succeed(link, peer):
-                return self._refuse(link, "there is no link that it could succeed")
+                return self._refuse(link, _NONE_TO_SUCCEED)
             link.say(Kept())
             self._succeed(link, peer)
         elif earlier is None:
@@ -602,7 +607,13 @@ class SocketTransport(Transport, LinkEvents):
     def _may_succeed(self, link: Link, peer: PeerID) -> bool:
         old = self._peers.get(peer)
         busy = peer in self._moves or peer in self._rivals
+        if not link.dialled and self.peer_id < peer:  # if each side dials one, the smaller id's takes the place
+            busy |= any(other.said_hello for other in self._successors(peer))
         return old is not None and old.stage is Stage.OPEN and old.instance == link.instance and not busy
+
+    def _successors(self, peer: PeerID) -> list[Link]:
+        """Links that this side dials, and that are to take the place of the one to that peer."""
+        return [link for link in self._links if link.peer == peer and link.succeeds and not link.outcome.done()]
 
     def _succeed(self, link: Link, peer: PeerID) -> None:
         """Send over that link from now on. Who has accepted it does so first."""
@@ -636,6 +647,8 @@ class SocketTransport(Transport, LinkEvents):
 
     def _end_move(self, peer: PeerID, reason: str) -> None:
         """That peer is connected no more."""
+        for link in self._successors(peer):
+            link.end(_NONE_TO_SUCCEED)
         move = self._moves.pop(peer, None)
         if move is not None:
             move.old.end(reason)
@@ -701,9 +714,12 @@ class SocketTransport(Transport, LinkEvents):
         if leaving is not None and leaving[0] is link:
             self._left(link.peer)
         move = self._moves.get(link.peer)
-        if move is not None and move.old is link and not reason:
-            return self._finish_move(move)
-        link.end(f"its lane was lost: {reason}")
+        if move is None or move.old is not link:
+            link.end(f"its lane was lost: {reason}")
+        elif reason:  # the old link may have ended in order, and nobody would hear that something is missing
+            self._lose(link.peer, f"its lane was lost: {reason}")
+        else:
+            self._finish_move(move)
 
     def _look(self) -> None:
         for link in list(self._links):
@@ -722,7 +738,7 @@ class SocketTransport(Transport, LinkEvents):
         if address.protocol in ("ip4", "ip6"):
             return [ipaddress.ip_address(address.host)]
         found = await asyncio.get_running_loop().getaddrinfo(
-            address.host, address.port, family=_FAMILIES[address.protocol], type=socket.SOCK_STREAM
+            address.host, address.port, family=FAMILIES[address.protocol], type=socket.SOCK_STREAM
         )
         return list(dict.fromkeys(ipaddress.ip_address(where[0]) for *_, where in found))
 

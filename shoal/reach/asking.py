@@ -132,7 +132,8 @@ class Asking:
         if finding == self.finding:
             return
         before, self.finding = self.finding, finding
-        if not before.reached is finding.reached is Reached.RELAYED:
+        moved = finding.addresses != before.addresses and finding.reached is not Reached.RELAYED
+        if moved or finding.reached is not before.reached:
             found(before, finding, self._asker.own_addresses(latest=True), self.asked, insists=self._insists)
         await self._asker.found_out(finding)
 

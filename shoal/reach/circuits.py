@@ -102,12 +102,12 @@ class Circuits:
         now = asyncio.get_running_loop().time()
         self._no_relays = {peer: until for peer, until in self._no_relays.items() if until > now}
         await asyncio.gather(*(self._ask(peer) for peer, renew_at in list(self._reserved.items()) if renew_at <= now))
-        for peer in list(self._candidates()):
-            if len(self._reserved) >= MAX_RELAYS:
-                break
-            is_new = peer not in self._reserved and peer not in self._no_relays and peer != self._node.peer_id
-            if is_new and self._node.is_connected(peer) and self._listens(peer):
-                await self._ask(peer)
+        known = {*self._reserved, *self._no_relays, self._node.peer_id}
+        others = [peer for peer in dict.fromkeys(self._candidates()) if peer not in known]
+        others = [peer for peer in others if self._node.is_connected(peer) and self._listens(peer)]
+        while others and (missing := MAX_RELAYS - len(self._reserved)) > 0:
+            await asyncio.gather(*map(self._ask, others[:missing]))
+            del others[:missing]
         self._changed()
 
     async def _ask(self, relay: PeerID) -> None:
@@ -120,13 +120,13 @@ class Circuits:
             if isinstance(error, Unavailable):
                 self._no_relays[relay] = loop.time() + NO_RELAY_SECONDS
         else:
-            self._reserved[relay] = loop.time() + reserved.seconds / 2
+            if self._node.is_connected(relay):  # or it was lost in the moment in which it answered
+                self._reserved[relay] = loop.time() + reserved.seconds / 2
 
     def _lost(self, peer: PeerID) -> None:
         self._no_relays.pop(peer, None)  # it may be another one when it comes back
         if self._reserved.pop(peer, None) is not None:
-            self._changed()
-            self._news.set()
+            self._news.set()  # what has changed is told when other relays were asked
 
     def _changed(self) -> None:
         found = [address.by_relay(self._node.peer_id) for relay in self._reserved for address in self._listens(relay)]
@@ -212,7 +212,11 @@ async def connect(transport: SocketTransport, relay: Iterable[Multiaddr], token:
             reason = str(error)
             continue
         for ip in found:
-            connection = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET)
+            try:
+                connection = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET)
+            except OSError as error:  # no descriptors, or no IPv6
+                reason = str(error)
+                continue
             try:
                 connection.setblocking(False)
                 async with asyncio.timeout(ASK_TIMEOUT):

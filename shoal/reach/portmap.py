@@ -33,10 +33,11 @@ class PortMapping:
         self._mappers, self._port = mappers, port
         self._used: Mapper | None = None
         self._mapped: Mapped | None = None
+        self._has_failed = False  # since the last mapping, if there was one
         self.address: Multiaddr | None = None
 
     async def begin(self) -> None:
-        """Ask for the mapping; a warning says why if there is none."""
+        """Ask for the mapping. A warning says why if there is none, once until there is one."""
         reasons = []
         for mapper in self._mappers:
             try:
@@ -45,14 +46,16 @@ class PortMapping:
             except (MappingFailed, TimeoutError) as error:
                 reasons.append(f"{mapper.name}: {str(error) or f'no answer within {TIMEOUT:g} s'}")
         self._used = self._mapped = self.address = None
-        log.warning(
+        level, self._has_failed = logging.DEBUG if self._has_failed else logging.WARNING, True
+        log.log(
+            level,
             "the router maps no port to this peer (%s). Forward TCP port %d by hand, or use a relay",
             "; ".join(reasons),
             self._port,
         )
 
     def _take(self, mapper: Mapper, mapped: Mapped) -> None:
-        self._used, self._mapped = mapper, mapped
+        self._used, self._mapped, self._has_failed = mapper, mapped, False
         self.address = Multiaddr(f"/ip4/{mapped.host}/tcp/{mapped.port}")
         log.info("the router maps %s to TCP port %d, by %s", self.address, self._port, mapper.name)
 

@@ -15,7 +15,7 @@ import msgspec
 
 from shoal.p2p.errors import P2PError, Refused, Unavailable
 from shoal.p2p.identity import PeerID
-from shoal.p2p.multiaddr import MAX_LENGTH, Multiaddr
+from shoal.p2p.multiaddr import FAMILIES, MAX_LENGTH, Multiaddr
 from shoal.p2p.node import Node, Service
 from shoal.p2p.quota import Quota, Rate
 
@@ -23,7 +23,6 @@ MAX_ADDRESSES = 4
 DIAL_BACK = 1.5  # seconds that an address has to answer
 PROBES = Rate(1, 128)  # of one peer
 AT_ONCE = 32  # probes, of all peers
-_FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 
 Addresses = Annotated[
     tuple[Annotated[str, msgspec.Meta(max_length=MAX_LENGTH)], ...], msgspec.Meta(max_length=MAX_ADDRESSES)
@@ -98,12 +97,12 @@ class DialBack:
     async def _is_at(self, address: Multiaddr, source: str) -> bool:
         """Whether that host is the one at `source`."""
         own = ipaddress.ip_address(source)
-        if address.protocol not in _FAMILIES:
+        if address.protocol not in FAMILIES:
             return ipaddress.ip_address(address.host) == own
         with suppress(OSError, UnicodeError, TimeoutError):
             async with asyncio.timeout(DIAL_BACK / 2):
                 found = await asyncio.get_running_loop().run_in_executor(
-                    self._resolver, _resolve, address.host, address.port, _FAMILIES[address.protocol]
+                    self._resolver, _resolve, address.host, address.port, FAMILIES[address.protocol]
                 )
             return any(ipaddress.ip_address(host) == own for host in found)
         return False

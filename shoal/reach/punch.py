@@ -145,7 +145,7 @@ class Punch:
         return Meet(mapped.seen.host, mapped.seen.port, mapped.seconds, there.relay)
 
     async def _come(self, mapped: _Mapped, there: Meet) -> None:
-        with mapped.holder, contextlib.suppress(PeerUnreachable):  # the other side says so
+        with mapped.holder, contextlib.suppress(PeerUnreachable, OSError):  # the other side says so
             self._transport.accept(await _open(mapped, there), there.host)
 
     # -- both

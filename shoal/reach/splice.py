@@ -98,6 +98,7 @@ class Splicer:
         self._circuits: set[Circuit] = set()
         self._by_descriptor: dict[int, tuple[_Direction, _Direction]] = {}  # that it is the source and the sink of
         self._pipes: list[tuple[int, int]] = []  # that are empty
+        self._full = False  # there were no descriptors for the last pipe that was needed
         self._ready: deque[_Direction] = deque()
         self._paused: list[tuple[float, int, _Direction]] = []  # until when
         self._closed = False
@@ -233,12 +234,15 @@ class Splicer:
         try:
             if pipe is None:
                 pipe = direction.pipe = self._pipes.pop() if self._pipes else _pipe()
+                self._full = False
             direction.inside = os.splice(direction.source.fileno(), pipe[1], most, flags=_FLAGS)
         except BlockingIOError:
             direction.readable = False
         except OSError as error:
-            if error.errno == errno.EMFILE:
-                log.warning("a circuit ends: there are no descriptors left for its pipe")
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                if not self._full:
+                    log.warning("circuits end: there are no descriptors left for their pipes")
+                self._full = True
             direction.ended = True
         else:
             direction.ended = not direction.inside

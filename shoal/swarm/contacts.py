@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
@@ -28,8 +26,7 @@ from shoal.swarm.protocol.reach import Reachability, Reaching
 from shoal.swarm.protocol.sparing import Sparing
 from shoal.swarm.protocol.tensors import Tensors, difference, encode_tensors
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.protocol.view import MAX_ADDRESSES, MAX_MEMBERS, Member, Role
-from shoal.swarm.protocol.view import Reach as HowReached
+from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role
 
 log = logging.getLogger(__name__)
 
@@ -319,11 +316,13 @@ class Contacts:
         self._look_now.set()
 
     def _moved(self, addresses: Sequence[Multiaddr]) -> None:
-        """This peer is reached at other addresses: list it there, and tell those that are connected."""
-        me = replace(self._view.me, addresses=tuple(map(str, addresses))[:MAX_ADDRESSES])
-        if me.role is not Role.CLIENT and me != self._view.me:
-            reach = HowReached.RELAYED if me.listens_at_relays else HowReached.DIRECT
-            self._peer.say(replace(me, reach=reach), self._now())
+        """This peer is reached at other addresses: list it there, and tell those that are connected. If at none any
+        more, its relays may come back, and nobody is to take it for one that listens."""
+        if not addresses:
+            return
+        me = self._view.me.at(addresses)
+        if me.role is not Role.CLIENT and me.addresses != self._view.me.addresses:
+            self._peer.say(me, self._now())
             self._look_now.set()
             self._act()
 

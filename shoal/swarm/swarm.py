@@ -39,7 +39,7 @@ from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.statements import Signer
 from shoal.swarm.protocol.tensors import Tensors
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.protocol.view import MAX_ADDRESSES, Member, Reach, Role, View
+from shoal.swarm.protocol.view import Member, Reach, Role, View
 
 DEFAULT_CHUNK_TIMEOUT = 15.0  # `next_chunk_timeout` when none is given, in seconds
 JOIN_TIMEOUT = 10.0
@@ -110,9 +110,8 @@ class Swarm:
         place: Place,
         measured: Measured | None = None,
     ) -> None:
-        listens = () if place.role is Role.CLIENT else tuple(map(str, addresses))[:MAX_ADDRESSES]
-        me = Member(node.peer_id.key, listens, place.role, place.bandwidth)
-        me = replace_struct(me, reach=Reach.RELAYED if me.listens_at_relays else Reach.DIRECT)
+        me = Member(node.peer_id.key, (), place.role, place.bandwidth)
+        me = me if place.role is Role.CLIENT else me.at(addresses)
         chunk_timeout = DEFAULT_CHUNK_TIMEOUT if place.chunk_timeout is None else place.chunk_timeout
         sender_timeout = chunk_timeout if place.sender_timeout is None else place.sender_timeout
         # A reducer that waits for a part looks like one that stalls, so it may complain first.

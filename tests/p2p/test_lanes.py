@@ -20,7 +20,7 @@ from shoal.p2p.errors import MessageTooLarge
 from shoal.p2p.identity import PeerID
 from shoal.p2p.lane import LEAST_SHARE, MAX_CONNECTIONS, SCRATCH_BYTES
 from shoal.p2p.limit import Limit
-from shoal.p2p.sealing import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES, NAME_BYTES
+from shoal.p2p.sealing import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES, NAME_BYTES, Header
 from tests.p2p.lane_ends import PATIENCE, End, Raw, both_keys, join, name
 
 MIB = 1 << 20
@@ -141,6 +141,25 @@ def test_a_lane_that_finishes_sends_what_is_queued():
         assert [len(far.arrival().memory) for _ in range(10)] == [MIB] * 10
         assert near.loss()
         assert far.loss()
+
+
+def test_a_goodbye_waits_for_who_reads_late(monkeypatch):
+    monkeypatch.setattr(lane, "PATIENCE", 0.2)
+    with End(1) as end, Raw(end, PeerID(bytes(32))) as late:
+        [connection] = late.lane._connections
+        filled = 0
+        for size in (1 << 16, 1):
+            with suppress(BlockingIOError):
+                while True:
+                    filled += connection.socket.send(bytes(size), socket.MSG_DONTWAIT)
+        late.lane.leave()
+        late.lane.part()
+        time.sleep(0.5)
+        while filled:
+            filled -= len(late.socket.recv(min(filled, 1 << 20)))
+        assert late.receive().message == b"shoal lane over"
+        late.socket.sendall(late.frame(Header(0, bytes(NAME_BYTES), b"shoal lane over"), b""))
+        assert end.loss() == ""  # it was left in order
 
 
 def test_a_loss_is_told_once_after_all_that_had_arrived():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.p2p.errors import PeerUnreachable
+from shoal.p2p.greeting import Moved
 from shoal.p2p.route import Route
 from shoal.p2p.sealing import NAME_BYTES
 from shoal.p2p.sockets import LANE_BYTES
@@ -138,6 +139,26 @@ def test_if_the_old_link_ends_before_all_has_come_the_peer_is_lost():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("over", ["new", "old"])
+def test_who_says_that_it_has_moved_over_the_wrong_link_or_twice_breaks_the_rules(over):
+    async def main() -> None:
+        async with sockets(None, None) as (one, other):
+            await one.transport.dial(await other.transport.listen(LOOPBACK))
+            first = link_of(one, other)
+            if over == "new":
+                asyncio.get_running_loop().remove_reader(link_of(other, one).socket)
+                await succeed(one, other)
+                link_of(one, other).say(Moved())
+            else:
+                first.say(Moved())
+                first.say(Moved())
+            reason = await other.until_lost(one.transport.peer_id)
+            assert reason == "it broke the rules: Moved is not expected now"
+            assert len(other.lost) == 1
+
+    asyncio.run(main())
+
+
 def test_a_disconnected_peer_is_reconnected_whatever_was_moving():
     async def main() -> None:
         async with sockets(None, None) as (one, other):
@@ -152,5 +173,70 @@ def test_a_disconnected_peer_is_reconnected_whatever_was_moving():
             await one.transport.dial(address)
             one.transport.send([other.transport.peer_id], b"again")
             await other.until(lambda: b"again" in other.headers)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_if_both_sides_have_a_link_to_take_the_place_one_does_and_nobody_is_lost(seed):
+    async def main() -> None:
+        async with sockets(b"%32d" % seed, b"%32d" % (seed + 3)) as (one, other):
+            await one.transport.dial(await other.transport.listen(LOOPBACK))
+            outcomes = await asyncio.gather(succeed(one, other), succeed(other, one), return_exceptions=True)
+            assert sorted(type(outcome) is Pairs for outcome in outcomes) == [False, True]
+            for end, to in ((one, other), (other, one)):
+                end.transport.send([to.transport.peer_id], b"unharmed")
+            await one.until_messages(1)
+            await other.until_messages(1)
+            assert one.lost == other.lost == []
+
+    asyncio.run(main())
+
+
+def test_another_process_with_the_same_identity_takes_no_place():
+    async def main() -> None:
+        async with sockets(None, b"1" * 32, b"1" * 32) as (other, one, twin):
+            await one.transport.dial(await other.transport.listen(LOOPBACK))
+            twin.transport._peers[other.transport.peer_id] = link_of(one, other)  # it lies to itself
+            twin.transport._may_succeed = lambda *_: True
+            with pytest.raises(PeerUnreachable, match="no link that it could succeed"):
+                await succeed(twin, other)
+            twin.transport._peers.clear()
+            one.transport.send([other.transport.peer_id], b"unharmed")
+            await other.until_messages(1)
+            assert one.lost == other.lost == []
+
+    asyncio.run(main())
+
+
+def test_what_was_to_take_the_place_of_a_lost_link_is_given_up_at_once():
+    async def main() -> None:
+        async with sockets(None, None) as (one, other):
+            address = await other.transport.listen(LOOPBACK)
+            await one.transport.dial(address)
+            greeted, on_hello = asyncio.Event(), other.transport._on_hello
+            other.transport._on_hello = lambda link, hello: greeted.set() if hello.succeeds else on_hello(link, hello)
+            task = asyncio.create_task(succeed(one, other))
+            await greeted.wait()
+            link_of(other, one).end("the relay is gone")
+            async with asyncio.timeout(5):
+                with pytest.raises(PeerUnreachable):
+                    await task
+                await one.transport.dial(address)
+
+    asyncio.run(main())
+
+
+def test_what_passes_over_the_old_link_counts_until_it_has_come():
+    async def main() -> None:
+        async with sockets(None, None) as (one, other):
+            await one.transport.dial(await other.transport.listen(LOOPBACK))
+            asyncio.get_running_loop().remove_reader(link_of(one, other).socket)
+            one.transport.send([other.transport.peer_id], b"large", [bytes(1 << 20)])
+            await other.until_messages(1)
+            before = one.transport.moved(other.transport.peer_id)
+            await succeed(one, other)
+            assert one.transport._moves
+            assert one.transport.moved(other.transport.peer_id) >= before > 1 << 19
 
     asyncio.run(main())

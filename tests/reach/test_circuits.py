@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +15,7 @@ from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sealing import NAME_BYTES
 from shoal.reach import circuits, ledger
-from shoal.reach.messages import CIRCUIT, RELAY, Circuit, Incoming, Opened
+from shoal.reach.messages import CIRCUIT, RELAY, Circuit, Incoming, Opened, Reserved
 from tests.p2p.recorder import eventually
 from tests.reach.ends import CHAT, End, Said, ends, joined
 
@@ -147,6 +150,54 @@ def test_a_node_that_does_not_relay_says_so_and_is_not_asked_again():
     asyncio.run(main())
 
 
+def test_a_process_without_descriptors_left_reaches_nobody_and_no_more(monkeypatch):
+    def none_left(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def main() -> None:
+        async with ends(1) as ([relay], [peer]):
+            without = SimpleNamespace(socket=none_left, AF_INET=socket.AF_INET, AF_INET6=socket.AF_INET6)
+            monkeypatch.setattr(circuits, "socket", without)
+            with pytest.raises(PeerUnreachable, match="Too many open files"):
+                await circuits.connect(peer.transport, [relay.address], bytes(32))
+
+    asyncio.run(main())
+
+
+def test_a_relay_that_was_lost_as_it_answered_is_none(monkeypatch):
+    async def main() -> None:
+        async with ends(1) as ([relay], [peer]):
+
+            async def call(*_: object, **__: object) -> Reserved:
+                return Reserved(600.0)
+
+            monkeypatch.setattr(peer.node, "call", call)
+            peer.node.learn(relay.peer_id, [relay.address])
+            await peer.circuits._ask(relay.peer_id)
+            assert not peer.circuits._reserved
+
+    asyncio.run(main())
+
+
+def test_relays_that_do_not_answer_hold_up_no_start(monkeypatch):
+    monkeypatch.setattr(circuits, "ASK_TIMEOUT", 1.0)
+
+    async def main() -> None:
+        async with ends(1, relays=circuits.MAX_RELAYS + 1) as (relays, [peer]):
+
+            async def silent(*_: object) -> None:
+                await asyncio.sleep(60)
+
+            for relay in relays[:-1]:
+                relay.node.stop_serving(RELAY)
+                relay.node.serve(RELAY, silent)
+            async with asyncio.timeout(2):
+                await peer.use(*relays, *relays)
+            assert {address.relay for address in peer.circuits.addresses} == {relays[-1].peer_id}
+
+    asyncio.run(main())
+
+
 def test_a_relay_that_leads_to_somebody_else_is_found_out(monkeypatch):
     async def main() -> None:
         async with ends(3) as ([relay], [one, other, impostor]):
@@ -238,13 +289,13 @@ def test_when_the_relay_is_lost_so_is_the_peer_and_another_relay_leads_there_at_
             other.relays.append(second.peer_id)
             other.node.learn(second.peer_id, [second.address])
             await other.node.connect(second.peer_id)
-            changed = asyncio.Event()
-            other.circuits.on_change = changed.set
+            told: list[list[Multiaddr]] = []
+            other.circuits.on_change = lambda: told.append(other.circuits.addresses)
             await first.close()
             async with asyncio.timeout(5):
                 await eventually(lambda: other.peer_id in one.lost and one.peer_id in other.lost)
                 await eventually(lambda: [a.relay for a in other.circuits.addresses] == [second.peer_id])
-                assert changed.is_set()
+                assert told == [other.circuits.addresses], "not that nobody leads there, meanwhile"
                 one.node.learn(other.peer_id, other.circuits.addresses)
                 assert await one.ask(other, "again") == "again"
 

@@ -239,6 +239,7 @@ def test_the_doctor_names_the_router_and_the_line_to_change() -> None:
                 assert f"/ip4/{host.public}/tcp/{PORT}" in found["reach"]["found"]
             else:
                 assert found["reach"]["facts"]["reached"] == "nobody"
+                assert "through a relay, if it knows one, or as a client" in found["reach"]["found"]
                 assert "the router maps no ports" in found["port mapping"]["found"]
                 assert (
                     f"forward TCP port {PORT} of the router {host.public} to {host.address}" in found["reach"]["advice"]

@@ -140,7 +140,7 @@ class Granting(Mapper):
         raise MappingFailed("it does not")
 
 
-def test_it_is_renewed_at_half_its_time_and_another_way_is_tried_when_that_fails(monkeypatch):
+def test_it_is_renewed_at_half_its_time_and_another_way_is_tried_when_that_fails(monkeypatch, caplog):
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -161,3 +161,5 @@ def test_it_is_renewed_at_half_its_time_and_another_way_is_tried_when_that_fails
 
     asyncio.run(main())
     assert slept == [1800, 60, 300, 1800, 1800]
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("the router maps no port to this peer"), "once, though it was looked for twice"

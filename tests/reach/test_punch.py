@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from typing import Any
@@ -187,3 +188,21 @@ def test_dialling_somebody_who_does_not_dial_ends(monkeypatch):
                 await punch._open(mapped, Meet("127.0.0.1", 20001, 0.0, bytes(32)))
 
     asyncio.run(main())
+
+
+def test_a_port_that_is_taken_meanwhile_is_no_defect(monkeypatch, caplog):
+    async def taken(*_: object) -> socket.socket:
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+    monkeypatch.setattr(punch, "_open", taken)
+
+    async def main() -> None:
+        async with ends(2) as ([relay], [one, other]):
+            equip(other, relay.address)
+            await joined(one, other, relay)
+            meet = Meet("127.0.0.1", 20000, 0.0, relay.peer_id.key)
+            assert isinstance(await one.node.call(other.peer_id, PUNCH, meet, Meet, timeout=10), Meet)
+            await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -57,3 +58,14 @@ def test_a_round_of_a_relay_and_two_peers_that_it_leads_to_each_other() -> None:
         assert [len(averager.last_round.members) for averager in averagers if averager.last_round] == [3, 3, 3]
         assert relay.dht_node.relay is not None
         assert relay.dht_node.relay.numbers[2] >= 1  # the link of the two
+        averagers[0].shutdown()
+        relay.shutdown()
+        until = time.monotonic() + 20
+        while not (dhts[1].client_mode and dhts[2].client_mode):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(1.5)  # members look once a second how they are reached
+        for averager in averagers[1:]:
+            assert averager._swarm is not None
+            assert averager._swarm.me.addresses, "where it is reached when the relay is back"
+            assert averager._swarm.me.is_relayed, "nobody else can dial it"

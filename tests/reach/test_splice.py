@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -200,3 +201,30 @@ def test_close_ends_all_circuits_and_the_thread():
         at.circuit()
     assert at.over
     assert not [thread for thread in threading.enumerate() if thread.name == "shoal-splice"]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_without_descriptors_for_pipes_circuits_end_and_one_line_says_why(number, monkeypatch, caplog):
+    made = splice._pipe
+
+    class KeepsNone(list[tuple[int, int]]):
+        def append(self, pipe: tuple[int, int]) -> None:
+            splice._close(pipe)
+
+    def none_left() -> tuple[int, int]:
+        raise OSError(number, os.strerror(number))
+
+    with bed() as at:
+        at.splicer._pipes = KeepsNone()
+        for attempts in (3, 1):
+            monkeypatch.setattr(splice, "_pipe", none_left)
+            for _ in range(attempts):
+                one, other, _ = at.circuit()
+                one.sendall(b"x")
+                assert other.recv(1) == b""
+                other.close()
+            monkeypatch.setattr(splice, "_pipe", made)
+            one, other, _ = at.circuit()
+            one.sendall(b"x")
+            assert other.recv(1) == b"x"
+    assert caplog.messages == ["circuits end: there are no descriptors left for their pipes"] * 2

@@ -104,7 +104,8 @@ async def _reached(dht: CreatedNode, source: str, port: int) -> Finding:
             "reach", Level.MIND, f"not known: those asked ({hosts}) do not agree, or are silent", advice, facts
         )
     if found.reached is Reached.NOBODY:
-        text = f"nobody reaches TCP port {tried} of this machine (asked: {hosts}): it would take part as a client"
+        part = "it would take part through a relay, if it knows one, or as a client"
+        text = f"nobody reaches TCP port {tried} of this machine (asked: {hosts}): {part}"
         return Finding("reach", Level.MIND, text, ways_out(dht.own_addresses(), found.seen), facts)
     where = ", ".join(str(address.with_peer(None)) for address in found.addresses)
     facts["addresses"] = [str(address.with_peer(None)) for address in found.addresses]

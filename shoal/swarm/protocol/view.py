@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 from blake3 import blake3
+from msgspec.structs import replace
 
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import MAX_LENGTH, Multiaddr
@@ -76,6 +77,11 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     def listens_at_relays(self) -> bool:
         """Whether all of its addresses are circuits through relays."""
         return bool(self.addresses) and all(CIRCUIT in text for text in self.addresses)
+
+    def at(self, addresses: Iterable[Multiaddr]) -> Member:
+        """This peer, reached at these; relayed if all of them are circuits, until its connections show more."""
+        moved = replace(self, addresses=tuple(map(str, addresses))[:MAX_ADDRESSES])
+        return replace(moved, reach=Reach.RELAYED if moved.listens_at_relays else Reach.DIRECT)
 
     def multiaddrs(self) -> list[Multiaddr]:
         """The addresses, parsed; those that are none are left out (they are what another peer claims of itself)."""
