@@ -9,6 +9,9 @@ import pytest
 import torch
 
 import shoal
+from shoal.dht.created import CreatedNode
+from shoal.p2p.identity import PeerID
+from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sockets import SocketTransport
 from shoal.reach import punch
 from shoal.reach.probe import DialBack
@@ -57,3 +60,30 @@ def test_a_round_of_a_relay_and_two_peers_that_it_leads_to_each_other() -> None:
         assert [len(averager.last_round.members) for averager in averagers if averager.last_round] == [3, 3, 3]
         assert relay.dht_node.relay is not None
         assert relay.dht_node.relay.numbers[2] >= 1  # the link of the two
+
+
+@pytest.mark.usefixtures("unreached")
+def test_the_address_of_a_peer_at_a_relay_gets_others_in() -> None:
+    with shoal.DHT(start=True, relay=True) as relay, shoal.DHT(relay.get_visible_maddrs(), start=True) as relayed:
+        [address] = relayed.get_visible_maddrs()
+        assert address.relay == relay.peer_id
+        with shoal.DHT([address], start=True) as newcomer:
+            assert relayed.store("key", "value", shoal.get_dht_time() + 60)
+            found = newcomer.get("key")
+            assert found is not None
+            assert found.value == "value"
+
+
+@pytest.mark.usefixtures("unreached")
+def test_a_peer_that_came_by_itself_is_nobody_to_ask_for_ports() -> None:
+    async def observers(_dht: shoal.DHT, node: CreatedNode) -> list[Multiaddr]:
+        return node._observers()
+
+    with shoal.DHT(start=True) as first, shoal.DHT(first.get_visible_maddrs(), start=True, client_mode=False) as second:
+        assert second.peer_id in first.run_coroutine(contacts)
+        assert first.run_coroutine(observers) == []
+        assert second.run_coroutine(observers) == first.get_visible_maddrs()
+
+
+async def contacts(_dht: shoal.DHT, node: CreatedNode) -> list[PeerID]:
+    return node.contacts()
