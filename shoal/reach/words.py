@@ -21,6 +21,15 @@ def found(
     hosts = ", ".join(asked)
     level = logging.WARNING if before.reached is Reached.NOBODY else logging.INFO
     match finding.reached:
+        case Reached.NOBODY if before.reached is Reached.RELAYED:
+            lost = ", ".join(str(address.of_relay()) for address in before.addresses)
+            log.warning(
+                "the relay through which others reach this peer was lost (%s): until it is back nobody new reaches this "
+                "peer; connections to others stay. Start it again at that address, with its --identity; or start "
+                "`shoal node --relay` on another machine that others reach, and give both addresses to all peers as "
+                "initial_peers.",
+                lost,
+            )
         case Reached.NOBODY:
             part = "stays a node, as it was told to"
             if not insists:

@@ -81,3 +81,13 @@ def test_what_was_warned_of_is_said_to_be_over(mended, caplog):
         words.found(Finding(), mended, [AT_HOME], ["52.1.1.1"], insists=False)
         words.found(Finding(Reached.NOBODY), mended, [AT_HOME], ["52.1.1.1"], insists=False)
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+
+
+def test_a_relay_that_is_lost_is_named(caplog):
+    relay = Multiaddr("/ip4/52.9.9.9/tcp/7").with_peer(Identity().peer_id)
+    before = Finding(Reached.RELAYED, (relay.by_relay(PEER),))
+    words.found(before, Finding(Reached.NOBODY), [AT_HOME], ["52.1.1.1"], insists=False)
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"was lost ({relay})" in record.getMessage()
+    assert "shoal node --relay" in record.getMessage()

@@ -33,6 +33,7 @@ def unreached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DialBack, "_answers", nobody_answers)
     monkeypatch.setattr(SocketTransport, "source", lambda *asked: source(*asked) and "203.0.113.9")
     monkeypatch.setattr(punch, "_open", no_hole)
+    monkeypatch.setattr(punch.Punch, "_inside", lambda *_: [])
 
 
 @pytest.mark.usefixtures("unreached")
@@ -82,7 +83,7 @@ def test_a_peer_that_came_by_itself_is_nobody_to_ask_for_ports() -> None:
     with shoal.DHT(start=True) as first, shoal.DHT(first.get_visible_maddrs(), start=True, client_mode=False) as second:
         assert second.peer_id in first.run_coroutine(contacts)
         assert first.run_coroutine(observers) == []
-        assert second.run_coroutine(observers) == first.get_visible_maddrs()
+        assert set(second.run_coroutine(observers)) == set(first.get_visible_maddrs())
 
 
 async def contacts(_dht: shoal.DHT, node: CreatedNode) -> list[PeerID]:

@@ -12,7 +12,7 @@ from shoal.dht.created import CreatedNode
 from shoal.p2p.identity import PeerID
 from shoal.p2p.interfaces import is_host_of_this_machine
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.reach.asking import Asker, Asking, no_relays
+from shoal.reach.asking import Asker, Asking
 from shoal.reach.finding import Finding as Found
 from shoal.reach.finding import Reached, host_of
 from shoal.reach.mapper import MappingFailed
@@ -61,7 +61,7 @@ async def look_at_reach(dht: CreatedNode, address: Multiaddr, port: int) -> Asyn
     yield await _router(dht, address, source)
     reached = await _reached(dht, source, port)
     yield reached
-    if reached.facts.get("reached") == "nobody" and _family(source) == 4:
+    if reached.facts.get("reached") in ("nobody", "relayed") and _family(source) == 4:
         yield await _mapping(reached.facts["port"])
 
 
@@ -93,7 +93,7 @@ async def _reached(dht: CreatedNode, source: str, port: int) -> Finding:
     except OSError as error:
         return Finding("reach", Level.MIND, f"others were not asked: {error}", "end what listens there, and ask again")
 
-    asking = Asking(_Onlooker(dht), no_relays, insists=False, rng=random.Random())
+    asking = Asking(_Onlooker(dht), dht.circuits.reserve, insists=False, rng=random.Random())
     found = await asking.ask()
     hosts = ", ".join(asking.asked)
     tried = dht.node.addresses[0].port
@@ -106,6 +106,11 @@ async def _reached(dht: CreatedNode, source: str, port: int) -> Finding:
     if found.reached is Reached.NOBODY:
         text = f"nobody reaches TCP port {tried} of this machine (asked: {hosts}): it would take part as a client"
         return Finding("reach", Level.MIND, text, ways_out(dht.own_addresses(), found.seen), facts)
+    if found.reached is Reached.RELAYED:
+        by = ", ".join(str(address.of_relay()) for address in found.addresses)
+        text = f"nobody reaches TCP port {tried} of this machine (asked: {hosts}); others reach it through a relay: {by}"
+        advice = f"nothing, or, to spare the relay: {ways_out(dht.own_addresses(), found.seen)}"
+        return Finding("reach", Level.WELL, text, advice, facts)
     where = ", ".join(str(address.with_peer(None)) for address in found.addresses)
     facts["addresses"] = [str(address.with_peer(None)) for address in found.addresses]
     advice = f"DHT(host_maddrs=['{everywhere}/tcp/{tried}'])"
