@@ -31,7 +31,7 @@ def found(
                 lost,
             )
         case Reached.NOBODY:
-            part = "stays a node, as it was told to"
+            part = "stays a node, as it was told to (client_mode=False), and takes no place at a relay"
             if not insists:
                 part = "takes part as a client, whom nobody dials (client_mode=False if all peers are in its network)"
             log.warning("this peer %s; it %s. %s", unreached(finding, own, hosts), part, ways_out(own, finding.seen))
@@ -53,7 +53,15 @@ def unreached(finding: Finding, own: Sequence[Multiaddr], hosts: str) -> str:
 
 
 def ways_out(own: Sequence[Multiaddr], seen: str) -> str:
-    """The three ways to be reached, each with what to type.
+    """The three ways to be reached, each with what to type; see `open_port`."""
+    return (
+        f"Either {open_port(own, seen)}; or start `shoal node --relay` on any machine that others reach, and give its "
+        "address to all peers as initial_peers."
+    )
+
+
+def open_port(own: Sequence[Multiaddr], seen: str) -> str:
+    """The two ways to be reached directly.
 
     Args:
         own: where the peer listens.
@@ -71,7 +79,4 @@ def ways_out(own: Sequence[Multiaddr], seen: str) -> str:
     else:
         router = f"the router {seen}" if seen else "the router"
         first = f"forward TCP port {port} of {router} to {others[0].host}, port {port}, and listen there: {listen}"
-    return (
-        f"Either {first}; or have the router do that: DHT(host_maddrs=..., port_mapping=True); or start `shoal node "
-        "--relay` on any machine that others reach, and give its address to all peers as initial_peers."
-    )
+    return f"{first}; or have the router do that: DHT(host_maddrs=..., port_mapping=True)"

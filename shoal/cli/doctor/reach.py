@@ -20,7 +20,7 @@ from shoal.reach.natpmp import NatPmp
 from shoal.reach.portmap import TIMEOUT
 from shoal.reach.router import Router, kind_of, observe_all
 from shoal.reach.upnp import Upnp
-from shoal.reach.words import ways_out
+from shoal.reach.words import open_port, ways_out
 
 KINDS = {
     Router.NONE: "no router changes the addresses of what this machine sends: hole punching is not needed",
@@ -109,7 +109,7 @@ async def _reached(dht: CreatedNode, source: str, port: int) -> Finding:
     if found.reached is Reached.RELAYED:
         by = ", ".join(str(address.of_relay()) for address in found.addresses)
         text = f"nobody reaches TCP port {tried} of this machine (asked: {hosts}); others reach it through a relay: {by}"
-        advice = f"nothing, or, to spare the relay: {ways_out(dht.own_addresses(), found.seen)}"
+        advice = f"nothing needs to change. To spare the relay: {open_port(dht.own_addresses(), found.seen)}"
         return Finding("reach", Level.WELL, text, advice, facts)
     where = ", ".join(str(address.with_peer(None)) for address in found.addresses)
     facts["addresses"] = [str(address.with_peer(None)) for address in found.addresses]
