@@ -19,7 +19,6 @@ def found(
 ) -> None:
     """Log what was found, in one line: a warning if nobody reaches this peer, and when that is over."""
     hosts = ", ".join(asked)
-    level = logging.WARNING if before.reached is Reached.NOBODY else logging.INFO
     match finding.reached:
         case Reached.NOBODY if before.reached is Reached.RELAYED:
             lost = ", ".join(str(address.of_relay()) for address in before.addresses)
@@ -37,8 +36,12 @@ def found(
             log.warning("this peer %s; it %s. %s", unreached(finding, own, hosts), part, ways_out(own, finding.seen))
         case Reached.RELAYED:
             where = ", ".join(map(str, finding.addresses))
-            log.log(level, "this peer %s; it is reached by relays: %s", unreached(finding, own, hosts), where)
+            if before.reached is Reached.NOBODY:
+                log.warning("all is well: others reach this peer through relays: %s", where)
+            else:
+                log.info("this peer %s; it is reached by relays: %s", unreached(finding, own, hosts), where)
         case _:
+            level = logging.WARNING if before.reached is Reached.NOBODY else logging.INFO
             where = ", ".join(str(address.with_peer(None)) for address in finding.addresses)
             log.log(level, "this peer is reached at %s (asked: %s)", where, hosts)
 

@@ -319,7 +319,10 @@ class Contacts:
         self._look_now.set()
 
     def _moved(self, addresses: Sequence[Multiaddr]) -> None:
-        """This peer is reached at other addresses: list it there, and tell those that are connected."""
+        """This peer is reached at other addresses: list it there, and tell those that are connected. One that nobody
+        reaches now has lost its relay, and stays listed there: that may be back soon, and direct it is not."""
+        if not addresses:
+            return
         me = replace(self._view.me, addresses=tuple(map(str, addresses))[:MAX_ADDRESSES])
         if me.role is not Role.CLIENT and me != self._view.me:
             reach = HowReached.RELAYED if me.listens_at_relays else HowReached.DIRECT

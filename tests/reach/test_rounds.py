@@ -14,6 +14,7 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sockets import SocketTransport
 from shoal.reach import punch
+from shoal.reach.finding import Finding, Reached
 from shoal.reach.probe import DialBack
 
 ELEMENTS = 1 << 18
@@ -88,3 +89,22 @@ def test_a_peer_that_came_by_itself_is_nobody_to_ask_for_ports() -> None:
 
 async def contacts(_dht: shoal.DHT, node: CreatedNode) -> list[PeerID]:
     return node.contacts()
+
+
+@pytest.mark.usefixtures("unreached")
+def test_who_has_lost_its_relay_is_not_taken_for_one_that_is_reached_directly() -> None:
+    """All candidates for coordinator are in one order, by what each says of itself: relayed ones last."""
+
+    async def lose_relays(_dht: shoal.DHT, node: CreatedNode) -> None:
+        await node.found_out(Finding(Reached.NOBODY))
+
+    with shoal.DHT(start=True, relay=True) as relay, shoal.DHT(relay.get_visible_maddrs(), start=True) as relayed:
+        averager = shoal.DecentralizedAverager([torch.zeros(1)], relayed, prefix="run", start=True)
+        swarm = averager._swarm
+        assert swarm is not None
+        before = swarm.me
+        assert before.is_relayed
+        relayed.run_coroutine(lose_relays)
+        assert relayed.get_visible_maddrs() == []
+        assert swarm.me == before
+        averager.shutdown()
