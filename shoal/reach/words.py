@@ -23,8 +23,8 @@ def found(
         case Reached.NOBODY if before.reached is Reached.RELAYED:
             lost = ", ".join(str(address.of_relay()) for address in before.addresses)
             log.warning(
-                "the relay through which others reach this peer was lost (%s): until it is back nobody new reaches this "
-                "peer; connections to others stay. Start it again at that address, with its --identity; or start "
+                "the relay through which others reach this peer was lost (%s): until it is back nobody new reaches it; "
+                "connections that stand stay. Start the relay again at that address, with its --identity; or start "
                 "`shoal node --relay` on another machine that others reach, and give both addresses to all peers as "
                 "initial_peers.",
                 lost,

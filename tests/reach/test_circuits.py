@@ -355,7 +355,7 @@ def test_addresses_through_a_relay():
 def test_a_relay_that_grants_moments_is_not_asked_without_a_pause(monkeypatch):
     async def main() -> None:
         async with ends(1) as ([relay], [one]):
-            asked = []
+            asked: list[None] = []
 
             def reserve(*_: object) -> float:
                 asked.append(None)

@@ -108,7 +108,7 @@ async def _reached(dht: CreatedNode, source: str, port: int) -> Finding:
         return Finding("reach", Level.MIND, text, ways_out(dht.own_addresses(), found.seen), facts)
     if found.reached is Reached.RELAYED:
         by = ", ".join(str(address.of_relay()) for address in found.addresses)
-        text = f"nobody reaches TCP port {tried} of this machine (asked: {hosts}); others reach it through a relay: {by}"
+        text = f"nobody reaches TCP port {tried} of this machine (asked: {hosts}), but through a relay: {by}"
         advice = f"nothing needs to change. To spare the relay: {open_port(dht.own_addresses(), found.seen)}"
         return Finding("reach", Level.WELL, text, advice, facts)
     where = ", ".join(str(address.with_peer(None)) for address in found.addresses)
