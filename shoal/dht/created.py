@@ -172,8 +172,8 @@ class CreatedNode(DHTNode, Asker):
 
     def _observers(self) -> list[Multiaddr]:
         connected = [peer for peer in self.contacts() if self.node.is_connected(peer)]
-        known = [self.node.known_addresses(peer)[:1] for peer in connected]
-        return [address for [address] in known if address.relay is None]
+        known = (self.node.known_addresses(peer)[:1] for peer in connected)  # none of one that came by itself
+        return [address for addresses in known for address in addresses if address.relay is None]
 
     def _direct(self) -> list[Multiaddr]:
         finding = self._protocol.finding

@@ -185,13 +185,16 @@ class DHTNode:
 
         Raises ValueError for an address that does not end in /p2p/<peer id>, and PeerUnreachable, with the reason for
         each, if none answers within `timeout` seconds. An address that names this very peer is passed over; if another
-        process with its identity answers there, both warn.
+        process with its identity answers there, both warn. Of one that leads through a relay, the relay is joined.
         """
-        for address in map(Multiaddr, initial_peers):
-            if address.peer_id is None:
-                raise ValueError(f"{address} does not say who answers there: an initial peer ends in /p2p/<peer id>")
+        for given in map(Multiaddr, initial_peers):
+            # Who is reached through relays serves nobody in the DHT; these do.
+            address = given if given.relay is None else given.of_relay()
+            if given.peer_id is None or address.peer_id is None:
+                raise ValueError(f"{given} does not say who answers there: an initial peer ends in /p2p/<peer id>")
             if address.peer_id != self.peer_id:
-                self._initial_peers.setdefault(address.peer_id, []).append(address)
+                at = self._initial_peers.setdefault(address.peer_id, [])
+                at.extend([address] if address not in at else [])
             elif address not in self.visible_addresses():
                 self.node.spawn(self.node.look_for_twin(address))
         if not self._initial_peers:

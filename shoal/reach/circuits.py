@@ -13,6 +13,7 @@ from shoal.p2p.errors import P2PError, PeerUnreachable, Unavailable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
+from shoal.p2p.quota import Quota, Rate
 from shoal.p2p.route import Route
 from shoal.p2p.sockets import SocketTransport
 from shoal.reach.messages import CIRCUIT, LEASE_SECONDS, RELAY, Circuit, Incoming, Opened, Reserve, Reserved
@@ -26,6 +27,7 @@ SEARCH_INTERVAL: Final = 2.0  # seconds between two looks for a relay, if there 
 LOOK_INTERVAL: Final = 15.0  # seconds, if there are some, and not enough
 NO_RELAY_SECONDS: Final = 600.0  # for which a node that does not relay is not asked again
 MAX_COMING: Final = 64  # circuits of others that this peer is about to take
+COMING: Final = Rate(8, 128)  # of one relay, which says itself where it listens
 
 
 class Circuits:
@@ -49,7 +51,7 @@ class Circuits:
         self._node, self._transport, self._candidates = node, transport, candidates
         self._reserved: dict[PeerID, float] = {}  # when each is to be renewed
         self._no_relays: dict[PeerID, float] = {}  # until when each is not asked
-        self._coming = 0
+        self._coming, self._told = 0, Quota(COMING)
         self._news = asyncio.Event()  # a relay was lost
         self._keeping: asyncio.Task[None] | None = None
         self._stop_listening = node.on_lost(lambda peer, _reason: self._lost(peer))
@@ -121,7 +123,7 @@ class Circuits:
                 self._no_relays[relay] = loop.time() + NO_RELAY_SECONDS
         else:
             if self._node.is_connected(relay):  # or it was lost in the moment in which it answered
-                self._reserved[relay] = loop.time() + reserved.seconds / 2
+                self._reserved[relay] = loop.time() + max(reserved.seconds / 2, SEARCH_INTERVAL)
 
     def _lost(self, peer: PeerID) -> None:
         self._no_relays.pop(peer, None)  # it may be another one when it comes back
@@ -141,7 +143,9 @@ class Circuits:
         return [a for a in known if a.is_loopback == known[0].is_loopback][:ADDRESSES_PER_RELAY]
 
     def _handle(self, relay: PeerID, coming: Incoming, _buffers: Sequence[memoryview]) -> None:
-        if relay in self._reserved and self._coming < MAX_COMING:
+        if relay not in self._reserved or self._coming >= MAX_COMING:
+            return
+        if self._told.use(relay, 1, asyncio.get_running_loop().time()):
             self._coming += 1
             self._node.spawn(self._come(relay, coming))
 

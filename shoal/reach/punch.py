@@ -19,6 +19,7 @@ import msgspec
 
 from shoal.p2p.errors import P2PError, PeerUnreachable, Refused
 from shoal.p2p.identity import PeerID
+from shoal.p2p.interfaces import concrete_addresses
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Answer, Node
 from shoal.p2p.quota import Quota, Rate
@@ -26,6 +27,7 @@ from shoal.p2p.route import Route
 from shoal.p2p.sockets import SocketTransport
 from shoal.p2p.transport import Observation
 from shoal.reach.circuits import connect
+from shoal.reach.finding import host_of
 from shoal.reach.messages import MAX_BACK, PUNCH, Back, Came, Meet
 
 log = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ ASK_TIMEOUT: Final = 5.0
 DIAL_SECONDS: Final = 3.0  # for which both dial each other
 DIAL_INTERVAL: Final = 0.1  # seconds that a dial has at least; one that is repeated too soon answers no answer
 LEAST_PORT: Final = 1024  # that a router gives to what goes out; services are below
-RATE: Final = Rate(0.5, 32)  # how often one peer may have this one dial
+RATE: Final = Rate(0.5, 32)  # how often one peer may have this one dial, and how often all together one host
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Punch:
         direct: Callable[[], Sequence[Multiaddr]],
     ) -> None:
         self._node, self._transport, self._observers, self._direct = node, transport, observers, direct
-        self._asked = Quota(RATE)
+        self._asked, self._dialled = Quota(RATE), Quota(RATE)
         node.serve(PUNCH, self._handle)
 
     def begin(self, peer: PeerID, circuit: Multiaddr) -> None:
@@ -87,9 +89,13 @@ class Punch:
     async def _replace(self, peer: PeerID, relay: Multiaddr) -> None:
         for _ in range(TRIES):
             try:
-                if await self._is_dialled_back(peer):
+                if await self._is_dialled_back(peer, self._direct()):
                     return
-                connection = await self.dial(peer, relay)
+                mapped, there = await self._agree(peer, relay)
+                with mapped.holder:
+                    if there.host == mapped.seen.host and await self._is_dialled_back(peer, self._inside(there.host)):
+                        return  # one router for both, and few of those send back in what comes from inside
+                    connection = await _open(mapped, there)
                 await self._transport.succeed(peer, connection, Hole(self, peer, relay))
             except (P2PError, OSError, TimeoutError) as error:
                 log.debug("no direct connection to %r: %s", peer, str(error) or "no answer")
@@ -99,23 +105,39 @@ class Punch:
                 return
             await asyncio.sleep(AGAIN)
 
-    async def _is_dialled_back(self, peer: PeerID) -> bool:
-        direct = tuple(str(address.with_peer(None)) for address in self._direct())[:MAX_BACK]
-        if not direct:
+    async def _is_dialled_back(self, peer: PeerID, addresses: Sequence[Multiaddr]) -> bool:
+        back = tuple(str(address.with_peer(None)) for address in addresses)[:MAX_BACK]
+        if not back:
             return False
         with contextlib.suppress(Refused):
-            await self._node.call(peer, PUNCH, Back(direct), Came, timeout=ASK_TIMEOUT)
+            await self._node.call(peer, PUNCH, Back(back), Came, timeout=ASK_TIMEOUT)
             return True
         return False
 
     async def dial(self, peer: PeerID, relay: Multiaddr) -> socket.socket:
         """A direct connection to that peer, which accepts it. Raises P2PError, OSError or TimeoutError."""
+        mapped, there = await self._agree(peer, relay)
+        with mapped.holder:
+            return await _open(mapped, there)
+
+    async def _agree(self, peer: PeerID, relay: Multiaddr) -> tuple[_Mapped, Meet]:
+        """From where this peer dials, and where it meets that one."""
         assert relay.peer_id is not None
         mapped = await self._map([relay])
-        with mapped.holder:
+        try:
             me = Meet(mapped.seen.host, mapped.seen.port, mapped.seconds, relay.peer_id.key)
             there = await self._node.call(peer, PUNCH, me, Meet, timeout=ASK_TIMEOUT)
-            return await _open(mapped, there)
+            self._check(there, mapped)
+        except BaseException:
+            mapped.holder.close()
+            raise
+        return mapped, there
+
+    def _inside(self, seen: str) -> list[Multiaddr]:
+        """Where this peer listens, for those in its own network."""
+        listening = [concrete for address in self._node.addresses for concrete in concrete_addresses(address)]
+        is_loopback = ipaddress.ip_address(seen).is_loopback
+        return [address for address in listening if address.is_loopback is is_loopback]
 
     # -- the other side
 
@@ -137,7 +159,7 @@ class Punch:
     async def _meet(self, peer: PeerID, there: Meet) -> Meet:
         mapped = await self._map(self._node.known_addresses(PeerID(there.relay))[:1])
         try:
-            _check(there, mapped)
+            self._check(there, mapped)
         except BaseException:
             mapped.holder.close()
             raise
@@ -171,8 +193,10 @@ class Punch:
             while observers and len(found) < HOSTS:
                 started = loop.time()
                 with contextlib.suppress(PeerUnreachable):
-                    found.append(await self._observed(observers.pop(0), port))
-                    seconds = loop.time() - started
+                    seen = await self._observed(observers.pop(0), port)
+                    if ipaddress.ip_address(seen.host).version == ip.version:  # the other one has ports of its own
+                        found.append(seen)
+                        seconds = loop.time() - started
             if not found:
                 raise PeerUnreachable("nobody says from where this peer comes")
             if len({(seen.host, seen.port) for seen in found}) > 1:
@@ -181,6 +205,21 @@ class Punch:
             holder.close()
             raise
         return _Mapped(holder, port, found[0], seconds)
+
+    def _check(self, there: Meet, mapped: _Mapped) -> None:
+        """Raises Refused for what is not to be dialled: this peer is no scanner of other networks' services, and no
+        part of a flood. (A relay and a peer that lie together name any host.)"""
+        try:
+            ip, own = ipaddress.ip_address(there.host), ipaddress.ip_address(mapped.seen.host)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        of_other_kind = (ip.version, ip.is_loopback, ip.is_global) != (own.version, own.is_loopback, own.is_global)
+        if of_other_kind or ip.is_multicast or ip.is_unspecified:
+            raise Refused(f"{there.host} can't be dialled from here")
+        if there.port < LEAST_PORT:
+            raise Refused(f"{there.port} is not a port of a router")
+        if not self._dialled.use(host_of(there.host), 1, asyncio.get_running_loop().time()):
+            raise Refused(f"{there.host} was dialled too often")
 
     async def _observed(self, address: Multiaddr, port: int) -> Observation:
         try:
@@ -200,21 +239,8 @@ def _parsed(text: str, peer: PeerID) -> Multiaddr:
     return address.with_peer(peer)
 
 
-def _check(there: Meet, mapped: _Mapped) -> None:
-    """Raises Refused for what is not to be dialled: this peer is no scanner of other networks' services."""
-    try:
-        ip, own = ipaddress.ip_address(there.host), ipaddress.ip_address(mapped.seen.host)
-    except ValueError as error:
-        raise Refused(str(error)) from error
-    if ip.version != own.version or ip.is_loopback != own.is_loopback or ip.is_multicast or ip.is_unspecified:
-        raise Refused(f"{there.host} can't be dialled from here")
-    if there.port < LEAST_PORT:
-        raise Refused(f"{there.port} is not a port of a router")
-
-
 async def _open(mapped: _Mapped, there: Meet) -> socket.socket:
     """Dial, from that port, somebody who does the same. Raises PeerUnreachable."""
-    _check(there, mapped)
     loop = asyncio.get_running_loop()
     interval = max(DIAL_INTERVAL, mapped.seconds + there.seconds)  # about twice the time between the two, or more
     until = loop.time() + DIAL_SECONDS

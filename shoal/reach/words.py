@@ -21,8 +21,17 @@ def found(
     hosts = ", ".join(asked)
     level = logging.WARNING if before.reached is Reached.NOBODY else logging.INFO
     match finding.reached:
+        case Reached.NOBODY if before.reached is Reached.RELAYED:
+            lost = ", ".join(str(address.of_relay()) for address in before.addresses)
+            log.warning(
+                "the relay through which others reach this peer was lost (%s): until it is back nobody new reaches it; "
+                "connections that stand stay. Start the relay again at that address, with its --identity; or start "
+                "`shoal node --relay` on another machine that others reach, and give both addresses to all peers as "
+                "initial_peers.",
+                lost,
+            )
         case Reached.NOBODY:
-            part = "stays a node, as it was told to"
+            part = "stays a node, as it was told to (client_mode=False), and takes no place at a relay"
             if not insists:
                 part = (
                     "is a client of the DHT, and of the runs that it joins from now on (client_mode=False if all peers "
@@ -31,7 +40,10 @@ def found(
             log.warning("this peer %s; it %s. %s", unreached(finding, own, hosts), part, ways_out(own, finding.seen))
         case Reached.RELAYED:
             where = ", ".join(map(str, finding.addresses))
-            log.log(level, "this peer %s; it is reached by relays: %s", unreached(finding, own, hosts), where)
+            if before.reached is Reached.NOBODY:
+                log.warning("all is well: others reach this peer through relays: %s", where)
+            else:
+                log.info("this peer %s; it is reached by relays: %s", unreached(finding, own, hosts), where)
         case _:
             where = ", ".join(str(address.with_peer(None)) for address in finding.addresses)
             log.log(level, "this peer is reached at %s (asked: %s)", where, hosts)
@@ -47,7 +59,15 @@ def unreached(finding: Finding, own: Sequence[Multiaddr], hosts: str) -> str:
 
 
 def ways_out(own: Sequence[Multiaddr], seen: str) -> str:
-    """The three ways to be reached, each with what to type.
+    """The three ways to be reached, each with what to type; see `open_port`."""
+    return (
+        f"Either {open_port(own, seen)}; or start `shoal node --relay` on any machine that others reach, and give its "
+        "address to all peers as initial_peers."
+    )
+
+
+def open_port(own: Sequence[Multiaddr], seen: str) -> str:
+    """The two ways to be reached directly.
 
     Args:
         own: where the peer listens.
@@ -65,7 +85,4 @@ def ways_out(own: Sequence[Multiaddr], seen: str) -> str:
     else:
         router = f"the router {seen}" if seen else "the router"
         first = f"forward TCP port {port} of {router} to {others[0].host}, port {port}, and listen there: {listen}"
-    return (
-        f"Either {first}; or have the router do that: DHT(host_maddrs=..., port_mapping=True); or start `shoal node "
-        "--relay` on any machine that others reach, and give its address to all peers as initial_peers."
-    )
+    return f"{first}; or have the router do that: DHT(host_maddrs=..., port_mapping=True)"

@@ -13,6 +13,7 @@ import pytest
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.quota import Rate
 from shoal.p2p.sealing import NAME_BYTES
 from shoal.reach import circuits, ledger
 from shoal.reach.messages import CIRCUIT, RELAY, Circuit, Incoming, Opened, Reserved
@@ -400,3 +401,43 @@ def test_addresses_through_a_relay():
             neither.by_relay(peer)
     with pytest.raises(ValueError, match="does not lead through a relay"):
         address.of_relay().of_relay()
+
+
+def test_a_relay_that_grants_moments_is_not_asked_without_a_pause(monkeypatch):
+    async def main() -> None:
+        async with ends(1) as ([relay], [one]):
+            asked: list[None] = []
+
+            def reserve(*_: object) -> float:
+                asked.append(None)
+                return 1e-9
+
+            monkeypatch.setattr(relay.relay._ledger, "reserve", reserve)
+            await one.use(relay)
+            await asyncio.sleep(0.3)
+            assert len(asked) == 1
+
+    asyncio.run(main())
+
+
+def test_a_relay_has_a_peer_open_so_many_connections_and_no_more(monkeypatch):
+    """A relay says itself where it listens, and may name anybody."""
+    monkeypatch.setattr(circuits, "COMING", Rate(1e-9, 5))
+
+    async def main() -> None:
+        async with ends(2) as ([relay], [one, other]):
+            came = []
+
+            async def connect(transport, addresses, token):
+                came.append(token)
+                raise PeerUnreachable("nobody is there")
+
+            await other.use(relay)
+            monkeypatch.setattr(circuits, "connect", connect)
+            for number in range(20):
+                token = bytes([1]) + bytes(30) + bytes([number])
+                relay.node.notify([other.peer_id], CIRCUIT, Incoming(token, one.peer_id.key))
+                await relay.ask(other, "after it")
+            assert len(came) == 5
+
+    asyncio.run(main())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.reach import words
 from shoal.reach.finding import Finding, Reached, host_of, judge
 from shoal.reach.probe import Answer
 
@@ -70,3 +73,21 @@ def test_what_works_comes_first_and_what_fails_is_not_announced():
 def test_a_host_is_one_however_many_ipv6_addresses_it_has():
     assert host_of("2001:db8:1:2::5") == host_of("2001:db8:1:2:ffff::1") != host_of("2001:db8:1:3::5")
     assert host_of("52.1.2.3") != host_of("52.1.2.4")
+
+
+@pytest.mark.parametrize("mended", [Finding(Reached.RELAYED, (OUTSIDE,)), Finding(Reached.PUBLIC, (OUTSIDE,))])
+def test_what_was_warned_of_is_said_to_be_over(mended, caplog):
+    with caplog.at_level(logging.INFO):
+        words.found(Finding(), mended, [AT_HOME], ["52.1.1.1"], insists=False)
+        words.found(Finding(Reached.NOBODY), mended, [AT_HOME], ["52.1.1.1"], insists=False)
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+
+
+def test_a_relay_that_is_lost_is_named(caplog):
+    relay = Multiaddr("/ip4/52.9.9.9/tcp/7").with_peer(Identity().peer_id)
+    before = Finding(Reached.RELAYED, (relay.by_relay(PEER),))
+    words.found(before, Finding(Reached.NOBODY), [AT_HOME], ["52.1.1.1"], insists=False)
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"was lost ({relay})" in record.getMessage()
+    assert "shoal node --relay" in record.getMessage()

@@ -33,6 +33,8 @@ async def lie(self, peer, message, _buffers):
 probe.DialBack._handle = lie
 """ + NODE.replace("sys.argv[1]", "sys.argv[2]").replace("sys.argv[2:]", "sys.argv[3:]")
 
+RELAY = NODE.replace("client_mode=False", "relay=True")
+
 DOCTOR = "from shoal.cli import app; app()"
 
 PEER = """
@@ -249,3 +251,20 @@ def test_the_doctor_names_the_router_and_the_line_to_change() -> None:
         found = {finding["name"]: finding for finding in json.loads(printed)["findings"]}
         assert found["router"]["facts"]["kind"] == "unknown"
         assert "nodes at two hosts" in found["router"]["advice"]
+
+
+@pytest.mark.long
+def test_the_doctor_says_that_a_relay_leads_here_and_asks_it_about_a_peer_behind_it() -> None:
+    with (
+        homes(Router.CONE, publics=1) as bed,
+        running(bed.publics[0], RELAY, f"/ip4/{bed.publics[0].address}/tcp/{PORT}") as relay,
+    ):
+        circuit = f"{relay}/p2p-circuit/p2p/{relay.rpartition('/')[2]}"  # any peer there
+        for address in (relay, circuit):
+            printed, errors = bed.homes[0].python(DOCTOR, "doctor", address, "--json").communicate(timeout=60)
+            assert printed, errors
+            found = {finding["name"]: finding for finding in json.loads(printed)["findings"]}
+            assert found["peer"]["level"] == "well"
+            assert found["reach"]["facts"]["reached"] == "relayed"
+            assert f"through a relay: {relay}" in found["reach"]["found"]
+            assert "forward TCP port" in found["reach"]["advice"]

@@ -206,3 +206,72 @@ def test_a_port_that_is_taken_meanwhile_is_no_defect(monkeypatch, caplog):
 
     asyncio.run(main())
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_two_peers_behind_one_router_meet_where_they_listen_inside():
+    """No hole leads from a network into itself: few routers send back in what comes from inside."""
+
+    async def main() -> None:
+        async with ends(2) as ([relay], [one, other]):
+            await one.node.listen(LOOPBACK)
+            for end in (one, other):
+                equip(end, relay.address)
+            await joined(one, other, relay)
+            await eventually(lambda: other.route(one) == "Direct" and relay.relay.numbers[2] == 0)
+            assert await one.ask(other, "in one house") == "in one house"
+            assert one.lost == other.lost == []
+
+    asyncio.run(main())
+
+
+def test_peers_that_name_one_host_together_have_it_dialled_no_more_often_than_one(monkeypatch):
+    monkeypatch.setattr("shoal.reach.punch.RATE", Rate(1e-9, 3))
+    monkeypatch.setattr("shoal.reach.punch.DIAL_SECONDS", 0.1)
+
+    async def main() -> None:
+        async with ends(3) as ([relay], [one, two, other]):
+            equip(other, relay.address)
+            victim = Meet("127.0.0.1", 20001, 0.0, relay.peer_id.key)
+            for end in (one, two):
+                await joined(end, other, relay)
+            for end in (one, two, one):
+                await end.node.call(other.peer_id, PUNCH, victim, Meet, timeout=10)
+            with pytest.raises(Refused, match="dialled too often"):
+                await two.node.call(other.peer_id, PUNCH, victim, Meet, timeout=10)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("seen", "told"), [("52.20.7.1", "192.168.1.1"), ("192.168.1.1", "52.20.7.1")])
+def test_a_peer_elsewhere_has_nobody_dial_into_a_home_network(monkeypatch, seen, told):
+    async def main() -> None:
+        async with ends(2) as ([relay], [one, other]):
+            equip(other, relay.address)
+            await joined(one, other, relay)
+
+            async def observe(_address: Multiaddr, port: int) -> Observation:
+                return Observation(seen, 20001, port)
+
+            monkeypatch.setattr(other.transport, "observe", observe)
+            with pytest.raises(Refused, match="can't be dialled from here"):
+                await one.node.call(other.peer_id, PUNCH, Meet(told, 20002, 0.0, relay.peer_id.key), Meet, timeout=10)
+
+    asyncio.run(main())
+
+
+def test_a_node_that_sees_the_peer_come_by_ipv6_says_nothing_of_its_ports_of_ipv4(monkeypatch):
+    async def main() -> None:
+        async with ends(1, relays=2) as ([relay, second], [one]):
+            seen = {relay.peer_id: Observation("52.20.7.1", 20001, 0), second.peer_id: Observation("2a05::1", 20002, 0)}
+
+            async def observe(address: Multiaddr, port: int) -> Observation:
+                assert address.peer_id is not None
+                return seen[address.peer_id]
+
+            monkeypatch.setattr(one.transport, "observe", observe)
+            hole = Punch(one.node, one.transport, lambda: [second.address], lambda: [])
+            mapped = await hole._map([relay.address])
+            mapped.holder.close()
+            assert mapped.seen.host == "52.20.7.1"
+
+    asyncio.run(main())

@@ -10,8 +10,12 @@ import pytest
 import torch
 
 import shoal
+from shoal.dht.created import CreatedNode
+from shoal.p2p.identity import PeerID
+from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sockets import SocketTransport
 from shoal.reach import punch
+from shoal.reach.finding import Finding, Reached
 from shoal.reach.probe import DialBack
 
 ELEMENTS = 1 << 18
@@ -31,6 +35,7 @@ def unreached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DialBack, "_answers", nobody_answers)
     monkeypatch.setattr(SocketTransport, "source", lambda *asked: source(*asked) and "203.0.113.9")
     monkeypatch.setattr(punch, "_open", no_hole)
+    monkeypatch.setattr(punch.Punch, "_inside", lambda *_: [])
 
 
 @pytest.mark.usefixtures("unreached")
@@ -69,3 +74,49 @@ def test_a_round_of_a_relay_and_two_peers_that_it_leads_to_each_other() -> None:
             assert averager._swarm is not None
             assert averager._swarm.me.addresses, "where it is reached when the relay is back"
             assert averager._swarm.me.is_relayed, "nobody else can dial it"
+
+
+@pytest.mark.usefixtures("unreached")
+def test_the_address_of_a_peer_at_a_relay_gets_others_in() -> None:
+    with shoal.DHT(start=True, relay=True) as relay, shoal.DHT(relay.get_visible_maddrs(), start=True) as relayed:
+        [address] = relayed.get_visible_maddrs()
+        assert address.relay == relay.peer_id
+        with shoal.DHT([address], start=True) as newcomer:
+            assert relayed.store("key", "value", shoal.get_dht_time() + 60)
+            found = newcomer.get("key")
+            assert found is not None
+            assert found.value == "value"
+
+
+@pytest.mark.usefixtures("unreached")
+def test_a_peer_that_came_by_itself_is_nobody_to_ask_for_ports() -> None:
+    async def observers(_dht: shoal.DHT, node: CreatedNode) -> list[Multiaddr]:
+        return node._observers()
+
+    with shoal.DHT(start=True) as first, shoal.DHT(first.get_visible_maddrs(), start=True, client_mode=False) as second:
+        assert second.peer_id in first.run_coroutine(contacts)
+        assert first.run_coroutine(observers) == []
+        assert set(second.run_coroutine(observers)) == set(first.get_visible_maddrs())
+
+
+async def contacts(_dht: shoal.DHT, node: CreatedNode) -> list[PeerID]:
+    return node.contacts()
+
+
+@pytest.mark.usefixtures("unreached")
+def test_who_has_lost_its_relay_is_not_taken_for_one_that_is_reached_directly() -> None:
+    """All candidates for coordinator are in one order, by what each says of itself: relayed ones last."""
+
+    async def lose_relays(_dht: shoal.DHT, node: CreatedNode) -> None:
+        await node.found_out(Finding(Reached.NOBODY))
+
+    with shoal.DHT(start=True, relay=True) as relay, shoal.DHT(relay.get_visible_maddrs(), start=True) as relayed:
+        averager = shoal.DecentralizedAverager([torch.zeros(1)], relayed, prefix="run", start=True)
+        swarm = averager._swarm
+        assert swarm is not None
+        before = swarm.me
+        assert before.is_relayed
+        relayed.run_coroutine(lose_relays)
+        assert relayed.get_visible_maddrs() == []
+        assert swarm.me == before
+        averager.shutdown()

@@ -679,3 +679,26 @@ def test_doubts_of_a_deposed_coordinator_that_repeat_are_answered_once() -> None
     peer.lost(key(5), True, 0.0)
     peer.receive(key(5), doubt_of(4, by=5), [], 0.0)
     assert answers() == 2, "it may have gone with the connection"
+
+
+def test_a_deposed_coordinator_that_was_away_hears_of_it_when_it_is_back() -> None:
+    """Else each of the two would wait for the other to join it, for ever where `min_peers` is both."""
+    peer = peer_2()
+    for number in (3, 4):
+        peer.doubts.doubt(key(number))
+        peer.receive(key(7 - number), doubt_of(number, by=7 - number), [], 0.0)
+    assert peer.participant.deposed.keys() == {key(3), key(4)}
+
+    def told() -> list[tuple[bytes, ...]]:
+        peer.out.clear()
+        peer.look(lambda _: 0, 1.0)
+        return [a.to for a in peer.out if isinstance(a, Send) and isinstance(a.message, TakeOver)]
+
+    assert peer.participant.coordinator().key == key(2)
+    told()
+    assert told() == []
+    assert peer.view.lose(key(4))
+    peer.lost(key(4), True, 1.0)
+    peer.view.returned(member(4))
+    assert told() == [(key(4),)]
+    assert told() == []

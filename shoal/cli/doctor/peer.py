@@ -73,7 +73,8 @@ def asked_about(address: str | None, run_id: str, membership: str | None, identi
     parsed = Multiaddr(address)
     if parsed.peer_id is None:
         raise ValueError(f"{address} does not say who answers there: it must end in /p2p/<peer id>, as it was printed")
-    return Asked(parsed, run_id, membership, identity)
+    # Who is reached through a relay serves nobody in the DHT: its relay is asked.
+    return Asked(parsed if parsed.relay is None else parsed.of_relay(), run_id, membership, identity)
 
 
 async def look_at_peer(asked: Asked, port: int = 0) -> AsyncIterator[Finding]:

@@ -12,7 +12,7 @@ from shoal.dht.created import CreatedNode
 from shoal.p2p.identity import PeerID
 from shoal.p2p.interfaces import is_host_of_this_machine
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.reach.asking import Asker, Asking, no_relays
+from shoal.reach.asking import Asker, Asking
 from shoal.reach.finding import Finding as Found
 from shoal.reach.finding import Reached, host_of
 from shoal.reach.mapper import MappingFailed
@@ -20,7 +20,7 @@ from shoal.reach.natpmp import NatPmp
 from shoal.reach.portmap import TIMEOUT
 from shoal.reach.router import Router, kind_of, observe_all
 from shoal.reach.upnp import Upnp
-from shoal.reach.words import ways_out
+from shoal.reach.words import open_port, ways_out
 
 KINDS = {
     Router.NONE: "no router changes the addresses of what this machine sends: hole punching is not needed",
@@ -61,7 +61,7 @@ async def look_at_reach(dht: CreatedNode, address: Multiaddr, port: int) -> Asyn
     yield await _router(dht, address, source)
     reached = await _reached(dht, source, port)
     yield reached
-    if reached.facts.get("reached") == "nobody" and _family(source) == 4:
+    if reached.facts.get("reached") in ("nobody", "relayed") and _family(source) == 4:
         yield await _mapping(reached.facts["port"])
 
 
@@ -93,7 +93,7 @@ async def _reached(dht: CreatedNode, source: str, port: int) -> Finding:
     except OSError as error:
         return Finding("reach", Level.MIND, f"others were not asked: {error}", "end what listens there, and ask again")
 
-    asking = Asking(_Onlooker(dht), no_relays, insists=False, rng=random.Random())
+    asking = Asking(_Onlooker(dht), dht.circuits.reserve, insists=False, rng=random.Random())
     found = await asking.ask()
     hosts = ", ".join(asking.asked)
     tried = dht.node.addresses[0].port
@@ -107,6 +107,11 @@ async def _reached(dht: CreatedNode, source: str, port: int) -> Finding:
         part = "it would take part through a relay, if it knows one, or as a client"
         text = f"nobody reaches TCP port {tried} of this machine (asked: {hosts}): {part}"
         return Finding("reach", Level.MIND, text, ways_out(dht.own_addresses(), found.seen), facts)
+    if found.reached is Reached.RELAYED:
+        by = ", ".join(str(address.of_relay()) for address in found.addresses)
+        text = f"nobody reaches TCP port {tried} of this machine (asked: {hosts}), but through a relay: {by}"
+        advice = f"nothing needs to change. To spare the relay: {open_port(dht.own_addresses(), found.seen)}"
+        return Finding("reach", Level.WELL, text, advice, facts)
     where = ", ".join(str(address.with_peer(None)) for address in found.addresses)
     facts["addresses"] = [str(address.with_peer(None)) for address in found.addresses]
     advice = f"DHT(host_maddrs=['{everywhere}/tcp/{tried}'])"

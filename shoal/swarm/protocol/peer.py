@@ -703,6 +703,7 @@ class Peer:
         participant = self.participant
         self.doubts.look(now)
         self._count_doubts(now)  # some that did not doubt may be lost by now
+        self._take_over()
         following = next((m.key for m in participant.candidates() if m.key not in participant.doubted), None)
         if following is None:
             # It doubts all whom it could follow, and others may doubt fewer of them. If not all knew who is doubted by
@@ -728,12 +729,7 @@ class Peer:
         if not self.view.reaches(doubt.of):  # it does not wait for it; but the sender does, and most must doubt it
             self.doubts.doubt(doubt.of)
         if doubt.of in self.participant.deposed:
-            # Doubts come every second, and the evidence is long: once, but again if there is more, since the sender
-            # counts over those that it reaches itself.
-            evidence = self.doubts.evidence
-            if self._shown.get(sender, 0) < len(evidence):
-                self._shown[sender] = len(evidence)
-                self._send([sender], msg.TakeOver(self.tip, evidence))
+            self._show_evidence(sender)
         if is_new:  # all are counted, so once for each that comes, and every second
             self._count_doubts(now)
 
@@ -745,8 +741,23 @@ class Peer:
         self._depose(new)
         self.succeed(now)
         if participant.begin is None and participant.coordinator().key == self._me:
-            self._send(self.view.others(), msg.TakeOver(self.tip, self.doubts.evidence))
+            self._take_over()
             self._leading(now)
+
+    def _take_over(self) -> None:
+        """Tell all members that this peer coordinates, since most doubt those before it. To be called every second as
+        long as that is so: who was away does not know, and may be one of these, and wait for the others."""
+        if self.participant.begin is None and self.participant.coordinator().key == self._me:
+            for key in filter(self.view.reaches, self.view.others()):
+                self._show_evidence(key)
+
+    def _show_evidence(self, key: bytes) -> None:
+        """Once, since it is long and doubts come every second; but again if there is more of it, since that member
+        counts over those that it reaches itself, or if it was lost meanwhile."""
+        evidence = self.doubts.evidence
+        if self._shown.get(key, 0) < len(evidence):
+            self._shown[key] = len(evidence)
+            self._send([key], msg.TakeOver(self.tip, evidence))
 
     def _depose(self, keys: Collection[bytes]) -> None:
         if keys:
