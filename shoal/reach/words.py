@@ -45,6 +45,7 @@ def found(
             else:
                 log.info("this peer %s; it is reached by relays: %s", unreached(finding, own, hosts), where)
         case _:
+            level = logging.WARNING if before.reached is Reached.NOBODY else logging.INFO
             where = ", ".join(str(address.with_peer(None)) for address in finding.addresses)
             log.log(level, "this peer is reached at %s (asked: %s)", where, hosts)
 

@@ -57,8 +57,16 @@ def test_who_warned_that_nobody_reaches_it_says_when_relays_do_again(caplog):
     relayed = Finding(Reached.RELAYED, tuple(circuits))
     first, lost, again = said_of(caplog, relayed, [], circuits)
     assert (first[0], lost[0], again[0]) == ("INFO", "WARNING", "WARNING")
+    assert f"the relay through which others reach this peer was lost ({RELAY})" in lost[1]
+    assert "all is well: others reach this peer through relays: /ip4/203.0.113.7" in again[1]
+
+
+def test_a_client_whom_nobody_reaches_hears_what_it_is_and_when_others_reach_it_at_a_port(caplog):
+    nobody, public = Finding(Reached.NOBODY, (), frozenset([OWN]), "203.0.113.9"), Finding(Reached.PUBLIC, (OWN,))
+    lost, again = said_of(caplog, nobody, public)
+    assert (lost[0], again[0]) == ("WARNING", "WARNING")
     assert "is a client of the DHT, and of the runs that it joins from now on" in lost[1]
-    assert "it is reached by relays: /ip4/203.0.113.7" in again[1]
+    assert f"this peer is reached at {OWN.with_peer(None)}" in again[1]
 
 
 def test_that_nobody_reaches_it_is_said_once(caplog):
