@@ -73,6 +73,12 @@ def warm_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
     return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
 
 
+def show(event: object) -> None:
+    """What happens to the run; what goes wrong is in the log."""
+    if isinstance(event, shoal.EpochReport | shoal.DownloadReport):
+        print(event, flush=True)
+
+
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT, alone or with others.")
@@ -114,7 +120,7 @@ def main() -> None:
             min_peers=arguments.min_peers,
             **SENT[arguments.send],
         )
-        optimizer.on_event = lambda event: print(event, flush=True)
+        optimizer.on_event = show
         shown = -1
         while (epoch := optimizer.local_epoch) < arguments.epochs:
             inputs, targets = draw_batch(text, arguments.batch_size)
