@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import shoal
+from shoal.dht.messages import Sender
 from shoal.dht.protocol import Protocol
 from shoal.health.record import name_of
 from shoal.optim import vitals
@@ -42,7 +43,12 @@ class Training:
             patched["version"] = lambda name: options["version"]
         if "tells_port" in options:  # where nobody listens, as behind a router
             told = Multiaddr(f"/ip4/127.0.0.1/tcp/{options['tells_port']}")
-            Protocol.visible_addresses = lambda own, latest=False: [told.with_peer(own.node.peer_id)]  # type: ignore[assignment, method-assign]
+
+            def tell(own: Protocol, latest: bool) -> None:
+                own._visible = own._own = [told.with_peer(own.node.peer_id)]
+                own._sender = Sender(False, (str(told),))
+
+            Protocol._look_at_addresses = tell  # type: ignore[assignment, method-assign]
         self.dht = shoal.DHT(
             options.get("initial_peers", []),
             start=True,
