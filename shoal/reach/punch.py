@@ -128,7 +128,7 @@ class Punch:
             me = Meet(mapped.seen.host, mapped.seen.port, mapped.seconds, relay.peer_id.key)
             there = await self._node.call(peer, PUNCH, me, Meet, timeout=ASK_TIMEOUT)
             self._check(there, mapped)
-        except BaseException:
+        except BaseException:  # cancelled, too: the port is free again
             mapped.holder.close()
             raise
         return mapped, there
@@ -160,7 +160,7 @@ class Punch:
         mapped = await self._map(self._node.known_addresses(PeerID(there.relay))[:1])
         try:
             self._check(there, mapped)
-        except BaseException:
+        except BaseException:  # cancelled, too: the port is free again
             mapped.holder.close()
             raise
         self._node.spawn(self._come(mapped, there))
@@ -201,7 +201,7 @@ class Punch:
                 raise PeerUnreachable("nobody says from where this peer comes")
             if len({(seen.host, seen.port) for seen in found}) > 1:
                 raise Refused("the router gives each destination another port")
-        except BaseException:
+        except BaseException:  # cancelled, too: the port is free again
             holder.close()
             raise
         return _Mapped(holder, port, found[0], seconds)
