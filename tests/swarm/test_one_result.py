@@ -6,6 +6,7 @@ import itertools
 import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -140,6 +141,20 @@ class Partings(RoundMachine):
         if keys and peer.lead.phase in (Phase.RUNNING, Phase.SURVEYING):
             peer.out.extend(peer.lead.put_out(keys[whom % len(keys)], "it is slow", self.wire.now))
             self.wire.act(chosen)
+
+
+@pytest.mark.parametrize("seed", [3953, 7991])
+def test_a_successor_takes_a_round_over_once(seed: int) -> None:
+    """Its own survey had not reached it yet when it was asked to take over: it did so again, and forgot whom it had put
+    out since."""
+    parting = Partings()
+    parting.begin(4, 61, random.Random(seed))
+    parting.wire.kill(key(4), 1)
+    for other in (1, 2, 3):
+        parting.wire.notice(key(other), key(4))
+    parting.put_out(0, 0)
+    parting.one_result()
+    parting.teardown()
 
 
 TestKills = Kills.TestCase

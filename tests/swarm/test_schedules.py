@@ -138,6 +138,11 @@ def test_what_a_member_that_was_put_out_says_undoes_no_result(seed: int, number:
     check(drawn(random.Random(f"{seed} {number}"), False, [put_out]), False, number)
 
 
+def test_who_was_put_out_does_not_say_that_the_round_has_ended() -> None:
+    """The coordinator had decided, and died; so did its successor, before the others knew whom it had put out."""
+    check(drawn(random.Random("393 29"), False, [put_out, give_up, end_a_round]), False, 29)
+
+
 @pytest.mark.parametrize(
     ("seed", "number", "parts"),
     [

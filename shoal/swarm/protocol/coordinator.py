@@ -344,7 +344,7 @@ class Coordinator:
         late = [key for key in self.live() if key not in {**self.done, **self.waiting} and standing > seconds(key)]
         for key in late:
             self.out[key] = f"it is not done {standing:.0f} s after the round has last got on"
-        told = [Send((key,), msg.Abort(self._round.round, self.out[key])) for key in late]
+        told = [Send((key,), msg.Abort(self._round.round, self.out[key], alone=True)) for key in late]
         return [*told, *(self._regroup() or self.start_survey(now))] if late else []
 
     def wake_at(self) -> float | None:
@@ -578,7 +578,7 @@ class Coordinator:
         if self.over or key not in self.live():
             return []
         self.out[key] = reason
-        told = [Send((key,), msg.Abort(self._round.round, reason[:256]))]
+        told = [Send((key,), msg.Abort(self._round.round, reason[:256], alone=True))]
         return told + (self._regroup() or self.start_survey(now))
 
     def _regroup(self) -> list[Send | Ask]:

@@ -39,7 +39,7 @@ from shoal.swarm.protocol.statements import UNSIGNED, Seal, name_of_statement
 from shoal.swarm.protocol.tip import Amount, Ballot, Digest, Tip, Weight
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member
 
-PROTOCOL = "2"  # a term: peers with other messages hear of it, and are no members to each other
+PROTOCOL = "3"  # a term: peers with other messages hear of it, and are no members to each other
 MAX_CHUNKS = 1 << 14
 MAX_DOUBTS = 2 * MAX_MEMBERS
 MAX_CHUNK_ELEMENTS = 1 << 20
@@ -318,10 +318,11 @@ class Commit(msgspec.Struct, tag=17, array_like=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag=18, array_like=True, frozen=True):
-    """The round (or, for a single member, its part in it) is over without a result."""
+    """The round, or the receiver's part in it `alone`, is over without a result."""
 
     round: Round
     reason: ShortText
+    alone: bool = False
 
 
 class Ping(msgspec.Struct, tag=19, array_like=True, frozen=True):

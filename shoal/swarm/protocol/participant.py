@@ -79,7 +79,7 @@ class Participant:
         asked: all to whom this peer has sent a JOIN at this tip: nobody else can begin a round with it.
         first_begun: when each coordinator began its first round of this tip here.
         left: the round that it was in last, and left.
-        over: the round that its coordinator has ended last, or this peer's part in it.
+        over: the round that its coordinator has ended last.
         unable: the members of the round that do not coordinate it any more, or at all, since they have given it up.
         ended: how many rounds of this tip each coordinator has ended without a result.
         gathered: what the members of the round brought, by key.
@@ -529,7 +529,7 @@ class Participant:
         if self.begin is None and survey.round == self.over:
             return msg.Elsewhere(self.coordinator())  # its coordinator has ended it, and not told its successor
         if self.begin is None and survey.round == self.left:
-            return msg.Broken(survey.round, self.me, False, "it has given the round up")
+            return msg.Broken(survey.round, self.me, False, "it is in that round no more")
         if self.begin is None and survey.begin is not None and survey.begin.round == survey.round:
             self.enter(sender, survey.begin, buffers, now, relayed=True)
         if self.begin is not None and self.begin.round != survey.round:
@@ -586,7 +586,8 @@ class Participant:
         """The coordinator ends the round, or this peer's part in it. Raises Refused if it is not the coordinator."""
         if self.begin is not None and self.begin.round == abort.round:
             require(self.ballot.coordinator == sender, "ABORT from a peer that does not coordinate the round")
-            self.over = abort.round
+            if not abort.alone:  # else another may have been decided on, and this peer must not say that it is over
+                self.over = abort.round
             self.ended[sender] += 1
             self.fail(AveragingError(f"the round was ended by {PeerID(sender)!r}: {abort.reason}"))
         self.rejoin(sender)

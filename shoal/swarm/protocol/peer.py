@@ -623,7 +623,7 @@ class Peer:
         """If nobody coordinates the round that this peer is in: take over, or tell the member whose turn it is."""
         participant = self.participant
         begin, ballot = participant.begin, participant.ballot
-        if begin is None or self._coordinator_of_round() is not None:
+        if begin is None or self._coordinator_of_round() is not None or self._asks_to_take_over(begin):
             return
         keys = {member.key for member in begin.members}
         if not self.view.reaches(ballot.coordinator):
@@ -656,6 +656,11 @@ class Peer:
         else:
             participant.fail(AveragingError("its coordinator is lost, and nobody in reach can take the round over"))
 
+    def _asks_to_take_over(self, begin: msg.Begin) -> bool:
+        """Whether this peer has taken that round over, and its own survey is still on its way to its participant."""
+        lead = self.lead
+        return lead.is_of(begin.round) and not lead.over and lead.ballot > self.participant.ballot
+
     def _successor(self) -> bytes | None:
         """The member that is to take over the round that this peer is in; None if nobody in reach can."""
         participant, begin = self.participant, self.participant.begin
@@ -676,7 +681,7 @@ class Peer:
             if begin.round == participant.over:
                 self._send([sender], msg.Elsewhere(participant.coordinator()))  # the coordinator had ended it
             else:
-                self._send([sender], msg.Broken(begin.round, self._me, False, "it has given the round up"))
+                self._send([sender], msg.Broken(begin.round, self._me, False, "it is in that round no more"))
             return
         if participant.begin is None and not self.view.reaches(begin.ballot.coordinator):
             participant.enter(sender, begin, buffers, now, relayed=True)
