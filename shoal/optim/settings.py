@@ -15,6 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.averaging.options import term_of
+from shoal.cluster.cluster import Cluster
 from shoal.compression import Compression, NoCompression, check_for_state
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.host_copy import HostCopy
@@ -87,6 +88,7 @@ RUN_ID = Kind("a text of 1 to 100 characters", str, lambda text: 1 <= len(text) 
 NAMES = Kind("a list of names", (list, tuple), lambda names: all(isinstance(name, str) for name in names))
 FOLDER = Kind("the name of a folder", (str, os.PathLike))
 OUTER = Kind("a shoal.DiLoCo", DiLoCo)
+CLUSTER = Kind("a shoal.Cluster", Cluster)
 COMPRESSION = Kind("one of shoal.compression, such as Float16Compression()", Compression)
 
 COMPRESSIONS = ("grad_compression", "state_averaging_compression", "load_state_compression")
@@ -101,6 +103,8 @@ WITHOUT_OUTER = (
     "reuse_grad_buffers", "delay_grad_averaging", "delay_optimizer_step", "grad_averager_factory",
     "average_opt_statistics"
 )  # fmt: skip
+WITHOUT_CLUSTER = ("reuse_grad_buffers", "auxiliary")
+NO_SCALER = "a cluster takes no grad_scaler yet: train in bfloat16, which needs none"
 # Arguments that are as another one where they are None.
 AS_ANOTHER = {
     "allreduce_timeout": "averaging_timeout",
@@ -164,6 +168,7 @@ class Settings:
     metrics_port: Annotated[int | None, PORT]
     outer: Annotated[DiLoCo | None, OUTER]
     error_feedback: Annotated[float | None, FRACTION]
+    cluster: Annotated[Cluster | None, CLUSTER]
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
@@ -194,6 +199,8 @@ class Settings:
         if self.outer is not None and (unused := [name for name in WITHOUT_OUTER if getattr(self, name)]):
             instead = "; DiLoCo(overlap=…) hides the round" if unused[0].startswith("delay") else ""
             raise ValueError(f"outer=DiLoCo(…) averages no gradients, and leaves no use for {unused[0]}{instead}")
+        if self.cluster is not None and (unused := [name for name in WITHOUT_CLUSTER if getattr(self, name)]):
+            raise ValueError(f"cluster=… does not go together with {unused[0]}=True: leave one out")
         if self.auxiliary:
             if self.averager_opts.get("allow_state_sharing"):
                 raise ValueError("auxiliary=True has no state for averager_opts['allow_state_sharing']: leave one out")
@@ -225,6 +232,11 @@ class Settings:
     def counts_steps(self) -> bool:
         """Whether an epoch ends after a number of inner steps."""
         return self.outer is not None and self.outer.inner_steps is not None
+
+    @property
+    def moves_within_epochs(self) -> bool:
+        """Whether a step changes the model's parameters though no epoch ends."""
+        return self.use_local_updates or self.outer is not None
 
     @property
     def min_group(self) -> int:
