@@ -84,8 +84,8 @@ _HOMES = {
     "register_functional_optimizer": "shoal.functional.registry",
 }
 _ROOMS = (
-    "averaging", "cluster", "compression", "dht", "flat", "functional", "health", "integrations", "membership", "monitor", "optim",
-    "outer", "p2p", "remote", "sharding", "simulation"
+    "averaging", "cluster", "compression", "dht", "flat", "functional", "health", "integrations", "membership",
+    "monitor", "optim", "outer", "p2p", "remote", "sharding", "simulation"
 )  # fmt: skip
 __all__ = ["__version__", "compression", "outer", *_HOMES]
 

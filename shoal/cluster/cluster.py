@@ -32,9 +32,9 @@ class Cluster:
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None, *, strands: int = 1) -> None:
         if type(strands) is not int or strands != 1:
-            raise ValueError(f"strands={strands!r}: only strands=1 is built so far, where rank 0 speaks for the cluster")
+            raise ValueError(f"strands={strands!r}: only strands=1 is built so far: rank 0 speaks for all")
         if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError("a Cluster needs the process group of its ranks: call torch.distributed.init_process_group")
+            raise ValueError("a Cluster needs its process group: call torch.distributed.init_process_group first")
         if isinstance(group, DeviceMesh):
             group = _group_of(group)
         elif group is None:

@@ -1,8 +1,8 @@
-"""The ties between the ranks of a cluster: a connection of each to rank 0, over which they report and hear verdicts, and
-which ends when a rank dies.
+"""The ties between the ranks of a cluster: a connection of each to rank 0, over which they report and hear verdicts,
+and which ends when a rank dies.
 
-Collectives of `torch.distributed` do not serve for that: they say an address or nothing of who is lost, and nobody hears
-it who is not in one, such as rank 0 in a round with other peers.
+Collectives of `torch.distributed` do not serve for that: they say an address or nothing of who is lost, and nobody
+hears it who is not in one, such as rank 0 in a round with other peers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 from torch import distributed as dist
@@ -26,7 +26,7 @@ from shoal.cluster.messages import Bye, Hello, Lost, Message, Report, Verdict
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 60.0  # for all ranks to come
-SILENT_SECONDS = 6  # of a machine, after which the kernel ends the connection to it; its processes need not run for that
+SILENT_SECONDS = 6  # of a machine, after which the kernel ends its connections; a process that stands still is there
 MAX_BYTES = 1 << 20  # of a message
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -154,8 +154,8 @@ class Gang:
         """Raises ClusterError if a rank is lost."""
         if self._lost is not None:
             raise ClusterError(
-                f"{self.names[self._lost.rank]} of this cluster is lost ({self._lost.reason}): a cluster lives and dies "
-                "as one; end this process, and start all of its ranks again"
+                f"{self.names[self._lost.rank]} of this cluster is lost ({self._lost.reason}): a cluster lives and "
+                "dies as one; end this process, and start all of its ranks again"
             )
         if self._closed:
             raise ClusterError("this rank has shut its optimizer down")
@@ -180,21 +180,17 @@ class Gang:
     # -- who is lost
 
     def _listen(self) -> None:
+        """In a thread of its own, until this rank leaves."""
         with selectors.DefaultSelector() as selector:
             for rank, tie in self._sockets.items():
                 selector.register(tie, selectors.EVENT_READ, rank)
             selector.register(self._woken, selectors.EVENT_READ)
-            while len(selector.get_map()) > 1:
+            while not self._closed:
                 for key, _ in selector.select():
-                    if key.data is None:  # this rank has left
-                        selector.unregister(self._woken)
-                        self._woken.close()
-                        for tie in self._sockets.values():
-                            tie.close()
-                        return
-                    assert isinstance(key.fileobj, socket.socket)
-                    if not self._read(key.data, key.fileobj):
+                    if key.data is not None and not self._read(key.data, self._sockets[key.data]):
                         selector.unregister(key.fileobj)
+        for each in (self._woken, *self._sockets.values()):
+            each.close()
 
     def _read(self, rank: int, tie: socket.socket) -> bool:
         """Take the next message of a rank. Returns whether more may come."""

@@ -33,8 +33,10 @@ class Whole:
         given = list(params)
         self.model: list[Tensor] = []
         self._whole: list[Tensor] = []
-        is_grouped = bool(given) and isinstance(given[0], dict)
-        self.params = [{**one, "params": self._each(one["params"])} for one in given] if is_grouped else self._each(given)
+        if given and isinstance(given[0], dict):
+            self.params = [{**group, "params": self._each(group["params"])} for group in given]
+        else:
+            self.params = self._each(given)
 
     def _each(self, params: Any) -> list[Any]:
         return [self._one(item) for item in ([params] if isinstance(params, Tensor) else params)]
@@ -108,4 +110,3 @@ class Whole:
 
 def _full(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-

@@ -54,7 +54,7 @@ class Follower(torch.optim.Optimizer):
 
     def _call(self, report: Report) -> bool:
         if not self._trainer.acquire(blocking=False):
-            raise RuntimeError(f"{report.call}() was called while another thread is in this optimizer: one thread trains")
+            raise RuntimeError(f"{report.call}() while another thread is in this optimizer: one thread trains")
         try:
             verdict = self._gang.report(report)
             self.local_epoch = verdict.epoch
@@ -157,4 +157,3 @@ class Follower(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"shoal.Optimizer({self._gang.names[self._gang.rank]}, epoch={self.local_epoch})"
-

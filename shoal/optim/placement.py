@@ -110,8 +110,8 @@ class Placement:
                 )
             raise ValueError(
                 f"{self.name_of(index)} is held by a {wrapper} of {ranks} ranks, and a peer is one process: give "
-                "cluster=shoal.Cluster() in all ranks, which are one peer then; or train the model without that wrapper: "
-                "each process is a peer then, and peers average gradients among themselves"
+                "cluster=shoal.Cluster() in all ranks, which are one peer then; or train the model without that "
+                "wrapper: each process is a peer then, and peers average gradients among themselves"
             )
 
     def _wrapped(self) -> tuple[str, int, int] | None:

@@ -48,19 +48,17 @@ class Speaker:
         Raises:
             ClusterError: if a rank is lost, or has called something else.
         """
-        is_step, error, result = call == "step", None, None
-        if is_step:
+        if call == "step":
             self.whole.gather_gradients()
         reports = self.gang.hear_reports()
         try:
             self._compare(call, reports)
             result = act(samples + sum(report.samples for report in reports))
-        except Exception as raised:
-            error = raised
-        self._tell(error, result, moves)
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
+        except BaseException as error:  # Ctrl-C, too: the others wait for a verdict
+            self._tell(error, None, moves)
+            raise
+        self._tell(None, result, moves)
+        return result
 
     def forget(self) -> None:
         """The parameters of this rank were set otherwise: the others get them in the next call."""
@@ -71,7 +69,8 @@ class Speaker:
         for rank, report in enumerate(reports, 1):
             if report.call != call:
                 raise ClusterError(
-                    f"{names[0]} has called {call} and {names[rank]} {report.call}: all ranks of a cluster make the same calls"
+                    f"{names[0]} has called {call} and {names[rank]} {report.call}: the ranks of a cluster make the "
+                    "same calls"
                 )
         if call != "step" or self._compared:
             return
@@ -83,7 +82,7 @@ class Speaker:
                     "reduce the gradients before `step`"
                 )
 
-    def _tell(self, error: Exception | None, result: object, moves: bool) -> None:
+    def _tell(self, error: BaseException | None, result: object, moves: bool) -> None:
         said = "" if error is None else f"{type(error).__name__}: {error}"[:4096]
         if self.state is None:
             return self.gang.say(Verdict(0, False, error=said))

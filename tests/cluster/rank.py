@@ -90,8 +90,7 @@ def main() -> None:
         optimizer=OPTIMIZERS[told["optimizer"]],
         cluster=shoal.Cluster(strands=1) if told.get("cluster", True) else None,
         min_peers=told.get("min_peers", 1),
-        matchmaking_time=5.0,
-        **told.get("more", {}),
+        matchmaking_time=told.get("matchmaking_time", 5.0),
     )
     print(json.dumps({"made": True}), flush=True)
     try:
@@ -104,13 +103,15 @@ def main() -> None:
             optimizer.step()
             took = time.perf_counter() - began
             optimizer.zero_grad()
-            while optimizer.local_epoch == epoch:
+            while told["waits"] and optimizer.local_epoch == epoch:
                 optimizer.step(batch_size=0)
+                time.sleep(told.get("pause", 0.0))
             print(json.dumps({"epoch": optimizer.local_epoch, "digest": digest_of(model), "step": took}), flush=True)
         optimizer.finish()
         print(json.dumps({"parameters": [p.tolist() for p in whole(model)]}), flush=True)
-    except shoal.ClusterError as error:
-        print(json.dumps({"error": str(error), "time": time.monotonic()}), flush=True)
+    except (ValueError, RuntimeError) as error:
+        said = {"kind": type(error).__name__, "error": str(error), "time": time.monotonic()}
+        print(json.dumps(said), flush=True)
         optimizer.shutdown()
         sys.exit(3)
     finally:
