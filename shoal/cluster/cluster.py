@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,23 +37,21 @@ class Cluster:
             raise ValueError(f"strands={strands!r}: only strands=1 is built so far: rank 0 speaks for all")
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError("a Cluster needs its process group: call torch.distributed.init_process_group first")
+        found: Any = dist.group.WORLD if group is None else group
         if isinstance(group, DeviceMesh):
-            group = _group_of(group)
-        elif group is None:
-            group = dist.group.WORLD
-        if not isinstance(group, dist.ProcessGroup):
+            found = _group_of(group)
+        if not isinstance(found, dist.ProcessGroup):
             raise ValueError(f"group={group!r}: give a process group or a device mesh of which this process is a rank")
-        if dist.get_rank(group) < 0:
+        self.group, self.strands = found, strands
+        self.rank, self.size = dist.get_rank(found), dist.get_world_size(found)
+        if self.rank < 0:
             raise ValueError("this process is not a rank of the group")
-        self.group: dist.ProcessGroup = group
-        self.strands = strands
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def __repr__(self) -> str:
         return f"shoal.Cluster(rank {self.rank} of {self.size}, strands={self.strands})"
 
 
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+def _group_of(mesh: DeviceMesh) -> Any:
     """The group of all ranks of a mesh."""
     if mesh.ndim == 1:
         return mesh.get_group()

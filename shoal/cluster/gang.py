@@ -251,7 +251,8 @@ def _receive(tie: socket.socket) -> Message:
     (length,) = struct.unpack("!I", _exactly(tie, 4))
     if length > MAX_BYTES:
         raise OSError(f"a message of {length} bytes")
-    return _decode(_exactly(tie, length))
+    message: Message = _decode(_exactly(tie, length))
+    return message
 
 
 def _exactly(tie: socket.socket, length: int) -> bytes:

@@ -22,7 +22,7 @@ class Report(msgspec.Struct, tag=1, array_like=True, frozen=True):
     where rank 0 compares them, else b""."""
 
     call: Text
-    samples: int | float = 0
+    samples: Annotated[int, msgspec.Meta(ge=0)] = 0
     digest: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shoal.flat import bytes_of
+
 
 class Whole:
     """A model's parameters at rank 0: those that all ranks hold, and copies of those that are sharded.
@@ -54,7 +56,7 @@ class Whole:
     def _in_one_piece(self, parameter: Tensor) -> Tensor:
         if not isinstance(parameter, DTensor):
             return parameter
-        full = parameter.detach().full_tensor()
+        full = parameter.full_tensor().detach()
         kept = full.clone() if self._is_first else torch.empty_like(full, device="meta")
         return nn.Parameter(kept, requires_grad=parameter.requires_grad)
 
@@ -103,8 +105,7 @@ class Whole:
         hasher = blake3()
         for parameter in self.model:
             if not isinstance(parameter, DTensor) and parameter.grad is not None:
-                plain = parameter.grad.detach().to("cpu").contiguous()
-                hasher.update(memoryview(plain.view(-1).view(torch.uint8).numpy()) if plain.numel() else b"")
+                hasher.update(bytes_of(parameter.grad.detach().to("cpu").contiguous()))
         return hasher.digest()
 
 

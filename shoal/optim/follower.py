@@ -14,7 +14,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.gang import ClusterError, Gang
 from shoal.cluster.messages import Report
 from shoal.cluster.whole import Whole
-from shoal.optim.settings import NO_SCALER, SAMPLES, Settings, make_trained
+from shoal.optim.settings import NO_SCALER, WHOLE_SAMPLES, Settings, make_trained
 
 AT_RANK_0 = ("tip", "tracker", "local_progress", "on_event", "dht", "outer_optimizer", "metrics_port", "scheduler")
 
@@ -85,7 +85,7 @@ class Follower(torch.optim.Optimizer):
             raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
         if grad_scaler is not None:
             raise ValueError(NO_SCALER)
-        batch_size = SAMPLES.check("batch_size", batch_size)
+        batch_size = WHOLE_SAMPLES.check("batch_size", batch_size)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -34,6 +34,7 @@ from shoal.optim.settings import (
     NO_SCALER,
     SAMPLES,
     SECONDS,
+    WHOLE_SAMPLES,
     AnyOptimizer,
     AnyScheduler,
     Params,
@@ -417,6 +418,7 @@ class Optimizer(torch.optim.Optimizer):
                 batch_size = SAMPLES.check("batch_size", batch_size)
             if self._speaker is None:
                 return self._step(closure, batch_size, grad_scaler)
+            batch_size = WHOLE_SAMPLES.check("batch_size", batch_size)
             loss = None  # before the others' samples are asked for: their closures take as long
             if closure is not None:
                 with torch.enable_grad():
@@ -430,7 +432,7 @@ class Optimizer(torch.optim.Optimizer):
             return loss
 
     def _step(
-        self, closure: Callable[[], torch.Tensor] | None, batch_size: float, grad_scaler: GradScaler | None
+        self, closure: Callable[[], torch.Tensor] | None, batch_size: int, grad_scaler: GradScaler | None
     ) -> torch.Tensor | None:
         if not self._begun:  # by now, frameworks have wrapped and changed the model
             cluster = self._settings.cluster

@@ -36,7 +36,7 @@ class Speaker:
         self._sent: Tip | None = None  # whose parameters the others have
         self._compared = False
 
-    def lead(self, call: str, act: Callable[[float], T], samples: float = 0, *, moves: bool = False) -> T:
+    def lead(self, call: str, act: Callable[[int], T], samples: int = 0, *, moves: bool = False) -> T:
         """Make one call for all ranks.
 
         Args:

@@ -27,6 +27,13 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
 }
 
+MODES: dict[str, Any] = {
+    "": {},
+    "diloco": {"outer": shoal.DiLoCo(), "grad_compression": shoal.compression.Float16Compression()},
+    "local updates": {"use_local_updates": True, "delay_state_averaging": False},
+    "delayed": {"delay_grad_averaging": True},
+}
+
 
 class Odd(nn.Module):
     """Rows that no number of ranks divides, a scalar, a tied weight and a frozen layer."""
@@ -61,7 +68,7 @@ def digest_of(model: nn.Module) -> str:
     return blake3(b"".join(p.detach().numpy().tobytes() for p in whole(model))).hexdigest()
 
 
-def wrapped(model: nn.Module, kind: str, size: int) -> nn.Module:
+def wrapped(model: nn.Module, kind: str, size: int) -> Any:
     if kind == "ddp":
         return DistributedDataParallel(model)
     if kind == "fsdp2":
@@ -89,6 +96,7 @@ def main() -> None:
         params=model.parameters(),
         optimizer=OPTIMIZERS[told["optimizer"]],
         cluster=shoal.Cluster(strands=1) if told.get("cluster", True) else None,
+        **MODES[told.get("mode", "")],
         min_peers=told.get("min_peers", 1),
         matchmaking_time=told.get("matchmaking_time", 5.0),
     )

@@ -55,6 +55,19 @@ def test_a_cluster_of_each_kind_and_a_single_peer_train_one_model(tmp_path: Path
         check_numbers(made, optimizer, 5, 6)
 
 
+@pytest.mark.parametrize("mode", ["diloco", "delayed"])
+def test_ranks_have_the_bits_of_rank_0_in_every_mode(tmp_path: Path, mode: str) -> None:
+    """Where inner steps move the model, or a step comes late, peers differ between the ends of epochs: ranks do not."""
+    with clusters(tmp_path, 3, optimizer="sgd", epochs=6, min_peers=2, mode=mode, waits=mode != "delayed") as made:
+        made.add("fsdp2", 2, 0)
+        made.add("plain", 1, 2, cluster=False)
+        assert made.ended() == [[0, 0], [0]], made.logs()
+        assert made.digests(0, 0) == made.digests(0, 1)
+        assert max(made.digests(0, 0)) >= 6
+        if mode == "diloco":
+            assert made.digests(0, 0) == made.digests(1, 0)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["fsdp2", "hsdp"])
 def test_two_clusters_of_four_ranks(tmp_path: Path, kind: str) -> None:
