@@ -14,7 +14,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.gang import ClusterError, Gang
 from shoal.cluster.messages import Report
 from shoal.cluster.whole import Whole
-from shoal.optim.settings import NO_SCALER, WHOLE_SAMPLES, Settings, make_trained
+from shoal.optim.settings import NO_SCALER, WHOLE_SAMPLES, Settings, check_cluster, make_trained
 
 AT_RANK_0 = ("tip", "tracker", "local_progress", "on_event", "dht", "outer_optimizer", "metrics_port", "scheduler")
 
@@ -34,6 +34,7 @@ class Follower(torch.optim.Optimizer):
 
     def __init__(self, cluster: Cluster, given: Mapping[str, Any]) -> None:
         settings = Settings.of({**given, "client_mode": bool(given["client_mode"])})
+        check_cluster(cluster, settings, given["optimizer"], given["params"])
         self.batch_size_per_step, self.local_epoch = settings.batch_size_per_step, 0
         self._moves = settings.moves_within_epochs
         self._extras = list(given["extra_tensors"])

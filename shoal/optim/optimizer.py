@@ -39,6 +39,7 @@ from shoal.optim.settings import (
     AnyScheduler,
     Params,
     Settings,
+    check_cluster,
     make_outer,
     make_trained,
 )
@@ -181,14 +182,6 @@ class Optimizer(torch.optim.Optimizer):
         ClusterError: if a rank of the cluster is lost, or rank 0 has raised an error.
     """
 
-    def __new__(cls, **given: Any) -> Any:
-        """At ranks of a cluster other than 0, a `Follower`."""
-        cluster = given.get("cluster")
-        if not isinstance(cluster, Cluster) or not cluster.rank:
-            return super().__new__(cls)
-        defaults = {name: p.default for name, p in inspect.signature(cls.__init__).parameters.items()}
-        return Follower(cluster, {**defaults, **given})
-
     def __init__(
         self,
         *,
@@ -251,10 +244,12 @@ class Optimizer(torch.optim.Optimizer):
         self._trainer = threading.RLock()  # held by the thread that is in one of the trainer's methods
         extras = list(extra_tensors)
         self._speaker: Speaker | None = None
+        self._ranks = 1  # of this peer
         if cluster is None:
             return self._make(optimizer, params, scheduler, extras, refresh)
-        if params is None or isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError("cluster=… needs params=, and optimizer= as a function: rank 0 makes it for all ranks")
+        check_cluster(cluster, settings, optimizer, params)
+        assert params is not None
+        self._ranks = cluster.size
         self._speaker = speaker = Speaker(cluster, params, extras)
         whole = speaker.whole.params
         try:
@@ -262,6 +257,17 @@ class Optimizer(torch.optim.Optimizer):
         except BaseException:  # Ctrl-C, too: the other ranks must not wait for an optimizer that was not made
             speaker.gang.leave()
             raise
+
+    def __new__(cls, *args: Any, **given: Any) -> Any:
+        """At ranks of a cluster other than 0, a `Follower`."""
+        cluster = given.get("cluster")
+        if not isinstance(cluster, Cluster) or not cluster.rank:
+            return super().__new__(cls)
+        bound = inspect.signature(cls.__init__).bind(None, *args, **given)
+        bound.apply_defaults()
+        return Follower(cluster, bound.arguments)
+
+    __new__.__wrapped__ = __init__  # type: ignore[attr-defined]  # for `inspect.signature`, which looks at it first
 
     def _make(
         self,
@@ -435,8 +441,7 @@ class Optimizer(torch.optim.Optimizer):
         self, closure: Callable[[], torch.Tensor] | None, batch_size: int, grad_scaler: GradScaler | None
     ) -> torch.Tensor | None:
         if not self._begun:  # by now, frameworks have wrapped and changed the model
-            cluster = self._settings.cluster
-            self._replica.placement.refuse_ranks(1 if cluster is None else cluster.size)
+            self._replica.placement.refuse_ranks(self._ranks)
             self._replica.take_over()
             self._begun = True
         if not self.use_local_updates:

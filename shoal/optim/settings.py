@@ -169,7 +169,6 @@ class Settings:
     metrics_port: Annotated[int | None, PORT]
     outer: Annotated[DiLoCo | None, OUTER]
     error_feedback: Annotated[float | None, FRACTION]
-    cluster: Annotated[Cluster | None, CLUSTER]
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
@@ -200,8 +199,6 @@ class Settings:
         if self.outer is not None and (unused := [name for name in WITHOUT_OUTER if getattr(self, name)]):
             instead = "; DiLoCo(overlap=…) hides the round" if unused[0].startswith("delay") else ""
             raise ValueError(f"outer=DiLoCo(…) averages no gradients, and leaves no use for {unused[0]}{instead}")
-        if self.cluster is not None and (unused := [name for name in WITHOUT_CLUSTER if getattr(self, name)]):
-            raise ValueError(f"cluster=… does not go together with {unused[0]}=True: leave one out")
         if self.auxiliary:
             if self.averager_opts.get("allow_state_sharing"):
                 raise ValueError("auxiliary=True has no state for averager_opts['allow_state_sharing']: leave one out")
@@ -274,6 +271,19 @@ class Settings:
             "min_peers": str(self.min_peers),
             **{name: term_of(getattr(self, name).spec) for name in COMPRESSIONS},
         }
+
+
+def check_cluster(cluster: Any, settings: Settings, optimizer: AnyOptimizer, params: Params | None) -> None:
+    """Look whether a cluster can train so.
+
+    Raises:
+        ValueError: with the argument that does not go together with it.
+    """
+    CLUSTER.check("cluster", cluster)
+    if unused := [name for name in WITHOUT_CLUSTER if getattr(settings, name)]:
+        raise ValueError(f"cluster=… does not go together with {unused[0]}=True: leave one out")
+    if params is None or isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError("cluster=… needs params=, and optimizer= as a function: rank 0 makes it for all ranks")
 
 
 def _term(value: float | None) -> str:
