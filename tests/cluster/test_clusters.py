@@ -125,6 +125,7 @@ def test_ranks_with_other_gradients_are_told_to_reduce_them(tmp_path: Path) -> N
         assert "have other gradients" in said["error"]
 
 
+@pytest.mark.long
 def test_a_cluster_of_more_ranks_goes_on_with_the_state_of_the_others(tmp_path: Path) -> None:
     with clusters(tmp_path, 4, optimizer="adamw", epochs=60, pause=0.01) as made:
         made.add("ddp", 2, 0)
