@@ -6,8 +6,8 @@
 (Two on one machine: give the second torchrun another --master-port.)
 
 Inside a cluster the model is sharded by `fully_shard` (FSDP2), over NCCL where there are GPUs, else over gloo. What is
-Shoal's here: `shoal.Cluster`, the DHT of rank 0, and `shoal.Optimizer`, which every rank makes and steps. With `--drift`
-clusters send each other every 16 steps how far they have moved, instead of every gradient (DiLoCo).
+Shoal's here: `shoal.Cluster`, the DHT of rank 0, and `shoal.Optimizer`, which every rank makes and steps. With
+`--drift` clusters send each other every 16 steps how far they have moved, instead of every gradient (DiLoCo).
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
@@ -75,6 +76,12 @@ def wrapped(model: nn.Module, kind: str, size: int) -> Any:
         return fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
     if kind == "hsdp":
         return fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("copies", "shards")))
+    if kind == "colwise":  # Shard(0)
+        plan: Any = {"first": ColwiseParallel(output_layouts=Replicate())}
+        return parallelize_module(model, init_device_mesh("cpu", (size,)), plan)
+    if kind == "rowwise":  # Shard(1)
+        plan = {"first": RowwiseParallel(input_layouts=Replicate())}
+        return parallelize_module(model, init_device_mesh("cpu", (size,)), plan)
     return model
 
 
@@ -84,6 +91,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
     model = Odd()
+    has_same_samples = told["kind"] in ("colwise", "rowwise")
     module = wrapped(model, told["kind"], size)
     dht = shoal.DHT(initial_peers=told["initial_peers"], start=True) if rank == 0 else None
     if dht is not None:
@@ -92,7 +100,7 @@ def main() -> None:
         dht=dht,
         run_id="clusters",
         target_batch_size=told["target"],
-        batch_size_per_step=4,
+        batch_size_per_step=4 // size if has_same_samples else 4,
         params=model.parameters(),
         optimizer=OPTIMIZERS[told["optimizer"]],
         cluster=shoal.Cluster(strands=1) if told.get("cluster", True) else None,
@@ -105,7 +113,7 @@ def main() -> None:
         while optimizer.local_epoch < told["epochs"]:
             epoch = optimizer.local_epoch
             optimizer.zero_grad()
-            inputs, outputs = batch_of(epoch, told["first"] + rank)
+            inputs, outputs = batch_of(epoch, told["first"] + (0 if has_same_samples else rank))
             nn.functional.mse_loss(module(inputs), outputs).backward()
             began = time.perf_counter()
             optimizer.step()

@@ -55,6 +55,16 @@ def test_a_cluster_of_each_kind_and_a_single_peer_train_one_model(tmp_path: Path
         check_numbers(made, optimizer, 5, 6)
 
 
+@pytest.mark.parametrize("kind", ["colwise", "rowwise"])
+def test_tensor_parallel_ranks_count_their_samples_once(tmp_path: Path, kind: str) -> None:
+    with clusters(tmp_path, 2, optimizer="adamw", epochs=4, min_peers=2) as made:
+        made.add(kind, 2, 0)
+        made.add("plain", 1, 1, cluster=False)
+        assert made.ended() == [[0, 0], [0]], made.logs()
+        check_alike(made, 4)
+        check_numbers(made, "adamw", 2, 4)
+
+
 @pytest.mark.parametrize("mode", ["diloco", "delayed"])
 def test_ranks_have_the_bits_of_rank_0_in_every_mode(tmp_path: Path, mode: str) -> None:
     """Where inner steps move the model, or a step comes late, peers differ between the ends of epochs: ranks do not."""
