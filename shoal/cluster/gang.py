@@ -7,6 +7,7 @@ hears it who is not in one, such as rank 0 in a round with other peers.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import os
@@ -16,7 +17,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 from torch import distributed as dist
@@ -26,6 +27,8 @@ from shoal.cluster.messages import Bye, Hello, Lost, Message, Report, Verdict
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 60.0  # for all ranks to come
+HELLO_SECONDS = 5.0  # for one that has come to say who it is
+LOSS_SECONDS = 5.0  # after a collective has failed, for the loss of a rank to be seen
 SILENT_SECONDS = 6  # of a machine, after which the kernel ends its connections; a process that stands still is there
 MAX_BYTES = 1 << 20  # of a message
 
@@ -59,37 +62,45 @@ class Gang:
         self._left: set[int] = set()
         self._lost: Lost | None = None
         self._closed = self._awaited = False
+        self._sending = threading.Lock()  # a loss is told from the thread that sees it
         self._on_lost: Callable[[], object] = lambda: None
-        self._sockets = self._meet(group, is_one_host=len({host for host, _ in found}) == 1)
+        self._sockets = self._meet(group, [host for host, _ in found])
         self._wake, self._woken = socket.socketpair()
         threading.Thread(target=self._listen, name="shoal-cluster", daemon=True).start()
 
     # -- how they meet
 
-    def _meet(self, group: dist.ProcessGroup, *, is_one_host: bool) -> dict[int, socket.socket]:
+    def _meet(self, group: dist.ProcessGroup, hosts: list[str]) -> dict[int, socket.socket]:
         """The connections of this rank: to all others at rank 0, else to rank 0.
 
         Raises:
             ClusterError: if they cannot be made.
         """
         source = dist.get_global_rank(group, 0)
-        told: list[tuple[str, int, bytes]] = [("", 0, b"")]
+        told: list[tuple[list[str], int, bytes]] = [([], 0, b"")]
         if self.rank:
             dist.broadcast_object_list(told, source, group=group)
-            address, port, token = told[0]
-            try:
-                tie = socket.create_connection((address, port), CONNECT_SECONDS)
-                _send(tie, Hello(self.rank, token))
-            except OSError as error:
-                raise ClusterError(f"{self.names[0]} is not reached at {address} port {port}: {error}") from error
+            addresses, port, token = told[0]
+            tie = self._dial(addresses, port)
+            _send(tie, Hello(self.rank, token))
             return {0: _held(tie)}
-        address = "127.0.0.1" if is_one_host else socket.gethostbyname(socket.gethostname())
-        with socket.create_server((address, 0)) as server:
+        others = [host for host in hosts if host != hosts[0]]
+        with socket.create_server(("0.0.0.0" if others else "127.0.0.1", 0)) as server:
             token = secrets.token_bytes(32)
-            told[0] = (address, server.getsockname()[1], token)
+            addresses = ["127.0.0.1"] if not others else _addresses(others[0], is_master=source == 0)
+            told[0] = (addresses, server.getsockname()[1], token)
             dist.broadcast_object_list(told, source, group=group)
             server.settimeout(CONNECT_SECONDS)
             return self._accept(server, token)
+
+    def _dial(self, addresses: list[str], port: int) -> socket.socket:
+        failed = []
+        for address in addresses:
+            try:
+                return socket.create_connection((address, port), CONNECT_SECONDS / len(addresses))
+            except OSError as error:
+                failed.append(f"{address} port {port}: {error}")
+        raise ClusterError(f"{self.names[self.rank]} does not reach {self.names[0]} at {'; '.join(failed)}")
 
     def _accept(self, server: socket.socket, token: bytes) -> dict[int, socket.socket]:
         ties: dict[int, socket.socket] = {}
@@ -99,7 +110,7 @@ class Gang:
             except TimeoutError:
                 missing = [self.names[rank] for rank in range(1, self.size) if rank not in ties]
                 raise ClusterError(f"{', '.join(missing)} did not connect in {CONNECT_SECONDS:g} s") from None
-            tie.settimeout(CONNECT_SECONDS)
+            tie.settimeout(HELLO_SECONDS)
             try:
                 hello = _receive(tie)
             except (OSError, msgspec.MsgspecError):
@@ -124,10 +135,25 @@ class Gang:
         self._awaited = isinstance(message, Report)
         for rank, tie in self._sockets.items():
             try:
-                _send(tie, message)
+                with self._sending:
+                    _send(tie, message)
             except OSError as error:
                 self._lose(rank, str(error))
         self.check()
+
+    @contextlib.contextmanager
+    def collectives(self) -> Iterator[None]:
+        """Within, collectives that fail because a rank is lost raise ClusterError."""
+        try:
+            yield
+        except RuntimeError as error:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lost is not None, LOSS_SECONDS)
+            try:
+                self.check()
+            except ClusterError as why:
+                raise why from error
+            raise
 
     def hear_reports(self) -> list[Report]:
         """The report of each other rank, in their order; they wait for a verdict from now on. Raises ClusterError."""
@@ -172,7 +198,8 @@ class Gang:
             self._closed = True
         for tie in self._sockets.values():
             try:
-                _send(tie, Bye())
+                with self._sending:
+                    _send(tie, Bye())
             except OSError as error:
                 log.debug("a rank is gone already: %s", error)
         self._wake.close()
@@ -223,10 +250,20 @@ class Gang:
         for other, tie in self._sockets.items():
             if self.rank == 0 and other != rank:
                 try:
-                    _send(tie, self._lost)
+                    with self._sending:
+                        _send(tie, self._lost)
                 except OSError as error:
                     log.debug("%s is gone, too: %s", self.names[other], error)
         threading.Thread(target=self._on_lost, name="shoal-cluster-lost", daemon=True).start()
+
+
+def _addresses(other: str, *, is_master: bool) -> list[str]:
+    """Where ranks on other hosts, of which `other` is one, may reach this host."""
+    found = [os.environ["MASTER_ADDR"]] if is_master and "MASTER_ADDR" in os.environ else []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))  # sends nothing: the kernel chooses the address
+        found.append(probe.getsockname()[0])
+    return list(dict.fromkeys([*found, socket.gethostname()]))
 
 
 def _held(tie: socket.socket) -> socket.socket:

@@ -36,7 +36,7 @@ class Follower(torch.optim.Optimizer):
         settings = Settings.of({**given, "client_mode": bool(given["client_mode"])})
         check_cluster(cluster, settings, given["optimizer"], given["params"])
         self.batch_size_per_step, self.local_epoch = settings.batch_size_per_step, 0
-        self._moves = settings.moves_within_epochs
+        self._in_background = settings.in_background
         self._extras = list(given["extra_tensors"])
         self._gang, self._whole = Gang(cluster.group), Whole(cluster.group, given["params"])
         self._compared = self._ready = False
@@ -62,7 +62,8 @@ class Follower(torch.optim.Optimizer):
             for group, options in zip(self.param_groups, verdict.options, strict=False):
                 group.update(options)
             if verdict.changed:
-                self._whole.spread(self._extras)
+                with self._gang.collectives():
+                    self._whole.spread(self._extras)
         finally:
             self._trainer.release()
         if verdict.error:
@@ -91,7 +92,8 @@ class Follower(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._whole.gather_gradients()
+        with self._gang.collectives():
+            self._whole.gather_gradients()
         digest = b"" if self._compared else self._whole.digest()
         self._call(Report("step", batch_size, digest))
         self._compared = True
@@ -111,8 +113,10 @@ class Follower(torch.optim.Optimizer):
         self._call(Report("load_kept_state"))
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch alone: rank 0 has the state of the whole cluster, and saves it for all."""
-        self._call(Report("state_dict"))
+        """The epoch alone: rank 0 has the state of the whole cluster, and saves it for all. Where steps are delayed,
+        all ranks call it at once, since the step that rank 0 waits for moves the parameters."""
+        if self._in_background:
+            self._call(Report("state_dict"))
         return {"state": {"local_epoch": self.local_epoch}, "param_groups": []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

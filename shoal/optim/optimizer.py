@@ -517,6 +517,8 @@ class Optimizer(torch.optim.Optimizer):
         rounding.
         """
         with self._in_trainer("state_dict"):
+            if not self._settings.in_background:  # nothing moves the parameters, so the other ranks need not be there
+                return self._epoch.state_dict()
             return self._lead("state_dict", self._epoch.state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -49,7 +49,8 @@ class Speaker:
             ClusterError: if a rank is lost, or has called something else.
         """
         if call == "step":
-            self.whole.gather_gradients()
+            with self.gang.collectives():
+                self.whole.gather_gradients()
         reports = self.gang.hear_reports()
         try:
             self._compare(call, reports)
@@ -91,5 +92,6 @@ class Speaker:
         options = [{name: value for name, value in group.items() if type(value) is float} for group in groups]
         self.gang.say(Verdict(tip.epoch, changed, options, said, bool(result)))
         if changed:
-            self.whole.spread(self._extras)
+            with self.gang.collectives():
+                self.whole.spread(self._extras)
             self._sent = tip

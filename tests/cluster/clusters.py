@@ -31,7 +31,7 @@ class Clusters:
     def add(self, kind: str, size: int, first: int, **options: Any) -> list[ForkedProcess]:
         """Start one; `first`: whose part of the samples its rank 0 has."""
         folder = self.folder / f"cluster {len(self.all)}"
-        folder.mkdir()
+        folder.mkdir(parents=True)
         told = {**self._run, "kind": kind, "size": size, "first": first, "folder": str(folder), **options}
         told["initial_peers"] = [(self.folders[0] / "address").read_text()] if self.folders else []
         ranks = [

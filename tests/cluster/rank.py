@@ -91,6 +91,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
     model = Odd()
+    kept = torch.load(told["load"]) if "load" in told else None
+    if kept is not None:
+        model.load_state_dict(kept["model"])
     has_same_samples = told["kind"] in ("colwise", "rowwise")
     module = wrapped(model, told["kind"], size)
     dht = shoal.DHT(initial_peers=told["initial_peers"], start=True) if rank == 0 else None
@@ -108,6 +111,8 @@ def main() -> None:
         min_peers=told.get("min_peers", 1),
         matchmaking_time=told.get("matchmaking_time", 5.0),
     )
+    if kept is not None:
+        optimizer.load_state_dict(kept["optimizer"])
     print(json.dumps({"made": True}), flush=True)
     try:
         while optimizer.local_epoch < told["epochs"]:
@@ -123,6 +128,11 @@ def main() -> None:
                 optimizer.step(batch_size=0)
                 time.sleep(told.get("pause", 0.0))
             print(json.dumps({"epoch": optimizer.local_epoch, "digest": digest_of(model), "step": took}), flush=True)
+        if "save" in told:
+            tensors = dict(zip([name for name, _ in model.named_parameters()], whole(model), strict=True))
+            if rank == 0:
+                tensors["again.weight"] = tensors["tied.weight"]
+                torch.save({"model": tensors, "optimizer": optimizer.state_dict()}, told["save"])
         optimizer.finish()
         print(json.dumps({"parameters": [p.tolist() for p in whole(model)]}), flush=True)
     except (ValueError, RuntimeError) as error:

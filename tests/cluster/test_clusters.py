@@ -135,6 +135,18 @@ def test_ranks_with_other_gradients_are_told_to_reduce_them(tmp_path: Path) -> N
         assert "have other gradients" in said["error"]
 
 
+def test_a_checkpoint_of_rank_0_goes_on_in_a_cluster_of_another_kind(tmp_path: Path) -> None:
+    file = str(tmp_path / "checkpoint")
+    with clusters(tmp_path / "first", 2, optimizer="adamw", epochs=3, save=file) as made:
+        made.add("ddp", 2, 0)
+        assert made.ended() == [[0, 0]], made.logs()
+    with clusters(tmp_path / "second", 2, optimizer="adamw", epochs=6, load=file) as made:
+        made.add("fsdp2", 2, 0)
+        assert made.ended() == [[0, 0]], made.logs()
+        assert list(made.digests(0, 1)) == [4, 5, 6]
+        check_numbers(made, "adamw", 2, 6)
+
+
 @pytest.mark.long
 def test_a_cluster_of_more_ranks_goes_on_with_the_state_of_the_others(tmp_path: Path) -> None:
     with clusters(tmp_path, 4, optimizer="adamw", epochs=60, pause=0.01) as made:
