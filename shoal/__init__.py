@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from shoal.averaging.control import AveragingStage as AveragingStage
     from shoal.averaging.control import RoundReport as RoundReport
     from shoal.averaging.control import StepControl as StepControl
+    from shoal.cluster.cluster import Cluster as Cluster
+    from shoal.cluster.gang import ClusterError as ClusterError
     from shoal.dht.dht import DHT as DHT
     from shoal.dht.records import ValueWithExpiration as ValueWithExpiration
     from shoal.dht.records import get_dht_time as get_dht_time
@@ -49,6 +51,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "AveragingError": "shoal.swarm.protocol.errors",
     "AveragingStage": "shoal.averaging.control",
+    "Cluster": "shoal.cluster.cluster",
+    "ClusterError": "shoal.cluster.gang",
     "ContiguousParams": "shoal.flat.contiguous",
     "DHT": "shoal.dht.dht",
     "DecentralizedAverager": "shoal.averaging.averager",
@@ -80,8 +84,8 @@ _HOMES = {
     "register_functional_optimizer": "shoal.functional.registry",
 }
 _ROOMS = (
-    "averaging", "compression", "dht", "flat", "functional", "health", "integrations", "membership", "monitor", "optim",
-    "outer", "p2p", "remote", "sharding", "simulation"
+    "averaging", "cluster", "compression", "dht", "flat", "functional", "health", "integrations", "membership",
+    "monitor", "optim", "outer", "p2p", "remote", "sharding", "simulation"
 )  # fmt: skip
 __all__ = ["__version__", "compression", "outer", *_HOMES]
 

@@ -52,7 +52,7 @@ class FlatBuffer:
             if type(tensor.detach()) is not Tensor:
                 raise ValueError(
                     f"tensor {index} is a {type(tensor.detach()).__name__}: flat memory holds plain tensors only, and "
-                    "none that are sharded over ranks (fully_shard) or quantized"
+                    "none that are sharded over ranks (fully_shard: give shoal.Optimizer cluster=) or quantized"
                 )
         refuse_shared_memory(tensors)
         buffer = cls(Layout.of(tensors), pinned=pinned)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.cluster.cluster import Cluster
 from shoal.compression import Compression
 from shoal.dht.dht import DHT
 from shoal.health.metrics import Metrics, MetricsServer, families
@@ -22,27 +24,34 @@ from shoal.optim.diloco import DiLoCo
 from shoal.optim.epoch import Epoch
 from shoal.optim.epoch_round import make_gradients, make_run
 from shoal.optim.epoch_scheduler import wraps
+from shoal.optim.follower import Follower
 from shoal.optim.grad_averager import AveragerGradients, GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.host_copy import HostCopy
-from shoal.optim.progress import LocalProgress, RunProgress, refresh_of
+from shoal.optim.progress import LocalProgress, Refresh, RunProgress, refresh_of
 from shoal.optim.reports import Event, ReachabilityReport, fields_of_event
 from shoal.optim.settings import (
+    NO_SCALER,
     SAMPLES,
     SECONDS,
+    WHOLE_SAMPLES,
     AnyOptimizer,
     AnyScheduler,
     Params,
     Settings,
+    check_cluster,
     make_outer,
     make_trained,
 )
+from shoal.optim.speaker import Speaker
 from shoal.optim.state import Replica
 from shoal.optim.vitals import Vitals
 from shoal.swarm.gates import admit_to
 from shoal.swarm.protocol.errors import AveragingError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -67,7 +76,8 @@ class Optimizer(torch.optim.Optimizer):
     move the model, and change its layers, before; values may be loaded into it afterwards, also with `assign=True`.
 
     Args:
-        dht: this peer's place in the DHT, started. It stays when the optimizer is shut down.
+        dht: this peer's place in the DHT, started. It stays when the optimizer is shut down. Of a cluster, only rank 0
+            needs one.
         run_id: names the run: peers of one run_id train together.
         target_batch_size: samples of all peers per epoch; may be None only with `DiLoCo(inner_steps=…)`.
         batch_size_per_step: samples behind the gradients of one `step`, unless `step` is given another number.
@@ -144,6 +154,9 @@ class Optimizer(torch.optim.Optimizer):
         error_feedback: how much of what a lossy `grad_compression` has lost of this peer's gradients (or drifts) in the
             rounds before is added to its next ones: over 0.0 and at most 1.0, which is all (Karimireddy et al. 2019,
             arXiv 1901.09847). Takes memory of the gradients' size, twice that during a round. None: nothing.
+        cluster: the ranks that are this peer together, see `shoal.Cluster`. All of them make the optimizer, with the
+            same arguments, and every call of it, at once; `batch_size` is of each rank. Needs `params`, and an
+            `optimizer` function. Rank 0 is the peer: the other ranks' optimizers hold no state.
         metrics_port: serve this peer's metrics for Prometheus on this port of 127.0.0.1, at `/metrics`; 0 for any free
             one (see `metrics_port`); None for none.
 
@@ -166,12 +179,13 @@ class Optimizer(torch.optim.Optimizer):
     Raises:
         ValueError: for arguments that make no sense, alone or together.
         OSError: if `metrics_port` is taken.
+        ClusterError: if a rank of the cluster is lost, or rank 0 has raised an error.
     """
 
     def __init__(
         self,
         *,
-        dht: DHT,
+        dht: DHT | None = None,
         run_id: str,
         target_batch_size: int | None = None,
         batch_size_per_step: int | None = None,
@@ -210,7 +224,10 @@ class Optimizer(torch.optim.Optimizer):
         metrics_port: int | None = None,
         outer: DiLoCo | None = None,
         error_feedback: float | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
+        if dht is None:
+            raise ValueError("dht= is missing: give a shoal.DHT, started")
         client_mode = dht.client_mode if client_mode is None else client_mode
         if dht.client_mode and not client_mode:
             raise ValueError("client_mode=False, but the DHT is in client mode and can't be dialled: leave it out")
@@ -219,6 +236,49 @@ class Optimizer(torch.optim.Optimizer):
         if verbose:
             _show_what_happens()
         admit_to(lambda: dht.node, run_id, membership)
+        self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
+        self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
+        self.use_local_updates, self.reuse_grad_buffers = use_local_updates, reuse_grad_buffers
+        self.on_event: Callable[[Event], None] | None = None
+        self._ready = self._closed = self._begun = False
+        self._trainer = threading.RLock()  # held by the thread that is in one of the trainer's methods
+        extras = list(extra_tensors)
+        self._speaker: Speaker | None = None
+        self._ranks = 1  # of this peer
+        if cluster is None:
+            return self._make(optimizer, params, scheduler, extras, refresh)
+        check_cluster(cluster, settings, optimizer, params)
+        assert params is not None
+        self._ranks = cluster.size
+        self._speaker = speaker = Speaker(cluster, params, extras)
+        whole = speaker.whole.params
+        try:
+            speaker.lead("shoal.Optimizer", lambda _: self._make(optimizer, whole, scheduler, extras, refresh))
+        except BaseException:  # Ctrl-C, too: the other ranks must not wait for an optimizer that was not made
+            speaker.gang.leave()
+            raise
+
+    def __new__(cls, *args: Any, **given: Any) -> Any:
+        """At ranks of a cluster other than 0, a `Follower`."""
+        cluster = given.get("cluster")
+        if not isinstance(cluster, Cluster) or not cluster.rank:
+            return super().__new__(cls)
+        bound = inspect.signature(cls.__init__).bind(None, *args, **given)
+        bound.apply_defaults()
+        return Follower(cluster, bound.arguments)
+
+    __new__.__wrapped__ = __init__  # type: ignore[attr-defined]  # for `inspect.signature`, which looks at it first
+
+    def _make(
+        self,
+        optimizer: AnyOptimizer,
+        params: Params | None,
+        scheduler: AnyScheduler | None,
+        extra_tensors: list[torch.Tensor],
+        refresh: Refresh,
+    ) -> None:
+        """Join the run."""
+        settings, dht = self._settings, self.dht
         self._host: HostCopy | None = None  # on which `optimizer` steps, if it does not step the model
         self.outer_optimizer: torch.optim.Optimizer | None = None
         shared: tuple[torch.optim.Optimizer, LRScheduler | None]
@@ -233,19 +293,13 @@ class Optimizer(torch.optim.Optimizer):
             shared = self.outer_optimizer, None
         wrapped = self.optimizer
         wraps(self, wrapped)
-        self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
-        self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
-        self.use_local_updates, self.reuse_grad_buffers = use_local_updates, reuse_grad_buffers
-        scale_by_own_rules(self, reuse_grad_buffers)  # so torch's own scaler comes to `step`, which refuses it
-        self.on_event: Callable[[Event], None] | None = None
-        self._ready = self._closed = self._begun = False
-        self._trainer = threading.RLock()  # held by the thread that is in one of the trainer's methods
+        scale_by_own_rules(self, self.reuse_grad_buffers)  # so torch's own scaler comes to `step`, which refuses it
         super().__init__([dict(group) for group in self._groups()], wrapped.defaults)
         self.param_groups, self.state = self._groups(), wrapped.state
         self._ready = True
 
-        self._replica = replica = Replica(*shared, list(extra_tensors), settings, host)
-        if replica.placement.unshared and not auxiliary:
+        self._replica = replica = Replica(*shared, extra_tensors, settings, host)
+        if replica.placement.unshared and not self.auxiliary:
             layers = ", ".join(f"{count} {kind}" for kind, count in replica.placement.unshared.items())
             log.warning(
                 "%s of the model keep running statistics that are not in extra_tensors: each peer goes on with its "
@@ -255,7 +309,7 @@ class Optimizer(torch.optim.Optimizer):
         self._gradients = make_gradients(settings, replica, wrapped, self.scheduler, dht)
         self._run = run = make_run(settings, dht, replica, self._gradients, wrapped, self.scheduler)
         self.tracker = RunProgress(
-            run, settings.target, refresh, alpha=performance_ema_alpha, may_wait=not settings.in_background
+            run, settings.target, refresh, alpha=settings.performance_ema_alpha, may_wait=not settings.in_background
         )
         accumulation = Accumulation(self, settings, run, replica, self._gradients)
         self._epoch = Epoch(settings, run, replica, accumulation, self.tracker, self._tell)
@@ -263,12 +317,12 @@ class Optimizer(torch.optim.Optimizer):
             run,
             self.tracker,
             self._epoch,
-            compares=not (use_local_updates or auxiliary),
+            compares=not (self.use_local_updates or self.auxiliary),
             counts_steps=settings.counts_steps,
         )
         self._metrics: MetricsServer | None = None
-        if metrics_port is not None:
-            self._metrics = MetricsServer(metrics_port, self._collect)
+        if settings.metrics_port is not None:
+            self._metrics = MetricsServer(settings.metrics_port, self._collect)
         self.metrics_port = None if self._metrics is None else self._metrics.port
         try:
             run.start(self._epoch.donor)
@@ -282,6 +336,13 @@ class Optimizer(torch.optim.Optimizer):
         except BaseException:  # Ctrl-C, too: the others must not count an optimizer that was not made
             self.shutdown()
             raise
+        if self._speaker is not None:
+            self._speaker.state = lambda: (self._epoch.applied, self.param_groups)
+            self._speaker.gang.when_lost(lambda: run.stop(settings.shutdown_timeout))
+
+    def _lead(self, call: str, act: Callable[[], T]) -> T:
+        """Do that for all ranks of the cluster, if there is one."""
+        return act() if self._speaker is None else self._speaker.lead(call, lambda _: act())
 
     # -- training
 
@@ -354,24 +415,44 @@ class Optimizer(torch.optim.Optimizer):
                 return None
             if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
                 raise ValueError(f"grad_scaler= is a {type(grad_scaler).__name__}: give a shoal.GradScaler")
+            if grad_scaler is not None and self._speaker is not None:
+                raise ValueError(NO_SCALER)
             batch_size = self.batch_size_per_step if batch_size is None else batch_size
             if batch_size is None:
                 raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
             if not (type(batch_size) is int and batch_size >= 0):
                 batch_size = SAMPLES.check("batch_size", batch_size)
-            if not self._begun:  # by now, frameworks have wrapped and changed the model
-                self._replica.placement.refuse_ranks()
-                self._replica.take_over()
-                self._begun = True
-            if not self.use_local_updates:
-                self._replica.options.look(self.local_epoch)
-            self._epoch.take_result(wait=False)
-            loss = None
+            if self._speaker is None:
+                return self._step(closure, batch_size, grad_scaler)
+            batch_size = WHOLE_SAMPLES.check("batch_size", batch_size)
+            loss = None  # before the others' samples are asked for: their closures take as long
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self._epoch.advance(batch_size, grad_scaler)
+            self._speaker.lead(
+                "step",
+                lambda samples: self._step(None, samples, None),
+                batch_size,
+                moves=self._settings.moves_within_epochs,
+            )
             return loss
+
+    def _step(
+        self, closure: Callable[[], torch.Tensor] | None, batch_size: int, grad_scaler: GradScaler | None
+    ) -> torch.Tensor | None:
+        if not self._begun:  # by now, frameworks have wrapped and changed the model
+            self._replica.placement.refuse_ranks(self._ranks)
+            self._replica.take_over()
+            self._begun = True
+        if not self.use_local_updates:
+            self._replica.options.look(self.local_epoch)
+        self._epoch.take_result(wait=False)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._epoch.advance(batch_size, grad_scaler)
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the parameters' `.grad`, as torch does. What `step` has accumulated stays.
@@ -381,6 +462,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self.reuse_grad_buffers:
             raise ValueError("reuse_grad_buffers=True accumulates in .grad: do not call zero_grad, which would lose it")
+        if self._speaker is not None:
+            self._speaker.whole.clear(set_to_none)
         super().zero_grad(set_to_none)
 
     # -- the state
@@ -402,7 +485,7 @@ class Optimizer(torch.optim.Optimizer):
         timeout = SECONDS.check("timeout", timeout)
         with self._in_trainer("load_state_from_peers"):
             self._check_dht()
-            return self._epoch.load_state(timeout)
+            return self._lead("load_state_from_peers", lambda: self._epoch.load_state(timeout))
 
     @property
     def tip(self) -> str:
@@ -421,7 +504,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         with self._in_trainer("load_kept_state"):
             self._check_dht()
-            self._epoch.load_kept(path)
+            self._lead("load_kept_state", lambda: self._epoch.load_kept(path))
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict, with the epoch (`["state"]["local_epoch"]`), the run's lineage and the
@@ -434,7 +517,9 @@ class Optimizer(torch.optim.Optimizer):
         rounding.
         """
         with self._in_trainer("state_dict"):
-            return self._epoch.state_dict()
+            if not self._settings.in_background:  # nothing moves the parameters, so the other ranks need not be there
+                return self._epoch.state_dict()
+            return self._lead("state_dict", self._epoch.state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state dict of this class, or of the wrapped optimizer's (then at the present epoch). Load the
@@ -448,7 +533,9 @@ class Optimizer(torch.optim.Optimizer):
         with self._in_trainer("load_state_dict"):
             if not self._closed:
                 self._check_dht()
-            self._epoch.load_state_dict(state_dict)
+            if self._speaker is not None:
+                self._speaker.forget()
+            self._lead("load_state_dict", lambda: self._epoch.load_state_dict(state_dict))
         self.param_groups, self.state = self._groups(), self.optimizer.state
 
     def _groups(self) -> Any:
@@ -556,6 +643,8 @@ class Optimizer(torch.optim.Optimizer):
         if self._closed:
             return
         self._closed = True
+        if self._speaker is not None:
+            self._speaker.gang.leave()
         timeout = self._settings.shutdown_timeout
         self._close_metrics()
         if self.dht.is_alive():

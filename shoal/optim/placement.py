@@ -85,21 +85,33 @@ class Placement:
                     "optimizer was made: convert or move the model before that"
                 )
 
-    def refuse_ranks(self) -> None:
+    def refuse_ranks(self, cluster: int = 1) -> None:
         """Look for wrappers that communicate with other ranks. Each rank would be a peer, and a rank that waits in a
         round for one that waits in the backward pass would wait forever.
 
+        Args:
+            cluster: how many ranks are this peer.
+
         Raises:
-            ValueError: if such a wrapper of several ranks holds one of the parameters.
+            ValueError: if a wrapper of several ranks holds one of the parameters: with a cluster, one of other ranks,
+                or one that shards parameters without saying so (FullyShardedDataParallel).
         """
         if not (distributed.is_available() and distributed.is_initialized()) or self._wrapped() is None:
             return
         gc.collect()  # a wrapper that nobody uses any more does no harm
         if (found := self._wrapped()) is not None:
             wrapper, ranks, index = found
+            if cluster == ranks and wrapper == "DistributedDataParallel":
+                return
+            if cluster > 1:
+                raise ValueError(
+                    f"{self.name_of(index)} is held by a {wrapper} of {ranks} ranks, and a cluster of {cluster} needs "
+                    f"DistributedDataParallel or fully_shard over all of its ranks"
+                )
             raise ValueError(
-                f"{self.name_of(index)} is held by a {wrapper} of {ranks} ranks, and a peer is one process: train the "
-                "model without that wrapper; each process is a peer then, and peers average gradients among themselves"
+                f"{self.name_of(index)} is held by a {wrapper} of {ranks} ranks, and a peer is one process: give "
+                "cluster=shoal.Cluster() in all ranks, which are one peer then; or train the model without that "
+                "wrapper: each process is a peer then, and peers average gradients among themselves"
             )
 
     def _wrapped(self) -> tuple[str, int, int] | None:

@@ -15,6 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.averaging.options import term_of
+from shoal.cluster.cluster import Cluster
 from shoal.compression import Compression, NoCompression, check_for_state
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.host_copy import HostCopy
@@ -72,6 +73,7 @@ NUMBER = (int, float)
 SECONDS = Kind("a positive number of seconds, at most a day (86400)", NUMBER, lambda number: 0 < number <= 86400)
 FRACTION = Kind("a number over 0 and at most 1", NUMBER, lambda number: 0 < number <= 1)
 POSITIVE = Kind("a number over 0", NUMBER, lambda number: 0 < number < math.inf)
+WHOLE_SAMPLES = Kind("a whole number of samples, at least 0", int, lambda number: number >= 0)
 SAMPLES = Kind("a number of samples, at least 0", NUMBER, lambda number: 0 <= number < math.inf)
 TARGET = Kind("a number of samples, at least 1", NUMBER, lambda number: 1 <= number < math.inf)
 NOT_NEGATIVE = Kind("a number, at least 0", NUMBER, lambda number: 0 <= number < math.inf)
@@ -87,6 +89,7 @@ RUN_ID = Kind("a text of 1 to 100 characters", str, lambda text: 1 <= len(text) 
 NAMES = Kind("a list of names", (list, tuple), lambda names: all(isinstance(name, str) for name in names))
 FOLDER = Kind("the name of a folder", (str, os.PathLike))
 OUTER = Kind("a shoal.DiLoCo", DiLoCo)
+CLUSTER = Kind("a shoal.Cluster", Cluster)
 COMPRESSION = Kind("one of shoal.compression, such as Float16Compression()", Compression)
 
 COMPRESSIONS = ("grad_compression", "state_averaging_compression", "load_state_compression")
@@ -101,6 +104,8 @@ WITHOUT_OUTER = (
     "reuse_grad_buffers", "delay_grad_averaging", "delay_optimizer_step", "grad_averager_factory",
     "average_opt_statistics"
 )  # fmt: skip
+WITHOUT_CLUSTER = ("reuse_grad_buffers", "auxiliary")
+NO_SCALER = "a cluster takes no grad_scaler yet: train in bfloat16, which needs none"
 # Arguments that are as another one where they are None.
 AS_ANOTHER = {
     "allreduce_timeout": "averaging_timeout",
@@ -227,6 +232,11 @@ class Settings:
         return self.outer is not None and self.outer.inner_steps is not None
 
     @property
+    def moves_within_epochs(self) -> bool:
+        """Whether a step changes the model's parameters though no epoch ends."""
+        return self.use_local_updates or self.outer is not None
+
+    @property
     def min_group(self) -> int:
         """`min_peers` where it is a number of peers, else 1."""
         return self.min_peers if isinstance(self.min_peers, int) else 1
@@ -261,6 +271,19 @@ class Settings:
             "min_peers": str(self.min_peers),
             **{name: term_of(getattr(self, name).spec) for name in COMPRESSIONS},
         }
+
+
+def check_cluster(cluster: Any, settings: Settings, optimizer: AnyOptimizer, params: Params | None) -> None:
+    """Look whether a cluster can train so.
+
+    Raises:
+        ValueError: with the argument that does not go together with it.
+    """
+    CLUSTER.check("cluster", cluster)
+    if unused := [name for name in WITHOUT_CLUSTER if getattr(settings, name)]:
+        raise ValueError(f"cluster=… does not go together with {unused[0]}=True: leave one out")
+    if params is None or isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError("cluster=… needs params=, and optimizer= as a function: rank 0 makes it for all ranks")
 
 
 def _term(value: float | None) -> str:

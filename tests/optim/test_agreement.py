@@ -106,7 +106,7 @@ def running() -> Iterator[list[shoal.DHT]]:
 
 def test_every_option_is_one_or_the_other() -> None:
     options = set(inspect.signature(shoal.Optimizer).parameters)
-    assert options - set(DIFFERING) - set(FREE) == {"dht", "run_id", "params", "membership"}
+    assert options - set(DIFFERING) - set(FREE) == {"dht", "run_id", "params", "membership", "cluster"}
     assert not set(DIFFERING) & set(FREE)
 
 

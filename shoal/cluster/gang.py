@@ -1,0 +1,302 @@
+"""The ties between the ranks of a cluster: a connection of each to rank 0, over which they report and hear verdicts,
+and which ends when a rank dies.
+
+Collectives of `torch.distributed` do not serve for that: they say an address or nothing of who is lost, and nobody
+hears it who is not in one, such as rank 0 in a round with other peers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import msgspec
+from torch import distributed as dist
+
+from shoal.cluster.messages import Bye, Hello, Lost, Message, Report, Verdict
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 60.0  # for all ranks to come
+HELLO_SECONDS = 5.0  # for one that has come to say who it is
+LOSS_SECONDS = 5.0  # after a collective has failed, for the loss of a rank to be seen
+SILENT_SECONDS = 6  # of a machine, after which the kernel ends its connections; a process that stands still is there
+MAX_BYTES = 1 << 20  # of a message
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Message).decode
+
+
+class ClusterError(RuntimeError):
+    """This cluster cannot go on: a rank is lost, has left, or has raised an error. It says which."""
+
+
+class Gang:
+    """This rank's part in the ties of its cluster. Made by all ranks at once.
+
+    Args:
+        group: the process group, of more than one rank.
+
+    Attributes:
+        rank, size: of this process, and of the group.
+        names: of all ranks, for people.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        host = socket.gethostname()
+        found: list[tuple[str, int]] = [("", 0)] * self.size
+        dist.all_gather_object(found, (host, os.getpid()), group=group)
+        self.names = [f"rank {rank} (process {pid} on {host})" for rank, (host, pid) in enumerate(found)]
+        self._changed = threading.Condition()
+        self._inbox: dict[int, deque[Report | Verdict]] = {rank: deque() for rank in range(self.size)}
+        self._left: set[int] = set()
+        self._lost: Lost | None = None
+        self._closed = self._awaited = False
+        self._sending = threading.Lock()  # a loss is told from the thread that sees it
+        self._on_lost: Callable[[], object] = lambda: None
+        self._sockets = self._meet(group, [host for host, _ in found])
+        self._wake, self._woken = socket.socketpair()
+        threading.Thread(target=self._listen, name="shoal-cluster", daemon=True).start()
+
+    # -- how they meet
+
+    def _meet(self, group: dist.ProcessGroup, hosts: list[str]) -> dict[int, socket.socket]:
+        """The connections of this rank: to all others at rank 0, else to rank 0.
+
+        Raises:
+            ClusterError: if they cannot be made.
+        """
+        source = dist.get_global_rank(group, 0)
+        told: list[tuple[list[str], int, bytes]] = [([], 0, b"")]
+        if self.rank:
+            dist.broadcast_object_list(told, source, group=group)
+            addresses, port, token = told[0]
+            tie = self._dial(addresses, port)
+            _send(tie, Hello(self.rank, token))
+            return {0: _held(tie)}
+        others = [host for host in hosts if host != hosts[0]]
+        with socket.create_server(("0.0.0.0" if others else "127.0.0.1", 0)) as server:
+            token = secrets.token_bytes(32)
+            addresses = ["127.0.0.1"] if not others else _addresses(others[0], is_master=source == 0)
+            told[0] = (addresses, server.getsockname()[1], token)
+            dist.broadcast_object_list(told, source, group=group)
+            server.settimeout(CONNECT_SECONDS)
+            return self._accept(server, token)
+
+    def _dial(self, addresses: list[str], port: int) -> socket.socket:
+        failed = []
+        for address in addresses:
+            try:
+                return socket.create_connection((address, port), CONNECT_SECONDS / len(addresses))
+            except OSError as error:
+                failed.append(f"{address} port {port}: {error}")
+        raise ClusterError(f"{self.names[self.rank]} does not reach {self.names[0]} at {'; '.join(failed)}")
+
+    def _accept(self, server: socket.socket, token: bytes) -> dict[int, socket.socket]:
+        ties: dict[int, socket.socket] = {}
+        while len(ties) < self.size - 1:
+            try:
+                tie, _ = server.accept()
+            except TimeoutError:
+                missing = [self.names[rank] for rank in range(1, self.size) if rank not in ties]
+                raise ClusterError(f"{', '.join(missing)} did not connect in {CONNECT_SECONDS:g} s") from None
+            tie.settimeout(HELLO_SECONDS)
+            try:
+                hello = _receive(tie)
+            except (OSError, msgspec.MsgspecError):
+                hello = None
+            is_one = isinstance(hello, Hello) and 0 < hello.rank < self.size
+            if is_one and isinstance(hello, Hello) and hmac.compare_digest(hello.token, token):
+                ties[hello.rank] = _held(tie)
+            else:
+                tie.close()  # a stranger
+        return ties
+
+    # -- what they tell each other
+
+    def report(self, report: Report) -> Verdict:
+        """Tell rank 0 that this rank is there; returns what it has done. Raises ClusterError."""
+        self.say(report)
+        return self.hear_verdict()
+
+    def say(self, message: Report | Verdict) -> None:
+        """Tell rank 0, or all others as rank 0. Raises ClusterError."""
+        self.check()
+        self._awaited = isinstance(message, Report)
+        for rank, tie in self._sockets.items():
+            try:
+                with self._sending:
+                    _send(tie, message)
+            except OSError as error:
+                self._lose(rank, str(error))
+        self.check()
+
+    @contextlib.contextmanager
+    def collectives(self) -> Iterator[None]:
+        """Within, collectives that fail because a rank is lost raise ClusterError."""
+        try:
+            yield
+        except RuntimeError as error:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lost is not None, LOSS_SECONDS)
+            try:
+                self.check()
+            except ClusterError as why:
+                raise why from error
+            raise
+
+    def hear_reports(self) -> list[Report]:
+        """The report of each other rank, in their order; they wait for a verdict from now on. Raises ClusterError."""
+        reports = [message for rank in sorted(self._sockets) if isinstance(message := self._hear(rank), Report)]
+        self._awaited = True
+        return reports
+
+    def hear_verdict(self) -> Verdict:
+        """What rank 0 has done. Raises ClusterError."""
+        verdict = self._hear(0)
+        assert isinstance(verdict, Verdict)
+        self._awaited = False
+        return verdict
+
+    def _hear(self, rank: int) -> Report | Verdict:
+        with self._changed:
+            self._changed.wait_for(lambda: self._inbox[rank] or self._lost is not None or rank in self._left)
+            if self._inbox[rank]:
+                return self._inbox[rank].popleft()
+        self.check()
+        raise ClusterError(f"{self.names[rank]} has shut its optimizer down, and {self.names[self.rank]} has not")
+
+    def check(self) -> None:
+        """Raises ClusterError if a rank is lost."""
+        if self._lost is not None:
+            raise ClusterError(
+                f"{self.names[self._lost.rank]} of this cluster is lost ({self._lost.reason}): a cluster lives and "
+                "dies as one; end this process, and start all of its ranks again"
+            )
+        if self._closed:
+            raise ClusterError("this rank has shut its optimizer down")
+
+    def when_lost(self, do: Callable[[], object]) -> None:
+        """Call that, in a thread of its own, when a rank is lost."""
+        self._on_lost = do
+
+    def leave(self) -> None:
+        """Tell the others that this rank waits for nobody any more."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+        for tie in self._sockets.values():
+            try:
+                with self._sending:
+                    _send(tie, Bye())
+            except OSError as error:
+                log.debug("a rank is gone already: %s", error)
+        self._wake.close()
+
+    # -- who is lost
+
+    def _listen(self) -> None:
+        """In a thread of its own, until this rank leaves."""
+        with selectors.DefaultSelector() as selector:
+            for rank, tie in self._sockets.items():
+                selector.register(tie, selectors.EVENT_READ, rank)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while not self._closed:
+                for key, _ in selector.select():
+                    if key.data is not None and not self._read(key.data, self._sockets[key.data]):
+                        selector.unregister(key.fileobj)
+        for each in (self._woken, *self._sockets.values()):
+            each.close()
+
+    def _read(self, rank: int, tie: socket.socket) -> bool:
+        """Take the next message of a rank. Returns whether more may come."""
+        try:
+            message = _receive(tie)
+        except (OSError, msgspec.MsgspecError) as error:
+            if rank not in self._left:
+                self._lose(rank, str(error))
+            return False
+        if isinstance(message, Lost):
+            self._lose(message.rank, message.reason)
+        elif isinstance(message, Bye) and self._awaited:
+            self._lose(rank, "it has ended in the middle of a call")
+        elif isinstance(message, Report | Verdict | Bye):
+            with self._changed:
+                if isinstance(message, Bye):
+                    self._left.add(rank)
+                else:
+                    self._inbox[rank].append(message)
+                self._changed.notify_all()
+        return True
+
+    def _lose(self, rank: int, reason: str) -> None:
+        with self._changed:
+            if self._lost is not None or self._closed:
+                return
+            self._lost = Lost(rank, reason)
+            self._changed.notify_all()
+        log.error("%s of this cluster is lost: %s; all of its ranks end", self.names[rank], reason)
+        for other, tie in self._sockets.items():
+            if self.rank == 0 and other != rank:
+                try:
+                    with self._sending:
+                        _send(tie, self._lost)
+                except OSError as error:
+                    log.debug("%s is gone, too: %s", self.names[other], error)
+        threading.Thread(target=self._on_lost, name="shoal-cluster-lost", daemon=True).start()
+
+
+def _addresses(other: str, *, is_master: bool) -> list[str]:
+    """Where ranks on other hosts, of which `other` is one, may reach this host."""
+    found = [os.environ["MASTER_ADDR"]] if is_master and "MASTER_ADDR" in os.environ else []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))  # sends nothing: the kernel chooses the address
+        found.append(probe.getsockname()[0])
+    return list(dict.fromkeys([*found, socket.gethostname()]))
+
+
+def _held(tie: socket.socket) -> socket.socket:
+    """That socket, with the kernel watching whether the other machine is there."""
+    tie.settimeout(None)
+    tie.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    tie.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    tie.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    tie.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    tie.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_SECONDS - 1)
+    tie.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
+    return tie
+
+
+def _send(tie: socket.socket, message: Message) -> None:
+    data = _encode(message)
+    tie.sendall(struct.pack("!I", len(data)) + data)
+
+
+def _receive(tie: socket.socket) -> Message:
+    """Raises OSError where the connection has ended, and MsgspecError for what is no message."""
+    (length,) = struct.unpack("!I", _exactly(tie, 4))
+    if length > MAX_BYTES:
+        raise OSError(f"a message of {length} bytes")
+    message: Message = _decode(_exactly(tie, length))
+    return message
+
+
+def _exactly(tie: socket.socket, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        more = tie.recv(length - len(data))
+        if not more:
+            raise ConnectionResetError("its connection has ended")
+        data += more
+    return bytes(data)

@@ -1,0 +1,58 @@
+"""What the ranks of a cluster tell each other: one report of each rank, and one verdict of rank 0, in every step."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+
+
+class Hello(msgspec.Struct, tag=0, array_like=True, frozen=True):
+    """The first message of a rank to rank 0. `token`: that rank 0 has given to its ranks alone."""
+
+    rank: Rank
+    token: Annotated[bytes, msgspec.Meta(max_length=32)]
+
+
+class Report(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    """A rank has come to a call: the name of it, what it brings (samples of a step), and the digest of its gradients
+    where rank 0 compares them, else b""."""
+
+    call: Text
+    samples: Annotated[int, msgspec.Meta(ge=0)] = 0
+    digest: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+
+
+class Verdict(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    """What rank 0 has done in a call.
+
+    Attributes:
+        epoch: of the parameters that all have after it.
+        changed: whether it sends the parameters now.
+        options: of each parameter group, the numbers that a scheduler or a vote may have changed.
+        error: what rank 0 has raised; "" if nothing.
+        value: what the call returns at all ranks.
+    """
+
+    epoch: int
+    changed: bool
+    options: list[dict[Text, float]] = []
+    error: Text = ""
+    value: bool = False
+
+
+class Lost(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """Rank 0 has lost that rank."""
+
+    rank: Rank
+    reason: Text
+
+
+class Bye(msgspec.Struct, tag=4, array_like=True, frozen=True):
+    """The sender has shut its optimizer down."""
+
+
+Message = Hello | Report | Verdict | Lost | Bye

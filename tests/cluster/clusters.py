@@ -1,0 +1,91 @@
+"""Clusters of one run, each of some ranks, which are processes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.forked import ForkedProcess
+
+SAMPLES = 4  # of one rank in a step
+
+
+class Clusters:
+    """The clusters of one test, which find each other through the first.
+
+    Args:
+        folder: for what they write.
+        ranks: of all clusters together: each brings its samples once in an epoch, and with `waits` no more than that.
+        run: options of all, see rank.py.
+    """
+
+    def __init__(self, folder: Path, ranks: int, **run: Any) -> None:
+        self.folder, self._run = folder, {"target": SAMPLES * ranks, "waits": True, **run}
+        self.all: list[list[ForkedProcess]] = []
+        self.folders: list[Path] = []
+
+    def add(self, kind: str, size: int, first: int, **options: Any) -> list[ForkedProcess]:
+        """Start one; `first`: whose part of the samples its rank 0 has."""
+        folder = self.folder / f"cluster {len(self.all)}"
+        folder.mkdir(parents=True)
+        told = {**self._run, "kind": kind, "size": size, "first": first, "folder": str(folder), **options}
+        told["initial_peers"] = [(self.folders[0] / "address").read_text()] if self.folders else []
+        ranks = [
+            ForkedProcess("tests.cluster.rank", json.dumps({**told, "rank": rank}), log=folder / f"log {rank}")
+            for rank in range(size)
+        ]
+        self.all.append(ranks)
+        self.folders.append(folder)
+        address = folder / "address"
+        self.wait(lambda: address.exists() and bool(address.read_text()))
+        return ranks
+
+    def said(self, cluster: int, rank: int) -> list[dict[str, Any]]:
+        """What that rank has said so far."""
+        lines = self.log(cluster, rank).splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+    def log(self, cluster: int, rank: int) -> str:
+        file = self.folders[cluster] / f"log {rank}"
+        return file.read_text() if file.exists() else ""
+
+    def digests(self, cluster: int, rank: int) -> dict[int, str]:
+        """After each epoch."""
+        return {said["epoch"]: said["digest"] for said in self.said(cluster, rank) if "epoch" in said}
+
+    def wait(self, condition: Any, timeout: float = 90.0) -> None:
+        """Poll until it is so: the processes do not report by themselves."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.02)
+
+    def ended(self) -> list[list[int]]:
+        """How all ranks have ended, once they have."""
+        self.wait(lambda: all(rank.poll() is not None for ranks in self.all for rank in ranks))
+        return [[rank.wait(1.0) for rank in ranks] for ranks in self.all]
+
+    def logs(self) -> str:
+        return "\n".join(
+            f"cluster {number}, rank {rank}: {self.log(number, rank)[-2000:]}"
+            for number, ranks in enumerate(self.all)
+            for rank in range(len(ranks))
+        )
+
+
+@contextmanager
+def clusters(folder: Path, ranks: int, **run: Any) -> Iterator[Clusters]:
+    """Within, they run."""
+    made = Clusters(folder, ranks, **run)
+    try:
+        yield made
+    finally:
+        everybody: Sequence[ForkedProcess] = [rank for ranks_of in made.all for rank in ranks_of]
+        for process in everybody:
+            process.kill()
+        for process in everybody:
+            process.wait(20.0)
