@@ -7,6 +7,7 @@ hears it who is not in one, such as rank 0 in a round with other peers.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hmac
 import logging
@@ -15,6 +16,7 @@ import secrets
 import selectors
 import socket
 import struct
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 60.0  # for all ranks to come
 HELLO_SECONDS = 5.0  # for one that has come to say who it is
-LOSS_SECONDS = 5.0  # after a collective has failed, for the loss of a rank to be seen
+LOSS_SECONDS = 3.0  # after a collective has failed, for the loss of a rank to be seen
 SILENT_SECONDS = 6  # of a machine, after which the kernel ends its connections; a process that stands still is there
 MAX_BYTES = 1 << 20  # of a message
 
@@ -67,6 +69,7 @@ class Gang:
         self._sockets = self._meet(group, [host for host, _ in found])
         self._wake, self._woken = socket.socketpair()
         threading.Thread(target=self._listen, name="shoal-cluster", daemon=True).start()
+        atexit.register(self._at_exit)
 
     # -- how they meet
 
@@ -147,8 +150,7 @@ class Gang:
         try:
             yield
         except RuntimeError as error:
-            with self._changed:
-                self._changed.wait_for(lambda: self._lost is not None, LOSS_SECONDS)
+            self._wait_for_why(error)
             try:
                 self.check()
             except ClusterError as why:
@@ -190,12 +192,28 @@ class Gang:
         """Call that, in a thread of its own, when a rank is lost."""
         self._on_lost = do
 
+    def _wait_for_why(self, error: BaseException | None) -> None:
+        """If that is what torch raises where a rank is lost, wait for the news which it is: the log has it then. Who
+        ended at once would be taken for the lost one itself."""
+        if isinstance(error, RuntimeError):
+            with self._changed:
+                self._changed.wait_for(lambda: self._lost is not None or self._closed, LOSS_SECONDS)
+
+    def _at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)  # what has ended this process
+        if error is None:
+            self.leave()
+        else:
+            self._wait_for_why(error)
+
     def leave(self) -> None:
         """Tell the others that this rank waits for nobody any more."""
+        self._wait_for_why(sys.exc_info()[1])
         with self._changed:
             if self._closed:
                 return
             self._closed = True
+        atexit.unregister(self._at_exit)
         for tie in self._sockets.values():
             try:
                 with self._sending:
