@@ -21,7 +21,7 @@ class Cluster:
         group: a process group, or a device mesh (all of its ranks); None: all ranks.
         strands: into how many shares the vector of the run is cut, each carried by one rank. With 1, rank 0 speaks for
             the cluster: it averages and steps the whole model, and sends the others the new parameters. That takes the
-            memory and the network of one rank, and works with whatever way a model is sharded. More are not built yet.
+            memory and the network of one rank, and works with any placement of DTensors. More are not built yet.
 
     Attributes:
         group: the process group of exactly its ranks.

@@ -18,13 +18,16 @@ import socket
 import struct
 import sys
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 from torch import distributed as dist
 
-from shoal.cluster.messages import Bye, Hello, Lost, Message, Report, Verdict
+from shoal.cluster.messages import Bye, Go, Hello, Lost, Message, Report, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +35,8 @@ CONNECT_SECONDS = 60.0  # for all ranks to come
 HELLO_SECONDS = 5.0  # for one that has come to say who it is
 LOSS_SECONDS = 3.0  # after a collective has failed, for the loss of a rank to be seen
 SILENT_SECONDS = 6  # of a machine, after which the kernel ends its connections; a process that stands still is there
-MAX_BYTES = 1 << 20  # of a message
+MAX_BYTES = 1 << 24  # of a message
+MAX_HELLO_BYTES = 256
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode
@@ -55,21 +59,21 @@ class Gang:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        host = socket.gethostname()
-        found: list[tuple[str, int]] = [("", 0)] * self.size
-        dist.all_gather_object(found, (host, os.getpid()), group=group)
-        self.names = [f"rank {rank} (process {pid} on {host})" for rank, (host, pid) in enumerate(found)]
+        found = _introduced(group)
+        self.names = [name for name, _, _ in found]
         self._changed = threading.Condition()
-        self._inbox: dict[int, deque[Report | Verdict]] = {rank: deque() for rank in range(self.size)}
+        self._inbox: dict[int, deque[Report | Verdict | Go]] = {rank: deque() for rank in range(self.size)}
         self._left: set[int] = set()
         self._lost: Lost | None = None
-        self._closed = self._awaited = False
+        self._closed = False
+        self._owed: set[int] = set()  # at rank 0: who has reported, and has no verdict; else rank 0, if this one waits
         self._sending = threading.Lock()  # a loss is told from the thread that sees it
         self._on_lost: Callable[[], object] = lambda: None
-        self._sockets = self._meet(group, [host for host, _ in found])
+        self._sockets = self._meet(group, [host for _, host, _ in found])
         self._wake, self._woken = socket.socketpair()
         threading.Thread(target=self._listen, name="shoal-cluster", daemon=True).start()
         atexit.register(self._at_exit)
+        _gangs.add(self)
 
     # -- how they meet
 
@@ -87,13 +91,12 @@ class Gang:
             tie = self._dial(addresses, port)
             _send(tie, Hello(self.rank, token))
             return {0: _held(tie)}
-        others = [host for host in hosts if host != hosts[0]]
+        others = [host.split()[0] for host in hosts if host != hosts[0]]
         with socket.create_server(("0.0.0.0" if others else "127.0.0.1", 0)) as server:
             token = secrets.token_bytes(32)
             addresses = ["127.0.0.1"] if not others else _addresses(others[0], is_master=source == 0)
             told[0] = (addresses, server.getsockname()[1], token)
             dist.broadcast_object_list(told, source, group=group)
-            server.settimeout(CONNECT_SECONDS)
             return self._accept(server, token)
 
     def _dial(self, addresses: list[str], port: int) -> socket.socket:
@@ -107,15 +110,17 @@ class Gang:
 
     def _accept(self, server: socket.socket, token: bytes) -> dict[int, socket.socket]:
         ties: dict[int, socket.socket] = {}
+        until = time.monotonic() + CONNECT_SECONDS
         while len(ties) < self.size - 1:
             try:
+                server.settimeout(max(0.001, until - time.monotonic()))
                 tie, _ = server.accept()
             except TimeoutError:
                 missing = [self.names[rank] for rank in range(1, self.size) if rank not in ties]
                 raise ClusterError(f"{', '.join(missing)} did not connect in {CONNECT_SECONDS:g} s") from None
             tie.settimeout(HELLO_SECONDS)
             try:
-                hello = _receive(tie)
+                hello = _receive(tie, MAX_HELLO_BYTES)
             except (OSError, msgspec.MsgspecError):
                 hello = None
             is_one = isinstance(hello, Hello) and 0 < hello.rank < self.size
@@ -127,15 +132,14 @@ class Gang:
 
     # -- what they tell each other
 
-    def report(self, report: Report) -> Verdict:
-        """Tell rank 0 that this rank is there; returns what it has done. Raises ClusterError."""
-        self.say(report)
-        return self.hear_verdict()
-
-    def say(self, message: Report | Verdict) -> None:
+    def say(self, message: Report | Verdict | Go) -> None:
         """Tell rank 0, or all others as rank 0. Raises ClusterError."""
         self.check()
-        self._awaited = isinstance(message, Report)
+        with self._changed:
+            if isinstance(message, Report):
+                self._owed = {0}
+            elif isinstance(message, Verdict):
+                self._owed = set()
         for rank, tie in self._sockets.items():
             try:
                 with self._sending:
@@ -158,23 +162,26 @@ class Gang:
             raise
 
     def hear_reports(self) -> list[Report]:
-        """The report of each other rank, in their order; they wait for a verdict from now on. Raises ClusterError."""
-        reports = [message for rank in sorted(self._sockets) if isinstance(message := self._hear(rank), Report)]
-        self._awaited = True
-        return reports
+        """The report of each other rank, in their order. Raises ClusterError."""
+        heard = [self._hear(rank) for rank in sorted(self._sockets)]
+        return [message for message in heard if isinstance(message, Report)]
 
-    def hear_verdict(self) -> Verdict:
-        """What rank 0 has done. Raises ClusterError."""
-        verdict = self._hear(0)
-        assert isinstance(verdict, Verdict)
-        self._awaited = False
-        return verdict
+    def hear_verdict(self) -> Verdict | Go:
+        """What rank 0 has done, or that all are to make the collectives of the call. Raises ClusterError."""
+        message = self._hear(0)
+        assert not isinstance(message, Report)
+        return message
 
-    def _hear(self, rank: int) -> Report | Verdict:
+    def _hear(self, rank: int) -> Report | Verdict | Go:
         with self._changed:
-            self._changed.wait_for(lambda: self._inbox[rank] or self._lost is not None or rank in self._left)
+            self._changed.wait_for(
+                lambda: self._inbox[rank] or self._lost is not None or self._closed or rank in self._left
+            )
             if self._inbox[rank]:
-                return self._inbox[rank].popleft()
+                message = self._inbox[rank].popleft()
+                if isinstance(message, Verdict):
+                    self._owed.discard(rank)
+                return message
         self.check()
         raise ClusterError(f"{self.names[rank]} has shut its optimizer down, and {self.names[self.rank]} has not")
 
@@ -188,9 +195,21 @@ class Gang:
         if self._closed:
             raise ClusterError("this rank has shut its optimizer down")
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no rank is lost."""
+        return self._lost is None
+
     def when_lost(self, do: Callable[[], object]) -> None:
-        """Call that, in a thread of its own, when a rank is lost."""
-        self._on_lost = do
+        """Call that, in a thread of its own, when a rank is lost; at once, if one is."""
+        with self._changed:
+            self._on_lost = do
+            is_late = self._lost is not None
+        if is_late:
+            self._call_on_lost()
+
+    def _call_on_lost(self) -> None:
+        threading.Thread(target=self._on_lost, name="shoal-cluster-lost", daemon=True).start()
 
     def _wait_for_why(self, error: BaseException | None) -> None:
         """If that is what torch raises where a rank is lost, wait for the news which it is: the log has it then. Who
@@ -198,6 +217,13 @@ class Gang:
         if isinstance(error, RuntimeError):
             with self._changed:
                 self._changed.wait_for(lambda: self._lost is not None or self._closed, LOSS_SECONDS)
+
+    def let_go(self) -> None:
+        """Close the connections without a word, and know no others: this process is a fork."""
+        for each in (self._wake, self._woken, *self._sockets.values()):
+            each.close()
+        self._closed = True
+        atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # what has ended this process
@@ -213,6 +239,7 @@ class Gang:
             if self._closed:
                 return
             self._closed = True
+            self._changed.notify_all()
         atexit.unregister(self._at_exit)
         for tie in self._sockets.values():
             try:
@@ -220,6 +247,7 @@ class Gang:
                     _send(tie, Bye())
             except OSError as error:
                 log.debug("a rank is gone already: %s", error)
+        self._wake.shutdown(socket.SHUT_RDWR)  # also where a process that was forked from this one has it, too
         self._wake.close()
 
     # -- who is lost
@@ -247,14 +275,18 @@ class Gang:
             return False
         if isinstance(message, Lost):
             self._lose(message.rank, message.reason)
-        elif isinstance(message, Bye) and self._awaited:
-            self._lose(rank, "it has ended in the middle of a call")
-        elif isinstance(message, Report | Verdict | Bye):
+        elif isinstance(message, Bye):
             with self._changed:
-                if isinstance(message, Bye):
-                    self._left.add(rank)
-                else:
-                    self._inbox[rank].append(message)
+                is_owed = rank in self._owed and not (self._inbox[rank] and self.rank)
+                self._left.add(rank)
+                self._changed.notify_all()
+            if is_owed:
+                self._lose(rank, "it has ended in the middle of a call")
+        elif isinstance(message, Report | Verdict | Go):
+            with self._changed:
+                if isinstance(message, Report):
+                    self._owed.add(rank)
+                self._inbox[rank].append(message)
                 self._changed.notify_all()
         return True
 
@@ -272,7 +304,54 @@ class Gang:
                         _send(tie, self._lost)
                 except OSError as error:
                     log.debug("%s is gone, too: %s", self.names[other], error)
-        threading.Thread(target=self._on_lost, name="shoal-cluster-lost", daemon=True).start()
+        self._call_on_lost()
+
+
+Introduction = tuple[str, str, str]  # a rank's name, its host, and why it has not made its optimizer
+
+
+def _introduced(group: dist.ProcessGroup, error: str = "") -> list[Introduction]:
+    """All ranks say who they are. Raises ClusterError if one of them has an error."""
+    rank, host = dist.get_rank(group), f"{socket.gethostname()} {_boot()}"
+    name = f"rank {rank} (process {os.getpid()} on {socket.gethostname()})"
+    found: list[Introduction] = [("", "", "")] * dist.get_world_size(group)
+    dist.all_gather_object(found, (name, host, error), group=group)
+    for theirs, _, failed in found:
+        if failed:
+            raise ClusterError(f"{theirs} has raised {failed}")
+    return found
+
+
+def _boot() -> str:
+    """Tells machines apart whose names are alike."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+@contextlib.contextmanager
+def told_to_all(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Within, before a `Gang` is made, an error is told to the other ranks, where it is raised, too."""
+    try:
+        yield
+    except Exception as error:
+        if group is not None:
+            with contextlib.suppress(ClusterError):  # which is this very error
+                _introduced(group, f"{type(error).__name__}: {error}"[:4096])
+        raise
+
+
+_gangs: weakref.WeakSet[Gang] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a process that was forked from this one, such as a worker of a DataLoader: the ties end with this one."""
+    for gang in _gangs:
+        gang.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _addresses(other: str, *, is_master: bool) -> list[str]:
@@ -301,10 +380,10 @@ def _send(tie: socket.socket, message: Message) -> None:
     tie.sendall(struct.pack("!I", len(data)) + data)
 
 
-def _receive(tie: socket.socket) -> Message:
+def _receive(tie: socket.socket, at_most: int = MAX_BYTES) -> Message:
     """Raises OSError where the connection has ended, and MsgspecError for what is no message."""
     (length,) = struct.unpack("!I", _exactly(tie, 4))
-    if length > MAX_BYTES:
+    if length > at_most:
         raise OSError(f"a message of {length} bytes")
     message: Message = _decode(_exactly(tie, length))
     return message

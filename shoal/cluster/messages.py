@@ -18,12 +18,25 @@ class Hello(msgspec.Struct, tag=0, array_like=True, frozen=True):
 
 
 class Report(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """A rank has come to a call: the name of it, what it brings (samples of a step), and the digest of its gradients
-    where rank 0 compares them, else b""."""
+    """A rank has come to a call.
+
+    Attributes:
+        call: its name.
+        samples: what it brings to a step.
+        gradients: which of its sharded parameters have one, as the bits of a number.
+        digest: of the other gradients, where rank 0 compares them, else b"".
+        error: why the call makes no sense at that rank; "" if it does.
+    """
 
     call: Text
     samples: Annotated[int, msgspec.Meta(ge=0)] = 0
+    gradients: bytes = b""
     digest: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    error: Text = ""
+
+
+class Go(msgspec.Struct, tag=5, array_like=True, frozen=True):
+    """All ranks are there: now all make the collectives of the call."""
 
 
 class Verdict(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -55,4 +68,4 @@ class Bye(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """The sender has shut its optimizer down."""
 
 
-Message = Hello | Report | Verdict | Lost | Bye
+Message = Hello | Report | Verdict | Lost | Bye | Go

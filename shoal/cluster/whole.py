@@ -9,7 +9,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from shoal.flat import bytes_of
 
@@ -27,13 +27,16 @@ class Whole:
         params: the same with whole parameters in it, for the optimizer of rank 0. At other ranks, those that are
             sharded have no memory.
         model: the model's parameters, in order.
+        of: the model's parameter of each in `params`, by its id.
     """
 
     def __init__(self, group: dist.ProcessGroup, params: Iterable[Any]) -> None:
         self._group, self._source = group, dist.get_global_rank(group, 0)
         self._is_first = dist.get_rank(group) == 0
         given = list(params)
+        self._has_stepped = False
         self.model: list[Tensor] = []
+        self.of: dict[int, Tensor] = {}
         self._whole: list[Tensor] = []
         if given and isinstance(given[0], dict):
             self.params = [{**group, "params": self._each(group["params"])} for group in given]
@@ -50,6 +53,7 @@ class Whole:
             raise ValueError(f"params= has a {type(item).__name__}: give tensors, or parameter groups")
         self.model.append(item)
         self._whole.append(self._in_one_piece(item))
+        self.of[id(self._whole[-1])] = item
         return self._whole[-1]
 
     @torch.no_grad()
@@ -65,6 +69,14 @@ class Whole:
         """Whether any parameter is."""
         return any(isinstance(parameter, DTensor) for parameter in self.model)
 
+    def gather_for_step(self) -> None:
+        """Gather the gradients; in the first step after the parameters, which may have been loaded since they were
+        gathered."""
+        if not self._has_stepped:
+            self.gather_parameters()
+            self._has_stepped = True
+        self.gather_gradients()
+
     @torch.no_grad()
     def gather_gradients(self) -> None:
         """Give the whole parameters at rank 0 the gradients of those that are sharded."""
@@ -74,38 +86,62 @@ class Whole:
                 whole.grad = gradient if self._is_first else None
 
     @torch.no_grad()
+    def gather_parameters(self) -> None:
+        """Set the whole parameters at rank 0 to what the model has: others may have loaded it."""
+        for parameter, whole in zip(self.model, self._whole, strict=True):
+            if isinstance(parameter, DTensor):
+                full = parameter.full_tensor()
+                if self._is_first:
+                    whole.copy_(full)
+
+    @torch.no_grad()
     def spread(self, more: Iterable[Tensor]) -> None:
         """Set all ranks' parameters, and `more` tensors that all of them hold, to those of rank 0."""
-        works = []
         for parameter, whole in zip(self.model, self._whole, strict=True):
             if isinstance(parameter, DTensor):
+                source = whole.detach() if self._is_first else torch.empty(whole.shape, dtype=whole.dtype)
+                full = source.to(parameter.device).contiguous()
+                dist.broadcast(full, self._source, group=self._group)
                 mesh, placements = parameter.device_mesh, parameter.placements
-                full = whole.detach() if self._is_first else torch.empty(whole.shape, dtype=whole.dtype)
-                sent = distribute_tensor(full.to(parameter.device), mesh, placements)
-                parameter.to_local().copy_(sent.to_local())
+                # Each rank cuts its own: a mesh may be of a part of the ranks, and has a rank 0 of its own.
+                copies = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+                parameter.to_local().copy_(copies.redistribute(mesh, placements).to_local())
             else:
-                works.append(dist.broadcast(parameter.detach(), self._source, group=self._group, async_op=True))
+                self._broadcast(parameter.detach())
         for tensor in more:
-            works.append(dist.broadcast(tensor.detach(), self._source, group=self._group, async_op=True))
-        for work in works:
-            work.wait()
+            self._broadcast(tensor.detach())
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        """Ranks may have it with other strides, and what is sent is memory."""
+        sent = tensor.contiguous()
+        dist.broadcast(sent, self._source, group=self._group)
+        if sent is not tensor:
+            tensor.copy_(sent)
+
+    @property
+    def gradients(self) -> bytes:
+        """Which of the sharded parameters have a gradient, as bits."""
+        flags = [parameter.grad is not None for parameter in self.model if isinstance(parameter, DTensor)]
+        return sum(flag << number for number, flag in enumerate(flags)).to_bytes(len(flags) // 8 + 1, "little")
 
     def clear(self, set_to_none: bool) -> None:
-        """Clear the gradients of the sharded parameters of the model, and of their whole ones."""
+        """Clear the gradients of all parameters of the model, and of the whole ones."""
         for parameter, whole in zip(self.model, self._whole, strict=True):
-            if isinstance(parameter, DTensor):
+            if whole is not parameter:
                 whole.grad = None
-                if set_to_none:
-                    parameter.grad = None
-                elif parameter.grad is not None:
-                    parameter.grad.zero_()
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
 
     def digest(self) -> bytes:
         """The hash of the gradients that all ranks are to have alike."""
         hasher = blake3()
         for parameter in self.model:
             if not isinstance(parameter, DTensor) and parameter.grad is not None:
-                hasher.update(bytes_of(parameter.grad.detach().to("cpu").contiguous()))
+                gradient = parameter.grad.detach()
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                hasher.update(bytes_of(gradient.to("cpu").contiguous()))
         return hasher.digest()
 
 

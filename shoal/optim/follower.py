@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.gang import ClusterError, Gang
-from shoal.cluster.messages import Report
+from shoal.cluster.gang import ClusterError, Gang, told_to_all
+from shoal.cluster.messages import Go, Report, Verdict
 from shoal.cluster.whole import Whole
-from shoal.optim.settings import NO_SCALER, WHOLE_SAMPLES, Settings, check_cluster, make_trained
+from shoal.optim.settings import Settings, check_cluster, make_trained, samples_of
 
 AT_RANK_0 = ("tip", "tracker", "local_progress", "on_event", "dht", "outer_optimizer", "metrics_port", "scheduler")
 
@@ -33,37 +34,48 @@ class Follower(torch.optim.Optimizer):
     """
 
     def __init__(self, cluster: Cluster, given: Mapping[str, Any]) -> None:
-        settings = Settings.of({**given, "client_mode": bool(given["client_mode"])})
-        check_cluster(cluster, settings, given["optimizer"], given["params"])
+        with told_to_all(cluster.group):
+            settings = Settings.of({**given, "client_mode": bool(given["client_mode"])})
+            check_cluster(cluster, settings, given["optimizer"], given["params"])
         self.batch_size_per_step, self.local_epoch = settings.batch_size_per_step, 0
         self._in_background = settings.in_background
         self._extras = list(given["extra_tensors"])
-        self._gang, self._whole = Gang(cluster.group), Whole(cluster.group, given["params"])
         self._compared = self._ready = False
-        made, _, _ = make_trained(given["optimizer"], self._whole.params, None, on_host=False)
-        super().__init__([dict(group) for group in made.param_groups], made.defaults)
-        model = iter(self._whole.model)
-        for group in self.param_groups:
-            group["params"] = [next(model) for _ in group["params"]]
-        self._ready = True
         self._trainer = threading.Lock()
+        self._gang = Gang(cluster.group)
         try:
+            self._whole = Whole(cluster.group, given["params"])
+            made, _, _ = make_trained(given["optimizer"], self._whole.params, None, on_host=False)
+            super().__init__([dict(group) for group in made.param_groups], made.defaults)
+            for group in self.param_groups:
+                group["params"] = [self._whole.of[id(whole)] for whole in group["params"]]
+            self._ready = True
             self._call(Report("shoal.Optimizer"))
         except BaseException:  # Ctrl-C, too: the others must not wait for a rank that has no optimizer
             self._gang.leave()
             raise
 
-    def _call(self, report: Report) -> bool:
+    def _call(self, report: Report, collect: Callable[[], object] = lambda: None) -> bool:
+        """Make a call with all ranks; `collect` are its collectives before rank 0 acts."""
         if not self._trainer.acquire(blocking=False):
             raise RuntimeError(f"{report.call}() while another thread is in this optimizer: one thread trains")
         try:
-            verdict = self._gang.report(report)
+            self._gang.say(report)
+            verdict = self._gang.hear_verdict()
+            if isinstance(verdict, Go):
+                with self._gang.collectives():
+                    collect()
+                verdict = self._gang.hear_verdict()
+            assert isinstance(verdict, Verdict)
             self.local_epoch = verdict.epoch
             for group, options in zip(self.param_groups, verdict.options, strict=False):
                 group.update(options)
             if verdict.changed:
                 with self._gang.collectives():
                     self._whole.spread(self._extras)
+        except KeyboardInterrupt:  # what it would hear next is of this call
+            self._gang.leave()
+            raise
         finally:
             self._trainer.release()
         if verdict.error:
@@ -80,23 +92,23 @@ class Follower(torch.optim.Optimizer):
         """See `shoal.Optimizer.step`; `batch_size` is of this rank.
 
         Raises:
-            ClusterError: if a rank is lost, or rank 0 has raised an error.
+            ClusterError: if a rank is lost, or another has raised an error.
+            ValueError: for arguments that make no sense; the other ranks hear of it.
         """
-        batch_size = self.batch_size_per_step if batch_size is None else batch_size
-        if batch_size is None:
-            raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
-        if grad_scaler is not None:
-            raise ValueError(NO_SCALER)
-        batch_size = WHOLE_SAMPLES.check("batch_size", batch_size)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with self._gang.collectives():
-            self._whole.gather_gradients()
-        digest = b"" if self._compared else self._whole.digest()
-        self._call(Report("step", batch_size, digest))
-        self._compared = True
+        try:
+            batch_size = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+        except Exception as error:
+            with contextlib.suppress(ClusterError):  # which is this very error
+                self._call(Report("step", error=f"{type(error).__name__}: {error}"[:4096]))
+            raise
+        digest = self._whole.digest() if batch_size and not self._compared else b""
+        gradients = self._whole.gradients
+        self._call(Report("step", batch_size, gradients, digest), self._whole.gather_for_step)
+        self._compared |= batch_size > 0
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -121,7 +133,7 @@ class Follower(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing of the dict is used here: rank 0 loads it, and sends the parameters."""
-        self._call(Report("load_state_dict"))
+        self._call(Report("load_state_dict"), self._whole.gather_parameters)
 
     def report(self, *, loss: float | Tensor) -> None:
         """Nothing: rank 0 tells those who watch the run."""
@@ -145,8 +157,13 @@ class Follower(torch.optim.Optimizer):
         return True
 
     def finish(self) -> None:
-        """Leave at the end of training. Rank 0 stays for the peers that are behind."""
-        self.shutdown()
+        """Leave at the end of training, with the parameters of the last step. Rank 0 stays for the peers that are
+        behind."""
+        try:
+            if self.is_alive():
+                self._call(Report("finish"))
+        finally:
+            self.shutdown()
 
     def shutdown(self) -> None:
         """Leave the cluster now; the parameters stay usable. Calling it again does nothing."""

@@ -14,6 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.cluster.cluster import Cluster
+from shoal.cluster.gang import told_to_all
 from shoal.compression import Compression
 from shoal.dht.dht import DHT
 from shoal.health.metrics import Metrics, MetricsServer, families
@@ -31,10 +32,10 @@ from shoal.optim.host_copy import HostCopy
 from shoal.optim.progress import LocalProgress, Refresh, RunProgress, refresh_of
 from shoal.optim.reports import Event, ReachabilityReport, fields_of_event
 from shoal.optim.settings import (
-    NO_SCALER,
+    CLUSTER,
+    NO_BATCH_SIZE,
     SAMPLES,
     SECONDS,
-    WHOLE_SAMPLES,
     AnyOptimizer,
     AnyScheduler,
     Params,
@@ -42,6 +43,7 @@ from shoal.optim.settings import (
     check_cluster,
     make_outer,
     make_trained,
+    samples_of,
 )
 from shoal.optim.speaker import Speaker
 from shoal.optim.state import Replica
@@ -226,16 +228,21 @@ class Optimizer(torch.optim.Optimizer):
         error_feedback: float | None = None,
         cluster: Cluster | None = None,
     ) -> None:
-        if dht is None:
-            raise ValueError("dht= is missing: give a shoal.DHT, started")
-        client_mode = dht.client_mode if client_mode is None else client_mode
-        if dht.client_mode and not client_mode:
-            raise ValueError("client_mode=False, but the DHT is in client mode and can't be dialled: leave it out")
-        self._settings = settings = Settings.of(locals())
-        refresh = refresh_of(tracker_opts)
-        if verbose:
-            _show_what_happens()
-        admit_to(lambda: dht.node, run_id, membership)
+        if cluster is not None:
+            CLUSTER.check("cluster", cluster)
+        with told_to_all(None if cluster is None else cluster.group):
+            if dht is None:
+                raise TypeError("shoal.Optimizer needs dht=: a shoal.DHT, started")
+            client_mode = dht.client_mode if client_mode is None else client_mode
+            if dht.client_mode and not client_mode:
+                raise ValueError("client_mode=False, but the DHT is in client mode and can't be dialled: leave it out")
+            self._settings = settings = Settings.of(locals())
+            if cluster is not None:
+                check_cluster(cluster, settings, optimizer, params)
+            refresh = refresh_of(tracker_opts)
+            if verbose:
+                _show_what_happens()
+            admit_to(lambda: dht.node, run_id, membership)
         self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
         self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
         self.use_local_updates, self.reuse_grad_buffers = use_local_updates, reuse_grad_buffers
@@ -245,17 +252,17 @@ class Optimizer(torch.optim.Optimizer):
         extras = list(extra_tensors)
         self._speaker: Speaker | None = None
         self._ranks = 1  # of this peer
-        if cluster is None:
+        if cluster is None or params is None:
             return self._make(optimizer, params, scheduler, extras, refresh)
-        check_cluster(cluster, settings, optimizer, params)
-        assert params is not None
         self._ranks = cluster.size
         self._speaker = speaker = Speaker(cluster, params, extras)
         whole = speaker.whole.params
         try:
             speaker.lead("shoal.Optimizer", lambda _: self._make(optimizer, whole, scheduler, extras, refresh))
-        except BaseException:  # Ctrl-C, too: the other ranks must not wait for an optimizer that was not made
+        except BaseException:  # Ctrl-C, too: nobody waits for an optimizer that was not made
             speaker.gang.leave()
+            if speaker.state is not None:
+                self.shutdown()
             raise
 
     def __new__(cls, *args: Any, **given: Any) -> Any:
@@ -263,7 +270,7 @@ class Optimizer(torch.optim.Optimizer):
         cluster = given.get("cluster")
         if not isinstance(cluster, Cluster) or not cluster.rank:
             return super().__new__(cls)
-        bound = inspect.signature(cls.__init__).bind(None, *args, **given)
+        bound = inspect.signature(Optimizer.__init__).bind(None, *args, **given)
         bound.apply_defaults()
         return Follower(cluster, bound.arguments)
 
@@ -324,6 +331,9 @@ class Optimizer(torch.optim.Optimizer):
         if settings.metrics_port is not None:
             self._metrics = MetricsServer(settings.metrics_port, self._collect)
         self.metrics_port = None if self._metrics is None else self._metrics.port
+        if self._speaker is not None:
+            replica.placement.refuse_ranks(self._ranks)  # before any parameter is sent
+            self._speaker.gang.when_lost(lambda: run.stop(settings.shutdown_timeout))
         try:
             run.start(self._epoch.donor)
         except BaseException:  # nobody listens for a peer that is not there
@@ -338,11 +348,12 @@ class Optimizer(torch.optim.Optimizer):
             raise
         if self._speaker is not None:
             self._speaker.state = lambda: (self._epoch.applied, self.param_groups)
-            self._speaker.gang.when_lost(lambda: run.stop(settings.shutdown_timeout))
 
-    def _lead(self, call: str, act: Callable[[], T]) -> T:
-        """Do that for all ranks of the cluster, if there is one."""
-        return act() if self._speaker is None else self._speaker.lead(call, lambda _: act())
+    def _lead(self, call: str, act: Callable[[], T], collect: Callable[[], object] | None = None) -> T:
+        """Do that for all ranks of the cluster, if there is one and this rank has not left it."""
+        if self._speaker is None or self._closed:
+            return act()
+        return self._speaker.lead(call, lambda _: act(), collect=collect)
 
     # -- training
 
@@ -363,7 +374,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def is_alive(self) -> bool:
         """Whether it is in the run: `shutdown` was called neither here nor on the DHT."""
-        return not self._closed and self.dht.is_alive()
+        return not self._closed and self.dht.is_alive() and (self._speaker is None or self._speaker.gang.is_whole)
 
     def report(self, *, loss: float | torch.Tensor) -> None:
         """Tell whoever watches the run (`shoal top`, `shoal monitor`, `metrics_port`) the loss of a batch. The mean of
@@ -403,39 +414,48 @@ class Optimizer(torch.optim.Optimizer):
         with self._in_trainer("step"):
             if self._closed:
                 raise RuntimeError("this optimizer was shut down")
-            self._check_dht()
-            reports = self._run.swarm.contacts.reports  # which members this peer reaches, where that has changed
-            while reports:
-                found = reports.popleft()
-                self._tell(ReachabilityReport(found.num_peers, tuple(map(str, found.unreached)), found.advice))
-            if self.auxiliary:
-                if closure is not None or batch_size is not None or grad_scaler is not None:
-                    raise ValueError("auxiliary=True trains nothing: call step() without arguments")
-                self._epoch.assist()
-                return None
-            if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
-                raise ValueError(f"grad_scaler= is a {type(grad_scaler).__name__}: give a shoal.GradScaler")
-            if grad_scaler is not None and self._speaker is not None:
-                raise ValueError(NO_SCALER)
-            batch_size = self.batch_size_per_step if batch_size is None else batch_size
-            if batch_size is None:
-                raise ValueError("step needs batch_size=…, since the optimizer was made without batch_size_per_step")
-            if not (type(batch_size) is int and batch_size >= 0):
-                batch_size = SAMPLES.check("batch_size", batch_size)
-            if self._speaker is None:
+            speaker = self._speaker
+            if speaker is None:
+                self._look()
+                if self.auxiliary:
+                    if closure is not None or batch_size is not None or grad_scaler is not None:
+                        raise ValueError("auxiliary=True trains nothing: call step() without arguments")
+                    self._epoch.assist()
+                    return None
+                if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+                    raise ValueError(f"grad_scaler= is a {type(grad_scaler).__name__}: give a shoal.GradScaler")
+                batch_size = self.batch_size_per_step if batch_size is None else batch_size
+                if batch_size is None:
+                    raise ValueError(NO_BATCH_SIZE)
+                if not (type(batch_size) is int and batch_size >= 0):
+                    batch_size = SAMPLES.check("batch_size", batch_size)
                 return self._step(closure, batch_size, grad_scaler)
-            batch_size = WHOLE_SAMPLES.check("batch_size", batch_size)
-            loss = None  # before the others' samples are asked for: their closures take as long
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self._speaker.lead(
+            losses = []
+
+            def prepare() -> int:
+                self._look()
+                samples = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
+                if closure is not None:  # before the others' samples are asked for: their closures take as long
+                    with torch.enable_grad():
+                        losses.append(closure())
+                return samples
+
+            speaker.lead(
                 "step",
                 lambda samples: self._step(None, samples, None),
-                batch_size,
+                prepare,
+                speaker.whole.gather_for_step,
                 moves=self._settings.moves_within_epochs,
             )
-            return loss
+            return losses[0] if losses else None
+
+    def _look(self) -> None:
+        """Look what has happened to the DHT and to the members since the last step."""
+        self._check_dht()
+        reports = self._run.swarm.contacts.reports  # which members this peer reaches, where that has changed
+        while reports:
+            found = reports.popleft()
+            self._tell(ReachabilityReport(found.num_peers, tuple(map(str, found.unreached)), found.advice))
 
     def _step(
         self, closure: Callable[[], torch.Tensor] | None, batch_size: int, grad_scaler: GradScaler | None
@@ -533,9 +553,11 @@ class Optimizer(torch.optim.Optimizer):
         with self._in_trainer("load_state_dict"):
             if not self._closed:
                 self._check_dht()
+            collect = None
             if self._speaker is not None:
                 self._speaker.forget()
-            self._lead("load_state_dict", lambda: self._epoch.load_state_dict(state_dict))
+                collect = self._speaker.whole.gather_parameters
+            self._lead("load_state_dict", lambda: self._epoch.load_state_dict(state_dict), collect)
         self.param_groups, self.state = self._groups(), self.optimizer.state
 
     def _groups(self) -> Any:
@@ -628,7 +650,9 @@ class Optimizer(torch.optim.Optimizer):
         try:
             with self._in_trainer("finish"):
                 if self.is_alive() and not self.auxiliary:
-                    self._epoch.take_result(wait=True)
+                    self._lead("finish", lambda: self._epoch.take_result(wait=True))
+                    if self._speaker is not None:
+                        self._speaker.gang.leave()
                     self._run.wait_for_those_behind(self._settings.averaging_timeout, self._settings.load_state_timeout)
         except AveragingError as error:
             if not self._run.is_over:
@@ -643,7 +667,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._closed:
             return
         self._closed = True
-        if self._speaker is not None:
+        if self._speaker is not None and self._speaker.state is not None:  # else the others are told why in a moment
             self._speaker.gang.leave()
         timeout = self._settings.shutdown_timeout
         self._close_metrics()

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _address_of = Tensor.data_ptr
 _OF_SEVERAL_RANKS = {"DistributedDataParallel", "FullyShardedDataParallel"}
 """Modules of torch that communicate with other ranks in each backward pass. They are found by name, because importing
-them is slow. (Where parameters are DTensors, as with FSDP2, no optimizer can be made.)"""
+them is slow. (DTensors, as with FSDP2, are refused when the optimizer is made, unless it is a cluster's.)"""
 
 
 class Placement:

@@ -105,6 +105,7 @@ WITHOUT_OUTER = (
     "average_opt_statistics"
 )  # fmt: skip
 WITHOUT_CLUSTER = ("reuse_grad_buffers", "auxiliary")
+NO_BATCH_SIZE = "step needs batch_size=…, since the optimizer was made without batch_size_per_step"
 NO_SCALER = "a cluster takes no grad_scaler yet: train in bfloat16, which needs none"
 # Arguments that are as another one where they are None.
 AS_ANOTHER = {
@@ -271,6 +272,20 @@ class Settings:
             "min_peers": str(self.min_peers),
             **{name: term_of(getattr(self, name).spec) for name in COMPRESSIONS},
         }
+
+
+def samples_of(batch_size: Any, grad_scaler: object) -> int:
+    """The samples of a rank in a step.
+
+    Raises:
+        ValueError: if there is no whole number of them, and for a scaler.
+    """
+    if grad_scaler is not None:
+        raise ValueError(NO_SCALER)
+    if batch_size is None:
+        raise ValueError(NO_BATCH_SIZE)
+    samples: int = WHOLE_SAMPLES.check("batch_size", batch_size)
+    return samples
 
 
 def check_cluster(cluster: Any, settings: Settings, optimizer: AnyOptimizer, params: Params | None) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.gang import ClusterError, Gang
-from shoal.cluster.messages import Report, Verdict
+from shoal.cluster.messages import Go, Report, Verdict
 from shoal.cluster.whole import Whole
 from shoal.swarm.protocol.tip import Tip
 
@@ -31,53 +31,97 @@ class Speaker:
     """
 
     def __init__(self, cluster: Cluster, params: Iterable[Any], extras: Sequence[Tensor]) -> None:
-        self.gang, self.whole, self._extras = Gang(cluster.group), Whole(cluster.group, params), extras
+        self.gang, self._extras = Gang(cluster.group), extras
+        try:
+            self.whole = Whole(cluster.group, params)
+        except BaseException:  # Ctrl-C, too: the others wait
+            self.gang.leave()
+            raise
         self.state: Callable[[], tuple[Tip, Sequence[Mapping[str, Any]]]] | None = None
         self._sent: Tip | None = None  # whose parameters the others have
-        self._compared = False
+        self._leads = False
 
-    def lead(self, call: str, act: Callable[[int], T], samples: int = 0, *, moves: bool = False) -> T:
-        """Make one call for all ranks.
+    def lead(
+        self,
+        call: str,
+        act: Callable[[int], T],
+        prepare: Callable[[], int] = lambda: 0,
+        collect: Callable[[], object] | None = None,
+        *,
+        moves: bool = False,
+    ) -> T:
+        """Make one call for all ranks. What this rank raises, the others hear.
 
         Args:
             call: its name, which all must have called.
             act: what rank 0 does, given the samples of all ranks.
-            samples: of this rank.
+            prepare: what it does first, alone; returns its samples.
+            collect: a collective of all ranks before `act`, where parameters are sharded.
             moves: whether the parameters change though the epoch may not.
 
         Raises:
             ClusterError: if a rank is lost, or has called something else.
         """
-        if call == "step":
-            with self.gang.collectives():
-                self.whole.gather_gradients()
-        reports = self.gang.hear_reports()
+        if self._leads:  # a callback of this rank's user, in a call of all
+            return act(prepare())
+        self._leads = True
         try:
-            self._compare(call, reports)
-            result = act(samples + sum(report.samples for report in reports))
-        except BaseException as error:  # Ctrl-C, too: the others wait for a verdict
-            self._tell(error, None, moves)
-            raise
-        self._tell(None, result, moves)
-        return result
+            try:
+                samples = prepare()
+            except Exception as error:
+                self._hear(call, 0, error, moves)
+                raise
+            reports = self._hear(call, samples, None, moves)
+            samples += sum(report.samples for report in reports)
+            try:
+                if collect is not None and self.whole.is_sharded:
+                    self.gang.say(Go())
+                    with self.gang.collectives():
+                        collect()
+                result = act(samples)
+            except BaseException as error:  # Ctrl-C, too: the others wait for a verdict
+                self._tell(error, None, moves)
+                raise
+            self._tell(None, result, moves)
+            return result
+        finally:
+            self._leads = False
 
     def forget(self) -> None:
         """The parameters of this rank were set otherwise: the others get them in the next call."""
         self._sent = None
 
-    def _compare(self, call: str, reports: Sequence[Report]) -> None:
-        names = self.gang.names
+    def _hear(self, call: str, samples: int, refused: Exception | None, moves: bool) -> list[Report]:
+        """The reports of the others, of this call; if it makes no sense, all hear why."""
+        try:
+            reports = self.gang.hear_reports()
+            if refused is None:
+                self._compare(call, samples, reports)
+        except (ClusterError, ValueError) as error:
+            self._tell(refused or error, None, moves)
+            raise
+        if refused is not None:
+            self._tell(refused, None, moves)
+        return reports
+
+    def _compare(self, call: str, samples: int, reports: Sequence[Report]) -> None:
+        names, gradients = self.gang.names, self.whole.gradients if call == "step" else b""
         for rank, report in enumerate(reports, 1):
+            if report.error:
+                raise ClusterError(f"{names[rank]} has raised {report.error}")
             if report.call != call:
                 raise ClusterError(
                     f"{names[0]} has called {call} and {names[rank]} {report.call}: the ranks of a cluster make the "
                     "same calls"
                 )
-        if call != "step" or self._compared:
-            return
-        self._compared, mine = True, self.whole.digest()
+            if report.gradients != gradients:
+                raise ValueError(
+                    f"{names[0]} and {names[rank]} have gradients of other parameters: the ranks of a cluster make the "
+                    "same calls of `backward` and `zero_grad`"
+                )
+        mine = self.whole.digest() if samples and any(report.digest for report in reports) else b""
         for rank, report in enumerate(reports, 1):
-            if report.digest != mine:
+            if mine and report.digest not in (b"", mine):
                 raise ValueError(
                     f"{names[0]} and {names[rank]} have other gradients: wrap the model in DistributedDataParallel, or "
                     "reduce the gradients before `step`"

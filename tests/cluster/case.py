@@ -1,0 +1,193 @@
+"""One rank of a cluster in one of the cases below: says what it has found as JSON.
+
+python -m tests.cluster.case CASE RANK SIZE FOLDER
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import shoal
+from shoal.swarm.protocol import peer as protocol_peer
+
+RANK, SIZE = int(sys.argv[2]), int(sys.argv[3])
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def made(model: nn.Module, **given: Any) -> Any:
+    """The optimizer of this rank, in a run of its own."""
+    dht = shoal.DHT(start=True) if RANK == 0 else None
+    usual = {"params": model.parameters(), "optimizer": sgd, "cluster": shoal.Cluster(), "batch_size_per_step": 4}
+    return shoal.Optimizer(dht=dht, run_id="r", target_batch_size=4 * SIZE, **{**usual, **given})
+
+
+def values(model: nn.Module) -> list[Any]:
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).flatten().tolist() for p in model.parameters()]
+
+
+def layers(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+def backward(model: nn.Module, inputs: Tensor | None = None) -> None:
+    model(torch.ones(4, 8) if inputs is None else inputs).square().mean().backward()
+
+
+def error_of(act: Callable[..., object], *given: Any) -> str:
+    try:
+        act(*given)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def two_meshes() -> Any:
+    """Layers that are sharded over all ranks, and layers that are sharded over a part of them."""
+    mesh = init_device_mesh("cpu", (2, SIZE // 2), mesh_dim_names=("dp", "tp"))
+    model, alone = layers(), layers()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = made(model, batch_size_per_step=2)
+    stepper = sgd(alone.parameters())
+    for _ in range(2):
+        for _half in range(2):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+        stepper.zero_grad()
+        backward(alone)
+        stepper.step()
+    pairs = zip(values(model), values(alone), strict=True)
+    alike = all(torch.allclose(torch.tensor(mine), torch.tensor(theirs), atol=1e-6) for mine, theirs in pairs)
+    return [optimizer.local_epoch, alike]
+
+
+def other_strides() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 4, 2)).to(memory_format=torch.channels_last)
+    before = values(model)
+    wrapped = DistributedDataParallel(model)
+    optimizer = made(model)
+    same = values(model) == before
+    backward(wrapped, torch.ones(4, 3, 4, 4))
+    optimizer.step()
+    return [same, values(model)]
+
+
+def loaded_later() -> Any:
+    model: Any = fully_shard(layers(), mesh=init_device_mesh("cpu", (SIZE,)))
+    optimizer = made(model)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.5)
+    backward(model)
+    optimizer.step(batch_size=0)
+    first = values(model)[0][0]
+    state = optimizer.state_dict()
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.25)
+    optimizer.load_state_dict(state)
+    return [first, values(model)[0][0]]
+
+
+def some_parameters() -> Any:
+    """The function leaves the frozen ones out: the groups of each rank have the same parameters."""
+    model = layers()
+    model[0].requires_grad_(False)
+    optimizer = made(
+        model, optimizer=lambda ps: torch.optim.SGD([p for p in reversed(list(ps)) if p.requires_grad], lr=0.1)
+    )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    grouped = [names[id(parameter)] for parameter in optimizer.param_groups[0]["params"]]
+    backward(model)
+    optimizer.zero_grad()
+    return [grouped, all(parameter.grad is None for parameter in model.parameters())]
+
+
+def finished() -> Any:
+    model: Any = fully_shard(layers(), mesh=init_device_mesh("cpu", (SIZE,)))
+    optimizer = made(model, delay_optimizer_step=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+    optimizer.finish()
+    return [optimizer.local_epoch, values(model)]
+
+
+def spill() -> Tensor:
+    raise ValueError("spilt coffee")
+
+
+def errors() -> Any:
+    """What one rank raises is raised at all; then they go on."""
+    model: Any = fully_shard(layers(), mesh=init_device_mesh("cpu", (SIZE,)))
+    optimizer = made(model)
+    found = []
+    for culprit in range(SIZE):
+        backward(model)
+
+        found.append(error_of(optimizer.step, spill if culprit == RANK else None))
+        found.append(error_of(optimizer.step, None, 0.5 if culprit == RANK else 4))
+        if culprit == RANK:
+            optimizer.zero_grad()
+        found.append(error_of(optimizer.step))
+        optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+    return [found, optimizer.local_epoch]
+
+
+def not_made() -> Any:
+    """A rank that can't make its optimizer tells the others; then all try again."""
+    model = layers()
+    patience = [-1.0 if culprit == RANK else 60.0 for culprit in range(SIZE)]
+    found = [error_of(functools.partial(made, model, averaging_timeout=seconds)) for seconds in patience]
+    optimizer = made(model)
+    optimizer.shutdown()
+    return [found, optimizer.is_alive()]
+
+
+def late() -> Any:
+    """An optimizer that was shut down has its state still."""
+    model = layers()
+    optimizer = made(model)
+    backward(model)
+    optimizer.step()
+    optimizer.shutdown()
+    return optimizer.state_dict()["state"]["local_epoch"] if RANK == 0 else optimizer.local_epoch
+
+
+CASES = [two_meshes, other_strides, loaded_later, some_parameters, finished, errors, not_made, late]
+
+
+def main() -> None:
+    protocol_peer.SETTLE_SECONDS = 0.0  # each run has one peer: nobody else is to be found
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[4])
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=RANK, world_size=SIZE)
+    found = next(case for case in CASES if case.__name__ == sys.argv[1])()
+    (folder / f"found {RANK}").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

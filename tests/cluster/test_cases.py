@@ -1,0 +1,88 @@
+"""Models, calls and errors that a cluster has to get right, each in processes of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forked import ForkedProcess
+
+pytestmark = pytest.mark.alone
+
+
+def found_by(case: str, size: int, folder: Path) -> list[Any]:
+    """What each rank has found."""
+    logs = [folder / f"log {rank}" for rank in range(size)]
+    ranks = [
+        ForkedProcess("tests.cluster.case", case, str(rank), str(size), str(folder), log=log)
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        ended = [rank.wait(60) for rank in ranks]
+        assert ended == [0] * size, "\n".join(log.read_text()[-3000:] for log in logs)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [json.loads((folder / f"found {rank}").read_text()) for rank in range(size)]
+
+
+def test_parameters_on_a_part_of_the_ranks_have_the_numbers_of_one_process(tmp_path: Path) -> None:
+    assert found_by("two_meshes", 4, tmp_path) == [[2, True]] * 4
+
+
+def test_parameters_with_other_strides_are_those_of_rank_0(tmp_path: Path) -> None:
+    first, second = found_by("other_strides", 2, tmp_path)
+    assert first == second
+    assert first[0]
+
+
+def test_values_that_are_loaded_later_count(tmp_path: Path) -> None:
+    assert found_by("loaded_later", 2, tmp_path) == [[0.5, 0.25]] * 2
+
+
+def test_the_groups_of_all_ranks_have_the_same_parameters(tmp_path: Path) -> None:
+    grouped = ["2.bias", "2.weight", "1.bias", "1.weight"]
+    assert found_by("some_parameters", 2, tmp_path) == [[grouped, True]] * 2
+
+
+def test_finish_applies_the_last_step_everywhere(tmp_path: Path) -> None:
+    first, second = found_by("finished", 2, tmp_path)
+    assert first == second
+    assert first[0] == 3
+
+
+def test_what_one_rank_raises_is_raised_at_all_and_they_go_on(tmp_path: Path) -> None:
+    first, second = found_by("errors", 2, tmp_path)
+    assert first[1] == second[1] == 1
+    (spilt, half, none), (spilt_there, half_there, none_there) = first[0][:3], first[0][3:]
+    assert spilt == "ValueError: spilt coffee"
+    assert half.startswith("ValueError: batch_size=0.5")
+    assert "gradients of other parameters" in none
+    assert spilt_there.startswith("ClusterError: rank 1 ")
+    assert spilt_there.endswith("has raised ValueError: spilt coffee")
+    assert "ClusterError: rank 1 " in half_there
+    assert "gradients of other parameters" in none_there
+    (spilt, half, none), (spilt_there, half_there, none_there) = second[0][:3], second[0][3:]
+    assert spilt.startswith("ClusterError: rank 0 ")
+    assert "batch_size=0.5" in half
+    assert none.startswith("ClusterError: rank 0 ")
+    assert spilt_there == "ValueError: spilt coffee"
+    assert half_there.startswith("ValueError: batch_size=0.5")
+    assert "gradients of other parameters" in none_there
+
+
+def test_a_rank_that_can_not_make_its_optimizer_tells_the_others(tmp_path: Path) -> None:
+    found = found_by("not_made", 2, tmp_path)
+    for rank in range(2):
+        (mine, theirs), alive = found[rank][0] if rank == 0 else found[rank][0][::-1], found[rank][1]
+        assert mine.startswith("ValueError: averaging_timeout=-1.0")
+        assert theirs.startswith(f"ClusterError: rank {1 - rank} ")
+        assert not alive
+
+
+def test_an_optimizer_that_was_shut_down_has_its_state(tmp_path: Path) -> None:
+    assert found_by("late", 2, tmp_path) == [1, 1]
