@@ -82,7 +82,10 @@ def two_meshes() -> Any:
 
 def other_strides() -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 4, 2)).to(memory_format=torch.channels_last)
+    model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 4, 2))
+    model.to(memory_format=torch.channels_last)
+        memory_format=torch.channels_last
+    )
     before = values(model)
     wrapped = DistributedDataParallel(model)
     optimizer = made(model)
