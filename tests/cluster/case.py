@@ -84,8 +84,6 @@ def other_strides() -> Any:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 4, 2))
     model.to(memory_format=torch.channels_last)
-        memory_format=torch.channels_last
-    )
     before = values(model)
     wrapped = DistributedDataParallel(model)
     optimizer = made(model)
