@@ -1,8 +1,8 @@
 """The ties between the ranks of a cluster: a connection of each to rank 0, over which they report and hear verdicts,
 and which ends when a rank dies.
 
-Collectives of `torch.distributed` do not serve for that: they say an address or nothing of who is lost, and nobody
-hears it who is not in one, such as rank 0 in a round with other peers.
+Collectives of `torch.distributed` do not serve for that. Their errors name an address at most, and only ranks that are
+in a collective hear of a loss: rank 0, in a round with other peers, would not.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Gang:
     """This rank's part in the ties of its cluster. Made by all ranks at once.
 
     Args:
-        group: the process group, of more than one rank.
+        group: the process group.
 
     Attributes:
         rank, size: of this process, and of the group.
@@ -258,9 +258,12 @@ class Gang:
             for rank, tie in self._sockets.items():
                 selector.register(tie, selectors.EVENT_READ, rank)
             selector.register(self._woken, selectors.EVENT_READ)
-            while not self._closed:
+            leaves = False
+            while not leaves:
                 for key, _ in selector.select():
-                    if key.data is not None and not self._read(key.data, self._sockets[key.data]):
+                    if key.data is None:  # `leave` has said goodbye to all; before that no connection may be closed
+                        leaves = True
+                    elif not self._read(key.data, self._sockets[key.data]):
                         selector.unregister(key.fileobj)
         for each in (self._woken, *self._sockets.values()):
             each.close()

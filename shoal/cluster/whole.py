@@ -96,7 +96,7 @@ class Whole:
 
     @torch.no_grad()
     def spread(self, more: Iterable[Tensor]) -> None:
-        """Set all ranks' parameters, and `more` tensors that all of them hold, to those of rank 0."""
+        """Copy the parameters of rank 0 to all ranks, and `more` tensors, which each rank holds whole."""
         for parameter, whole in zip(self.model, self._whole, strict=True):
             if isinstance(parameter, DTensor):
                 source = whole.detach() if self._is_first else torch.empty(whole.shape, dtype=whole.dtype)

@@ -252,7 +252,7 @@ class Optimizer(torch.optim.Optimizer):
         extras = list(extra_tensors)
         self._speaker: Speaker | None = None
         self._ranks = 1  # of this peer
-        if cluster is None or params is None:
+        if cluster is None or params is None:  # a cluster has params: that was checked
             return self._make(optimizer, params, scheduler, extras, refresh)
         self._ranks = cluster.size
         self._speaker = speaker = Speaker(cluster, params, extras)
@@ -502,10 +502,13 @@ class Optimizer(torch.optim.Optimizer):
             AveragingError: with each donor and its reason, if nobody could send it; then nothing has changed.
         """
         timeout = self._settings.load_state_timeout if timeout is None else timeout
-        timeout = SECONDS.check("timeout", timeout)
-        with self._in_trainer("load_state_from_peers"):
+
+        def load() -> bool:
             self._check_dht()
-            return self._lead("load_state_from_peers", lambda: self._epoch.load_state(timeout))
+            return self._epoch.load_state(SECONDS.check("timeout", timeout))
+
+        with self._in_trainer("load_state_from_peers"):
+            return self._lead("load_state_from_peers", load)
 
     @property
     def tip(self) -> str:
@@ -522,9 +525,13 @@ class Optimizer(torch.optim.Optimizer):
             OSError: if there is no such file.
             ValueError: if it is no such state, or does not fit this model; then nothing has changed.
         """
-        with self._in_trainer("load_kept_state"):
+
+        def load() -> None:
             self._check_dht()
-            self._lead("load_kept_state", lambda: self._epoch.load_kept(path))
+            self._epoch.load_kept(path)
+
+        with self._in_trainer("load_kept_state"):
+            self._lead("load_kept_state", load)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict, with the epoch (`["state"]["local_epoch"]`), the run's lineage and the
@@ -550,14 +557,18 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: if it is of other parameter groups, as the wrapped optimizer does, or has the state of another
                 averager.
         """
-        with self._in_trainer("load_state_dict"):
+
+        def load() -> None:
             if not self._closed:
                 self._check_dht()
+            self._epoch.load_state_dict(state_dict)
+
+        with self._in_trainer("load_state_dict"):
             collect = None
             if self._speaker is not None:
                 self._speaker.forget()
                 collect = self._speaker.whole.gather_parameters
-            self._lead("load_state_dict", lambda: self._epoch.load_state_dict(state_dict), collect)
+            self._lead("load_state_dict", load, collect)
         self.param_groups, self.state = self._groups(), self.optimizer.state
 
     def _groups(self) -> Any:
