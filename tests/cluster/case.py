@@ -156,6 +156,14 @@ def errors() -> Any:
     return [found, optimizer.local_epoch]
 
 
+def other_calls() -> Any:
+    """What rank 0 refuses in another call than `step` is heard, too."""
+    model = layers()
+    optimizer = made(model)
+    found = error_of(functools.partial(optimizer.load_state_from_peers, timeout=-1.0))
+    return [found, optimizer.load_state_from_peers()]
+
+
 def not_made() -> Any:
     """A rank that can't make its optimizer tells the others; then all try again."""
     model = layers()
@@ -176,7 +184,7 @@ def late() -> Any:
     return optimizer.state_dict()["state"]["local_epoch"] if RANK == 0 else optimizer.local_epoch
 
 
-CASES = [two_meshes, other_strides, loaded_later, some_parameters, finished, errors, not_made, late]
+CASES = [two_meshes, other_strides, loaded_later, some_parameters, finished, errors, other_calls, not_made, late]
 
 
 def main() -> None:

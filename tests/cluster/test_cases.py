@@ -75,6 +75,13 @@ def test_what_one_rank_raises_is_raised_at_all_and_they_go_on(tmp_path: Path) ->
     assert "gradients of other parameters" in none_there
 
 
+def test_what_rank_0_refuses_in_another_call_is_heard(tmp_path: Path) -> None:
+    first, second = found_by("other_calls", 2, tmp_path)
+    assert first[0].startswith("ValueError: timeout=-1.0")
+    assert second[0].startswith("ClusterError: rank 0 ")
+    assert first[1] is second[1] is False
+
+
 def test_a_rank_that_can_not_make_its_optimizer_tells_the_others(tmp_path: Path) -> None:
     found = found_by("not_made", 2, tmp_path)
     for rank in range(2):
