@@ -109,7 +109,10 @@ class Trainer:
                 weights=self.weights,
             )  # fmt: skip
         elif isinstance(event, shoal.DownloadReport):
-            say(event="download", epoch=event.epoch, digest=event.state_digest, steps=self.steps, **self.state())
+            say(
+                event="download", epoch=event.epoch, digest=event.state_digest, steps=self.steps, calls=self.calls,
+                **self.state(),
+            )  # fmt: skip
 
     def state(self) -> dict[str, Any]:
         """The anchor, the outer momentum, and how far the model is from the anchor."""
