@@ -1,0 +1,473 @@
+"""The parameters of a model that ranks hold together, cut into strands, each at the rank that carries it.
+
+With `Whole`, rank 0 steps the whole model. Here each rank steps its strands: pieces of all parameters, with memory of
+their own. Values move between the model, as FSDP2 or DDP have placed it, and the pieces.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from blake3 import blake3
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shoal.cluster.spans import Route, overlap, route_of, shard_of, strand_of
+from shoal.flat import bytes_of, holders_of, living_modules
+
+BUCKET_BYTES = 1 << 26  # that a rank sends or receives at once, unless one parameter has more
+
+
+class Ranks(Protocol):
+    """What is used of a `Cluster`. Without a group it is a single process."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def strands(self) -> int: ...
+
+
+class Strands:
+    """A model's parameters as pieces, which an optimizer steps: one for each parameter and each strand of this rank.
+
+    With L strands, strand k of a parameter of n elements is its elements k*n//L to (k+1)*n//L in row-major order,
+    however many ranks there are. The ranks carry equally many. They are ordered by the shard that they hold, so what
+    a rank carries is, up to some elements at the borders, what it holds.
+
+    All methods but `digest` and `clear` are collectives: all ranks call them at once. Values arrive bit for bit.
+
+    Args:
+        cluster: the ranks. Their number divides the number of strands.
+        params: what an optimizer takes: tensors, (name, tensor) pairs or parameter groups of either.
+
+    Attributes:
+        mine: the strands that this rank carries.
+        carriers: the rank of each strand.
+        params: the same with pieces in it: in each group those of the first strand, then those of the second, and so
+            on. The names of pieces end in the strand, as in "0.weight[3/8]".
+        pieces: those in `params`, in order.
+        model: the model's parameters, in order.
+        numbers: for each strand of `mine`, the places of its pieces in `pieces`.
+        of: the model's parameter of each piece, by its id.
+
+    Raises:
+        ValueError: for what is no parameter, and for a parameter that is not sharded on dim 0 over exactly these ranks,
+            nor held whole by all of them. Nothing has been changed then.
+    """
+
+    def __init__(self, cluster: Ranks, params: Iterable[Any]) -> None:
+        self._group, self._rank, self._size = cluster.group, cluster.rank, cluster.size
+        self._has_stepped = False
+        given = list(params)
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        named = [[_named(item) for item in _listed(group["params"])] for group in groups]
+        self.model: list[Tensor] = [parameter for items in named for _, parameter in items]
+        names = [name for items in named for name, _ in items]
+
+        ranks = _global_ranks(self._group)
+        places = [_places(self.model[n], ranks, names[n], n) for n in range(len(self.model))]
+        order = _ordered(places, self._size)
+        share = cluster.strands // self._size
+        self.carriers = [rank for rank in order for _ in range(share)]
+        carried = [range(order.index(rank) * share, (order.index(rank) + 1) * share) for rank in range(self._size)]
+        self.mine = carried[self._rank]
+        self._held = [_held(p, place, self._size) for p, place in zip(self.model, places, strict=True)]
+        self._owned = [tuple(strand_of(p.numel(), each, cluster.strands) for each in carried) for p in self.model]
+        self._spans = [[strand_of(p.numel(), range(k, k + 1), cluster.strands) for k in self.mine] for p in self.model]
+        # At most as many routes as there are shapes are made: each is a walk over all pairs of ranks.
+        self._route: Callable[[tuple[range, ...], tuple[range, ...]], Route]
+        self._route = functools.cache(functools.partial(route_of, self._rank, order))
+
+        self.pieces: list[nn.Parameter] = []
+        self.numbers: list[list[int]] = [[] for _ in self.mine]
+        self.of: dict[int, Tensor] = {}
+        self._pieces_of: list[list[int]] = [[] for _ in self.model]  # of each parameter, their places
+        made: list[list[Any]] = []
+        for items in named:
+            made.append(self._each(items, sum(map(len, named[: len(made)])), cluster.strands))
+        if groups is given:
+            self.params: list[Any] = [{**group, "params": pieces} for group, pieces in zip(groups, made, strict=True)]
+        else:
+            self.params = made[0]
+        self.take_parameters()
+
+    def _each(self, items: Sequence[tuple[str | None, Tensor]], first: int, strands: int) -> list[Any]:
+        """The pieces of one group, whose first parameter has that number."""
+        made: list[Any] = []
+        for index, strand in enumerate(self.mine):
+            for number, (name, parameter) in enumerate(items, first):
+                memory = torch.empty(len(self._spans[number][index]), dtype=parameter.dtype, device=parameter.device)
+                piece = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+                self.numbers[index].append(len(self.pieces))
+                self._pieces_of[number].append(len(self.pieces))
+                self.pieces.append(piece)
+                self.of[id(piece)] = parameter
+                made.append(piece if name is None else (f"{name}[{strand}/{strands}]", piece))
+        return made
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank needs others to take and to spread values."""
+        return self._size > 1
+
+    # -- between the model and the pieces
+
+    def gather_for_step(self) -> None:
+        """Take the gradients; in the first step after the parameters, which may have been loaded since."""
+        if not self._has_stepped:
+            self.take_parameters()
+            self._has_stepped = True
+        self.take_gradients()
+
+    @torch.no_grad()
+    def take_parameters(self) -> None:
+        """Set the pieces to what the model has."""
+        with _Exchange(self._group, self._size) as exchange:
+            for number, parameter in enumerate(self.model):
+                route = self._route(self._held[number], self._owned[number])
+                exchange.add(route, self._part(number, parameter), self._parts(number, self.pieces), parameter.device)
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Set the gradients of the pieces to those of the model, which all ranks have for the same parameters."""
+        with _Exchange(self._group, self._size) as exchange:
+            for number, parameter in enumerate(self.model):
+                pieces = [self.pieces[place] for place in self._pieces_of[number]]
+                if parameter.grad is None:
+                    for piece in pieces:
+                        piece.grad = None
+                    continue
+                gradient = _dense(parameter.grad)
+                if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+                    gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+                for piece in pieces:
+                    if piece.grad is None or piece.grad.dtype != gradient.dtype:
+                        piece.grad = torch.empty_like(piece, dtype=gradient.dtype)
+                spans = self._spans[number]
+                wants = [_Part(s.start, p.grad) for s, p in zip(spans, pieces, strict=True) if p.grad is not None]
+                route = self._route(self._held[number], self._owned[number])
+                exchange.add(route, self._part(number, gradient), wants, parameter.device)
+
+    @torch.no_grad()
+    def spread(self, more: Iterable[Tensor]) -> None:
+        """Copy the pieces of all ranks into the model, and `more` tensors, which each rank holds whole, from rank 0."""
+        with _Exchange(self._group, self._size) as exchange:
+            for number, parameter in enumerate(self.model):
+                route = self._route(self._owned[number], self._held[number])
+                model = self._part(number, parameter)
+                exchange.add(route, self._parts(number, self.pieces), model, parameter.device, _local(parameter))
+        for tensor in more:
+            self._broadcast(tensor.detach())
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        """Ranks may have it with other strides, and what is sent is memory."""
+        if self._group is None:
+            return
+        sent = tensor.contiguous()
+        dist.broadcast(sent, dist.get_global_rank(self._group, 0), group=self._group)
+        if sent is not tensor:
+            tensor.copy_(sent)
+
+    # -- between rank 0 and the pieces
+
+    @torch.no_grad()
+    def gather(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Values of all pieces, such as their momentum, as whole tensors at rank 0.
+
+        Args:
+            values: one tensor for each of `pieces`, shaped as it. The ranks have the same dtype for a parameter.
+
+        Returns:
+            At rank 0 a CPU tensor for each parameter of the model, shaped as it; at other ranks nothing.
+        """
+        wholes = []
+        with _Exchange(self._group, self._size) as exchange:
+            for number, parameter in enumerate(self.model):
+                parts = self._parts(number, values)
+                wants = []
+                if self._rank == 0:
+                    wholes.append(torch.empty(parameter.shape, dtype=parts[0].values.dtype))
+                    wants = [_Part(0, wholes[-1].view(-1))]
+                route = self._route(self._owned[number], self._at_first(parameter))
+                exchange.add(route, parts, wants, parameter.device)
+        return wholes
+
+    @torch.no_grad()
+    def scatter(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """The reverse of `gather`.
+
+        Args:
+            wholes: one tensor for each parameter of the model, shaped as it, at rank 0. Other ranks give tensors of the
+                same dtypes, of which nothing else is looked at: they may be on the device "meta".
+
+        Returns:
+            One tensor for each of `pieces`, shaped as it, on its device.
+        """
+        found = [torch.empty(0)] * len(self.pieces)
+        with _Exchange(self._group, self._size) as exchange:
+            for number, (parameter, whole) in enumerate(zip(self.model, wholes, strict=True)):
+                for place in self._pieces_of[number]:
+                    found[place] = torch.empty_like(self.pieces[place], dtype=whole.dtype, requires_grad=False)
+                has = [_Part(0, whole.detach().reshape(-1))] if self._rank == 0 else []
+                route = self._route(self._at_first(parameter), self._owned[number])
+                exchange.add(route, has, self._parts(number, found), parameter.device)
+        return found
+
+    def _at_first(self, parameter: Tensor) -> tuple[range, ...]:
+        return (range(parameter.numel()), *[range(0)] * (self._size - 1))
+
+    def _part(self, number: int, tensor: Tensor) -> list[_Part]:
+        """What this rank holds of that parameter, or of its gradient: the memory itself if it is contiguous."""
+        return [_Part(self._held[number][self._rank].start, _local(tensor).contiguous().view(-1))]
+
+    def _parts(self, number: int, tensors: Sequence[Tensor]) -> list[_Part]:
+        """What this rank carries of that parameter in `tensors`, one for each piece."""
+        places = zip(self._spans[number], self._pieces_of[number], strict=True)
+        return [_Part(span.start, tensors[place].detach().reshape(-1)) for span, place in places]
+
+    # -- what ranks compare
+
+    @property
+    def gradients(self) -> bytes:
+        """Which of the parameters have a gradient, as bits."""
+        flags = [parameter.grad is not None for parameter in self.model]
+        return sum(flag << number for number, flag in enumerate(flags)).to_bytes(len(flags) // 8 + 1, "little")
+
+    def clear(self, set_to_none: bool) -> None:
+        """Clear the gradients of all parameters of the model, and of the pieces."""
+        for piece in self.pieces:
+            piece.grad = None
+        for parameter in self.model:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def digest(self) -> bytes:
+        """The hash of the gradients that all ranks are to have alike."""
+        hasher = blake3()
+        for parameter in self.model:
+            if not isinstance(parameter, DTensor) and parameter.grad is not None:
+                hasher.update(bytes_of(_dense(parameter.grad.detach()).to("cpu").contiguous()))
+        return hasher.digest()
+
+
+# -- how values move
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Values of a parameter from that element on, in a 1-D tensor."""
+
+    start: int
+    values: Tensor
+
+    @property
+    def span(self) -> range:
+        return range(self.start, self.start + self.values.numel())
+
+    def view(self, span: range) -> Tensor:
+        """Of these elements, those that it has."""
+        found = overlap(span, self.span)
+        return self.values[found.start - self.start : found.stop - self.start] if found else self.values[:0]
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Values of some parameters that are exchanged at once.
+
+    Attributes:
+        out, into: for each rank, what is sent to it, and where to put what it sends.
+        settled: what to do once it is there.
+        exchanged: see `Route`.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    out: list[list[Tensor]]
+    into: list[list[Tensor]]
+    settled: list[Callable[[], object]] = field(default_factory=list)
+    exchanged: int = 0
+
+    def exchange(self, group: dist.ProcessGroup | None) -> None:
+        """A collective."""
+        out = [values.to(self.device) for each in self.out for values in each]
+        into = [values for each in self.into for values in each]
+        sent = torch.cat(out) if out else torch.empty(0, dtype=self.dtype, device=self.device)
+        sizes = [values.numel() for values in into]
+        received = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+        dist.all_to_all_single(
+            received.view(torch.uint8),  # not all backends know all dtypes, and these are bits
+            sent.view(torch.uint8),
+            [sum(values.nbytes for values in each) for each in self.into],
+            [sum(values.nbytes for values in each) for each in self.out],
+            group=group,
+        )
+        for values, arrived in zip(into, torch.split(received, sizes), strict=True):
+            values.copy_(arrived)
+        for settle in self.settled:
+            settle()
+
+
+class _Exchange:
+    """Moves values of parameters as their routes say. All have arrived when the context ends.
+
+    All ranks add the same parameters in the same order, so they agree on the buckets without a word. Where no rank
+    sends anything, there is no collective.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, size: int) -> None:
+        self._group, self._size = group, size
+        self._buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
+
+    def __enter__(self) -> _Exchange:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            for bucket in self._buckets.values():
+                bucket.exchange(self._group)
+
+    def add(
+        self,
+        route: Route,
+        has: Sequence[_Part],
+        wants: Sequence[_Part],
+        device: torch.device,
+        home: Tensor | None = None,
+    ) -> None:
+        """Move the values of one parameter.
+
+        Args:
+            route: of this rank.
+            has, wants: where the values are, and where they are to be.
+            device: of the parameter: the group's backend is that of this device.
+            home: a tensor to copy `wants` to in the end, if that is not the tensor's own memory.
+        """
+        for span in route.local:
+            for part in has:
+                for target in wants:
+                    both = overlap(span, overlap(part.span, target.span))
+                    target.view(both).copy_(part.view(both))
+        dtype = (*has, *wants)[0].values.dtype
+        settle = functools.partial(_bring_home, wants, home)
+        if not route.exchanged:
+            settle()
+            return
+        bucket = self._buckets.get((dtype, device))
+        if bucket is not None and (bucket.exchanged + route.exchanged) * dtype.itemsize > BUCKET_BYTES:
+            bucket.exchange(self._group)
+            bucket = None
+        if bucket is None:
+            bucket = _Bucket(dtype, device, [[] for _ in range(self._size)], [[] for _ in range(self._size)])
+            self._buckets[dtype, device] = bucket
+        for rank, span in route.out:
+            bucket.out[rank] += [part.view(span) for part in has]
+        for rank, span in route.into:
+            bucket.into[rank] += [part.view(span) for part in wants]
+        bucket.settled.append(settle)
+        bucket.exchanged += route.exchanged
+
+
+def _bring_home(parts: Sequence[_Part], home: Tensor | None) -> None:
+    if home is not None and not home.is_contiguous():
+        home.copy_(parts[0].values.view(home.shape))
+
+
+# -- what is given
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _named(item: Any) -> tuple[str | None, Tensor]:
+    name, parameter = item if isinstance(item, tuple) else (None, item)
+    if not isinstance(parameter, Tensor):
+        raise ValueError(f"params= has a {type(parameter).__name__}: give tensors, or parameter groups")
+    return name, parameter
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+# -- where the model is
+
+
+def _global_ranks(group: dist.ProcessGroup | None) -> list[int]:
+    if group is not None:
+        return dist.get_process_group_ranks(group)
+    return [dist.get_rank()] if dist.is_available() and dist.is_initialized() else [0]
+
+
+Place = tuple[int, int]  # the shard that a rank holds, and which copy of it
+
+
+def _places(parameter: Tensor, ranks: Sequence[int], name: str | None, number: int) -> list[Place] | None:
+    """Of each rank; None if each holds all of the parameter.
+
+    Raises:
+        ValueError: if a rank holds something else.
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh.mesh
+    shards = [(dim, placed) for dim, placed in enumerate(parameter.placements) if not isinstance(placed, Replicate)]
+    is_usual = len(shards) <= 1 and all(type(placed) is Shard and placed.dim == 0 for _, placed in shards)
+    if not is_usual or sorted(mesh.flatten().tolist()) != sorted(ranks):
+        called = name or _name_in_module(parameter) or f"parameter {number}"
+        raise ValueError(
+            f"{called} of shape {tuple(parameter.shape)} has the placements {parameter.placements} on the ranks "
+            f"{mesh.tolist()}: strands need Shard(0) on one dimension of a mesh of exactly the cluster's ranks, "
+            f"{sorted(ranks)}: give Cluster(strands=1)"
+        )
+    if not shards:
+        return None
+    rows = mesh.movedim(shards[0][0], 0).flatten(1).tolist()
+    found = {rank: (shard, copy) for shard, row in enumerate(rows) for copy, rank in enumerate(row)}
+    return [found[rank] for rank in ranks]
+
+
+def _name_in_module(parameter: Tensor) -> str:
+    """The longest that a module has for it; "" if there is none."""
+    roots = living_modules()
+    return max(
+        (
+            f"{path}.{holder.name}" if path else holder.name
+            for holder in holders_of([parameter])
+            for root in roots
+            for path, module in root.named_modules()
+            if module is holder.module
+        ),
+        key=len,
+        default="",
+    )
+
+
+def _ordered(places: Iterable[list[Place] | None], size: int) -> list[int]:
+    """The ranks in the order in which they carry the strands: that of the first sharded parameter."""
+    first = next((each for each in places if each is not None), None)
+    return list(range(size)) if first is None else sorted(range(size), key=first.__getitem__)
+
+
+def _held(parameter: Tensor, places: Sequence[Place] | None, size: int) -> tuple[range, ...]:
+    """The span of the parameter that each rank holds."""
+    if places is None:
+        return (range(parameter.numel()),) * size
+    rows, shards = parameter.shape[0], 1 + max(shard for shard, _ in places)
+    return tuple(shard_of(rows, parameter.numel() // max(1, rows), shard, shards) for shard, _ in places)
