@@ -183,8 +183,7 @@ class DecentralizedAverager:
         admit_to(lambda: dht.node, prefix, membership)
         layout = Layout.of(averaged_tensors).on("cpu")
         self._compression = compression or NoCompression()
-        codecs = plan_of(self._compression, layout, tensor_infos)
-        self._vector = Vector(layout, codecs, error_feedback=error_feedback)
+        self._vector = self._make_vector(layout, tensor_infos, error_feedback)
         self._rules = Rules(
             sizes=layout.sizes,
             matchmaking_time=min_matchmaking_time,
@@ -204,9 +203,7 @@ class DecentralizedAverager:
         self.last_round: RoundReport | None = None
         self.lock_averaged_tensors = threading.Lock()
         self._tensors = tuple(averaged_tensors)
-        self._memory = FlatBuffer.adopt(self._tensors)
-        if self._memory.layout == layout:  # on the host
-            self._vector.inputs = self._memory
+        self._memory = self._adopt()
         names = [info.key if isinstance(info.key, str) else "" for info in tensor_infos or ()]
         self._place = Place(  # but for the role
             bandwidth=bandwidth,
@@ -269,17 +266,32 @@ class DecentralizedAverager:
         self._check_role()
         compute_serially()
         swarm = self._make_swarm(self.prefix, DHTDirectory(self.dht.dht_node, self.prefix), self._rules)
-        node, name, allow = self.dht.node, f"state/{self.prefix}", self.allow_state_sharing
-        # The donor is there before others meet this peer. The state may change at any time, so it has no name, and no
-        # snapshot is offered twice.
-        snapshot, priority = partial(self._take_snapshot, swarm), lambda: self.state_sharing_priority
-        self._donor = donor = StateDonor(node, name, snapshot, lambda: None, allow, priority, swarm.gate)
+        # The donor is there before others meet this peer.
+        self._donor = donor = self._make_donor(swarm)
         try:
             await swarm.start()
         except BaseException:  # cancelled, too
             donor.close()
             raise
         self._swarm = swarm
+
+    def _make_donor(self, swarm: Swarm) -> StateDonor:
+        """What serves the state to others. It may change at any time, so it has no name, and no snapshot is offered
+        twice."""
+        node, name, allow = self.dht.node, f"state/{self.prefix}", self.allow_state_sharing
+        snapshot, priority = partial(self._take_snapshot, swarm), lambda: self.state_sharing_priority
+        return StateDonor(node, name, snapshot, lambda: None, allow, priority, swarm.gate)
+
+    def _make_vector(self, layout: Layout, infos: Infos | None, error_feedback: float | None) -> Vector:
+        """What rounds average."""
+        return Vector(layout, plan_of(self._compression, layout, infos), error_feedback=error_feedback)
+
+    def _adopt(self) -> FlatBuffer:
+        """The flat memory of the tensors: they move there."""
+        memory = FlatBuffer.adopt(self._tensors)
+        if memory.layout == self._vector.layout:  # on the host
+            self._vector.inputs = memory
+        return memory
 
     def _make_swarm(self, run_id: str, directory: Directory, rules: Rules) -> Swarm:
         """This peer's part in the run of that name."""

@@ -50,6 +50,7 @@ class Strands:
         params: what an optimizer takes: tensors, (name, tensor) pairs or parameter groups of either.
 
     Attributes:
+        rank: of this process.
         mine: the strands that this rank carries.
         carriers: the rank of each strand.
         params: the same with pieces in it: in each group those of the first strand, then those of the second, and so
@@ -65,7 +66,7 @@ class Strands:
     """
 
     def __init__(self, cluster: Ranks, params: Iterable[Any]) -> None:
-        self._group, self._rank, self._size = cluster.group, cluster.rank, cluster.size
+        self._group, self.rank, self._size = cluster.group, cluster.rank, cluster.size
         self._has_stepped = False
         given = list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
@@ -79,13 +80,13 @@ class Strands:
         share = cluster.strands // self._size
         self.carriers = [rank for rank in order for _ in range(share)]
         carried = [range(order.index(rank) * share, (order.index(rank) + 1) * share) for rank in range(self._size)]
-        self.mine = carried[self._rank]
+        self.mine = carried[self.rank]
         self._held = [_held(p, place, self._size) for p, place in zip(self.model, places, strict=True)]
         self._owned = [tuple(strand_of(p.numel(), each, cluster.strands) for each in carried) for p in self.model]
         self._spans = [[strand_of(p.numel(), range(k, k + 1), cluster.strands) for k in self.mine] for p in self.model]
         # At most as many routes as there are shapes are made: each is a walk over all pairs of ranks.
         self._route: Callable[[tuple[range, ...], tuple[range, ...]], Route]
-        self._route = functools.cache(functools.partial(route_of, self._rank, order))
+        self._route = functools.cache(functools.partial(route_of, self.rank, order))
 
         self.pieces: list[nn.Parameter] = []
         self.numbers: list[list[int]] = [[] for _ in self.mine]
@@ -116,8 +117,8 @@ class Strands:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank needs others to take and to spread values."""
-        return self._size > 1
+        """Whether gradients are to be taken before a step."""
+        return True
 
     # -- between the model and the pieces
 
@@ -194,7 +195,7 @@ class Strands:
             for number, parameter in enumerate(self.model):
                 parts = self._parts(number, values)
                 wants = []
-                if self._rank == 0:
+                if self.rank == 0:
                     wholes.append(torch.empty(parameter.shape, dtype=parts[0].values.dtype))
                     wants = [_Part(0, wholes[-1].view(-1))]
                 route = self._route(self._owned[number], self._at_first(parameter))
@@ -217,7 +218,7 @@ class Strands:
             for number, (parameter, whole) in enumerate(zip(self.model, wholes, strict=True)):
                 for place in self._pieces_of[number]:
                     found[place] = torch.empty_like(self.pieces[place], dtype=whole.dtype, requires_grad=False)
-                has = [_Part(0, whole.detach().reshape(-1))] if self._rank == 0 else []
+                has = [_Part(0, whole.detach().reshape(-1))] if self.rank == 0 else []
                 route = self._route(self._at_first(parameter), self._owned[number])
                 exchange.add(route, has, self._parts(number, found), parameter.device)
         return found
@@ -227,7 +228,7 @@ class Strands:
 
     def _part(self, number: int, tensor: Tensor) -> list[_Part]:
         """What this rank holds of that parameter, or of its gradient: the memory itself if it is contiguous."""
-        return [_Part(self._held[number][self._rank].start, _local(tensor).contiguous().view(-1))]
+        return [_Part(self._held[number][self.rank].start, _local(tensor).contiguous().view(-1))]
 
     def _parts(self, number: int, tensors: Sequence[Tensor]) -> list[_Part]:
         """What this rank carries of that parameter in `tensors`, one for each piece."""

@@ -26,11 +26,12 @@ from shoal.optim.reports import DownloadReport, Event
 from shoal.optim.run import Run, until
 from shoal.optim.settings import Settings
 from shoal.optim.state import Replica, for_newcomer
+from shoal.optim.strand_replica import StrandReplica
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import EncodedState, StateDonor
-from shoal.transfer.transfer import DownloadFailed, NothingWanted
+from shoal.transfer.transfer import Downloaded, DownloadFailed, NothingWanted
 
 log = logging.getLogger(__name__)
 
@@ -535,7 +536,7 @@ class Epoch:
             return tip.outranks(mine) if is_behind else not mine.outranks(tip)
 
         try:
-            state = self._run.download(donors, timeout, self._replica.max_nbytes, wanted, is_awaited)
+            state = self._fetch(donors, timeout, wanted, is_awaited)
         except NothingWanted as error:
             log.info("%s", error)
             return False
@@ -565,6 +566,15 @@ class Epoch:
         self._restart(tip, keeps_drift=keeps)
         self._tell(DownloadReport(tip.epoch, state.seconds, state.nbytes, len(state.chunks_from), digest))
         return True
+
+    def _fetch(
+        self, donors: Sequence[PeerID], timeout: float, wanted: Callable[[Tip], bool], is_awaited: bool
+    ) -> Downloaded:
+        """Raises DownloadFailed."""
+        if not isinstance(self._replica, StrandReplica):
+            return self._run.download(donors, timeout, self._replica.max_nbytes, wanted, is_awaited)
+        reserve = self._run.swarm.be_awaited if is_awaited else None
+        return self._replica.download(donors, timeout, wanted, reserve)
 
     # -- what the owner has pinned
 

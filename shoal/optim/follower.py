@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 from torch import Tensor
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.gang import ClusterError, Gang, told_to_all
-from shoal.cluster.messages import Go, Report, Verdict
-from shoal.cluster.whole import Whole
+from shoal.cluster.messages import Do, Done, Go, Report, Verdict
+from shoal.cluster.strands import Strands
+from shoal.optim.crew import Crew
 from shoal.optim.settings import Settings, check_cluster, make_trained, samples_of
+from shoal.optim.share import Share
+from shoal.optim.speaker import parameters_of
+from shoal.optim.strand_replica import StrandReplica, strands_of
+from shoal.swarm.gates import admit_to
+
+log = logging.getLogger(__name__)
 
 AT_RANK_0 = ("tip", "tracker", "local_progress", "on_event", "dht", "outer_optimizer", "metrics_port", "scheduler")
 
@@ -37,19 +46,33 @@ class Follower(torch.optim.Optimizer):
         with told_to_all(cluster.group):
             settings = Settings.of({**given, "client_mode": bool(given["client_mode"])})
             check_cluster(cluster, settings, given["optimizer"], given["params"])
+            dht = given["dht"]
+            if cluster.strands > 1:
+                if dht is None:
+                    raise TypeError(
+                        f"shoal.Cluster(strands={cluster.strands}) needs dht= in every rank: a shoal.DHT, started"
+                    )
+                admit_to(lambda: dht.node, settings.run_id, given["membership"])
         self.batch_size_per_step, self.local_epoch = settings.batch_size_per_step, 0
         self._in_background = settings.in_background
         self._extras = list(given["extra_tensors"])
         self._compared = self._ready = False
         self._trainer = threading.Lock()
         self._gang = Gang(cluster.group)
+        self._share: Share | None = None
         try:
-            self._whole = Whole(cluster.group, given["params"])
-            made, _, _ = make_trained(given["optimizer"], self._whole.params, None, on_host=False)
+            self._whole = parameters_of(cluster, given["params"])
+            scheduler = given["scheduler"] if cluster.strands > 1 else None
+            made, schedule, _ = make_trained(given["optimizer"], self._whole.params, scheduler, on_host=False)
             super().__init__([dict(group) for group in made.param_groups], made.defaults)
             for group in self.param_groups:
                 group["params"] = [self._whole.of[id(whole)] for whole in group["params"]]
             self._ready = True
+            if isinstance(self._whole, Strands):
+                crew = Crew(self._gang)
+                replica = StrandReplica(made, schedule, self._extras, settings, self._whole, crew)
+                self._share = share = Share(crew, replica, strands_of(settings, replica, dht))
+                self._gang.when_lost(share.gradients.stop)
             self._call(Report("shoal.Optimizer"))
         except BaseException:  # Ctrl-C, too: the others must not wait for a rank that has no optimizer
             self._gang.leave()
@@ -61,12 +84,12 @@ class Follower(torch.optim.Optimizer):
             raise RuntimeError(f"{report.call}() while another thread is in this optimizer: one thread trains")
         try:
             self._gang.say(report)
-            verdict = self._gang.hear_verdict()
-            if isinstance(verdict, Go):
+            while not isinstance(verdict := self._gang.hear_verdict(), Verdict):
                 with self._gang.collectives():
-                    collect()
-                verdict = self._gang.hear_verdict()
-            assert isinstance(verdict, Verdict)
+                    if isinstance(verdict, Go):
+                        collect()
+                    else:
+                        self._gang.say(self._done(verdict))
             self.local_epoch = verdict.epoch
             for group, options in zip(self.param_groups, verdict.options, strict=False):
                 group.update(options)
@@ -81,6 +104,14 @@ class Follower(torch.optim.Optimizer):
         if verdict.error:
             raise ClusterError(f"{self._gang.names[0]} has raised {verdict.error}")
         return verdict.value
+
+    def _done(self, do: Do) -> Done:
+        assert self._share is not None
+        try:
+            return Done(msgspec.msgpack.encode(self._share.do(do.what, msgspec.msgpack.decode(do.given))))
+        except Exception as error:  # noqa: BLE001 (rank 0 raises it)
+            log.debug("%s", error, exc_info=error)
+            return Done(msgspec.msgpack.encode(None), f"{type(error).__name__}: {error}"[:4096])
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -168,6 +199,8 @@ class Follower(torch.optim.Optimizer):
     def shutdown(self) -> None:
         """Leave the cluster now; the parameters stay usable. Calling it again does nothing."""
         self._gang.leave()
+        if self._share is not None:
+            self._share.gradients.stop()
 
     def __getattr__(self, name: str) -> Any:
         if name in AT_RANK_0:

@@ -89,7 +89,7 @@ class HostCopy:
         """The parameter groups of the optimizer that was made from `groups`, with the model's parameters in them."""
         made, first = [], 0
         for index, group in enumerate(optimizer.param_groups):
-            made.append(ModelGroup(self, index, group, self.model[first : first + len(group["params"])]))
+            made.append(ModelGroup(group, self.model[first : first + len(group["params"])], self, index))
             first += len(group["params"])
         return made
 
@@ -110,15 +110,24 @@ class HostCopy:
 
 
 class ModelGroup(MutableMapping[str, Any]):
-    """A parameter group of the optimizer on the host as users see it: with the same options, which may be changed, and
-    the model's parameters."""
+    """A parameter group of an optimizer that steps copies, as users see it: with the same options, which may be changed,
+    and the model's parameters.
 
-    def __init__(self, host: HostCopy, index: int, group: dict[str, Any], params: list[Tensor]) -> None:
+    Args:
+        group: of the optimizer.
+        params: of the model.
+        host: has the copies, if the optimizer may be stepping in another thread.
+        index: of the group.
+    """
+
+    def __init__(
+        self, group: dict[str, Any], params: list[Tensor], host: HostCopy | None = None, index: int = 0
+    ) -> None:
         self._host, self._index, self._group, self._params = host, index, group, params
 
     @property
     def _options(self) -> dict[str, Any]:
-        aside = self._host.aside
+        aside = None if self._host is None else self._host.aside
         return self._group if aside is None else aside[self._index]
 
     def __getitem__(self, key: str) -> Any:
@@ -127,7 +136,7 @@ class ModelGroup(MutableMapping[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params":
             raise ValueError("the parameters of a run are fixed")
-        with self._host.lock:
+        with contextlib.nullcontext() if self._host is None else self._host.lock:
             self._options[key] = value
 
     def __delitem__(self, key: str) -> None:

@@ -47,6 +47,7 @@ from shoal.optim.settings import (
 )
 from shoal.optim.speaker import Speaker
 from shoal.optim.state import Replica
+from shoal.optim.strand_replica import StrandReplica, groups_of_model
 from shoal.optim.vitals import Vitals
 from shoal.swarm.gates import admit_to
 from shoal.swarm.protocol.errors import AveragingError
@@ -252,7 +253,7 @@ class Optimizer(torch.optim.Optimizer):
         extras = list(extra_tensors)
         self._speaker: Speaker | None = None
         self._ranks = 1  # of this peer
-        if cluster is None or params is None:  # a cluster has params: that was checked
+        if cluster is None or params is None or cluster.size == cluster.strands == 1:  # a cluster has params
             return self._make(optimizer, params, scheduler, extras, refresh)
         self._ranks = cluster.size
         self._speaker = speaker = Speaker(cluster, params, extras)
@@ -305,7 +306,12 @@ class Optimizer(torch.optim.Optimizer):
         self.param_groups, self.state = self._groups(), wrapped.state
         self._ready = True
 
-        self._replica = replica = Replica(*shared, extra_tensors, settings, host)
+        strands = None if self._speaker is None else self._speaker.strands
+        if self._speaker is None or strands is None:
+            replica = Replica(*shared, extra_tensors, settings, host)
+        else:
+            replica = StrandReplica(*shared, extra_tensors, settings, strands, self._speaker.crew)
+        self._replica = replica
         if replica.placement.unshared and not self.auxiliary:
             layers = ", ".join(f"{count} {kind}" for kind, count in replica.placement.unshared.items())
             log.warning(
@@ -335,7 +341,7 @@ class Optimizer(torch.optim.Optimizer):
             replica.placement.refuse_ranks(self._ranks)  # before any parameter is sent
             self._speaker.gang.when_lost(lambda: run.stop(settings.shutdown_timeout))
         try:
-            run.start(self._epoch.donor)
+            run.start(self._epoch.donor if strands is None else None)  # strands have donors of their own
         except BaseException:  # nobody listens for a peer that is not there
             self._close_metrics()
             raise
@@ -573,6 +579,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _groups(self) -> Any:
         """The parameter groups as users see them: with the model's parameters."""
+        if self._speaker is not None and self._speaker.strands is not None:
+            return groups_of_model(self.optimizer, self._speaker.strands)
         return self.optimizer.param_groups if self._host is None else self._host.param_groups(self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -661,16 +669,25 @@ class Optimizer(torch.optim.Optimizer):
         try:
             with self._in_trainer("finish"):
                 if self.is_alive() and not self.auxiliary:
-                    self._lead("finish", lambda: self._epoch.take_result(wait=True))
+                    has_strands = isinstance(self._replica, StrandReplica)
+                    self._lead("finish", self._stay if has_strands else lambda: self._epoch.take_result(wait=True))
                     if self._speaker is not None:
                         self._speaker.gang.leave()
-                    self._run.wait_for_those_behind(self._settings.averaging_timeout, self._settings.load_state_timeout)
+                    if not has_strands:
+                        self._stay()
         except AveragingError as error:
             if not self._run.is_over:
                 raise
             log.info("%s", error)  # another thread has shut it, or the DHT, down
         finally:
             self.shutdown()
+
+    def _stay(self) -> None:
+        """Take the last result, and stay for those who are behind."""
+        self._epoch.take_result(wait=True)
+        served_at = self._replica.asked_at if isinstance(self._replica, StrandReplica) else None
+        timeouts = self._settings.averaging_timeout, self._settings.load_state_timeout
+        self._run.wait_for_those_behind(*timeouts, served_at)
 
     def shutdown(self) -> None:
         """Leave the run now; the parameters and the DHT stay usable. A round in the background ends without a result,

@@ -105,6 +105,10 @@ WITHOUT_OUTER = (
     "average_opt_statistics"
 )  # fmt: skip
 WITHOUT_CLUSTER = ("reuse_grad_buffers", "auxiliary")
+WITHOUT_STRANDS = (
+    "delay_grad_averaging", "delay_optimizer_step", "offload_optimizer", "use_local_updates", "grad_averager_factory",
+    "average_opt_statistics", "kept_state_dir", "outer"
+)  # fmt: skip
 NO_BATCH_SIZE = "step needs batch_size=…, since the optimizer was made without batch_size_per_step"
 NO_SCALER = "a cluster takes no grad_scaler yet: train in bfloat16, which needs none"
 # Arguments that are as another one where they are None.
@@ -298,7 +302,12 @@ def check_cluster(cluster: Any, settings: Settings, optimizer: AnyOptimizer, par
     if unused := [name for name in WITHOUT_CLUSTER if getattr(settings, name)]:
         raise ValueError(f"cluster=… does not go together with {unused[0]}=True: leave one out")
     if params is None or isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError("cluster=… needs params=, and optimizer= as a function: rank 0 makes it for all ranks")
+        raise ValueError("cluster=… needs params=, and optimizer= as a function, which ranks call with what they step")
+    if cluster.strands > 1 and (unused := [name for name in WITHOUT_STRANDS if getattr(settings, name)]):
+        raise ValueError(
+            f"shoal.Cluster(strands={cluster.strands}) does not go together with {unused[0]} yet: give strands=1, with "
+            "which rank 0 speaks for all"
+        )
 
 
 def _term(value: float | None) -> str:

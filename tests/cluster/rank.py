@@ -96,8 +96,9 @@ def main() -> None:
         model.load_state_dict(kept["model"])
     has_same_samples = told["kind"] in ("colwise", "rowwise")
     module = wrapped(model, told["kind"], size)
-    dht = shoal.DHT(initial_peers=told["initial_peers"], start=True) if rank == 0 else None
-    if dht is not None:
+    strands = told.get("strands", 1)
+    dht = shoal.DHT(initial_peers=told["initial_peers"], start=True) if rank == 0 or strands > 1 else None
+    if dht is not None and rank == 0:
         (folder / "address").write_text(str(dht.get_visible_maddrs()[0]))
     optimizer = shoal.Optimizer(
         dht=dht,
@@ -106,7 +107,7 @@ def main() -> None:
         batch_size_per_step=4 // size if has_same_samples else 4,
         params=model.parameters(),
         optimizer=OPTIMIZERS[told["optimizer"]],
-        cluster=shoal.Cluster(strands=1) if told.get("cluster", True) else None,
+        cluster=shoal.Cluster(strands=strands) if told.get("cluster", True) else None,
         **MODES[told.get("mode", "")],
         min_peers=told.get("min_peers", 1),
         matchmaking_time=told.get("matchmaking_time", 5.0),

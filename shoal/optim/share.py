@@ -1,0 +1,55 @@
+"""What a rank of a cluster does with its share of the state when rank 0 says so: the other side of `Crew`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from shoal.optim.crew import Crew
+from shoal.optim.strand_gradients import StrandGradients
+from shoal.optim.strand_replica import StrandReplica
+from shoal.swarm.protocol.errors import Behind
+from shoal.swarm.protocol.tip import Tip
+
+
+class Share:
+    """The strands of a rank that is not rank 0.
+
+    Args:
+        crew: to hear whether it is still wanted what this rank waits for.
+        replica, gradients: of these strands.
+    """
+
+    def __init__(self, crew: Crew, replica: StrandReplica, gradients: StrandGradients) -> None:
+        self.gradients, self._crew, self._replica = gradients, crew, replica
+        self._known: dict[str, Callable[..., Any]] = {
+            "accumulate": gradients.accumulate,
+            "reset": gradients.reset,
+            "close": gradients.close_here,
+            "begin": gradients.begin_here,
+            "average": self._average,
+            "go on": lambda: None,
+            "norms": gradients.norms_here,
+            "step": self._step,
+            "digest": replica.digest,
+            "enter": gradients.enter_here,
+            "leave": gradients.leave_here,
+            "download": lambda tip, timeout: replica.download_here(msgspec.convert(tip, Tip), timeout),
+            "load": replica.load_here,
+        }
+
+    def do(self, what: str, given: Sequence[Any]) -> Any:
+        """Do what rank 0 has told; raises what that raises."""
+        return self._known[what](*given)
+
+    def _average(self, timeout: float) -> bytes:
+        try:
+            return self.gradients.average_here(timeout, self._crew.interrupted())
+        except Behind:  # rank 0 has given it up
+            return b""
+
+    def _step(self, tip: Any, options: bytes, factor: float) -> None:
+        self.gradients.scale_by(factor)
+        self._replica.step(self.gradients.as_grad, msgspec.convert(tip, Tip), options, with_state=False)

@@ -1,0 +1,240 @@
+"""The state of a cluster whose ranks carry strands: each rank has that of its own strands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoal.cluster.strands import Strands
+from shoal.dht.dht import DHT
+from shoal.optim.accumulator import EpochGradients
+from shoal.optim.crew import Crew
+from shoal.optim.host_copy import ModelGroup
+from shoal.optim.settings import Settings
+from shoal.optim.state import AsGrad, Part, Replica, for_newcomer, hash_of
+from shoal.optim.strand_averager import StrandAverager
+from shoal.optim.strand_gradients import Strand, StrandGradients, name_of
+from shoal.p2p.identity import PeerID
+from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.swarm import Swarm
+from shoal.transfer.donor import Snapshot, StateDonor
+from shoal.transfer.transfer import Downloaded, DownloadFailed, Reserve
+
+ATTEMPTS = 5  # to have the strands of one state, while the run goes on
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadedStrands(Downloaded):
+    """The first strand of a state, and beside it all those of this rank.
+
+    Attributes:
+        strands: each by its number.
+    """
+
+    strands: Mapping[int, Downloaded] = field(default_factory=dict)
+
+
+class StrandReplica(Replica):
+    """The pieces of parameters that this rank carries, with what the optimizer keeps of them. At rank 0, what is done
+    to it is done at all ranks: it is what `Epoch` knows as the cluster's state.
+
+    Args:
+        optimizer, scheduler: of this rank's pieces.
+        extra_tensors: of the model; they go with the first strand.
+        settings: of the optimizer.
+        strands: the pieces.
+        crew: the other ranks.
+
+    Attributes:
+        state_digest: at rank 0 the hash of all strands' digests.
+
+    Raises:
+        ValueError: as `Replica`, and if the optimizer does not have all pieces.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler | None,
+        extra_tensors: Sequence[Tensor],
+        settings: Settings,
+        strands: Strands,
+        crew: Crew,
+    ) -> None:
+        self.strands, self.crew = strands, crew
+        self.gradients: StrandGradients | None = None
+        self._downloaded: dict[int, Downloaded] = {}
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if list(map(id, own)) != list(map(id, strands.pieces)):
+            raise ValueError(
+                f"the function made a {type(optimizer).__name__} that does not have all parameters, or has them in "
+                "another order than they were given: divide them into groups before, in params="
+            )
+        super().__init__(optimizer, scheduler, extra_tensors, settings)
+
+    def digest(self) -> bytes:
+        """The hashes of this rank's strands, one after the other; at rank 0 one hash of all."""
+        self.crew.tell("digest")
+        mine = b"".join(hash_of([p.detach().cpu() for p in self.part(k).parameters]) for k in self.strands.mine)
+        if self.strands.rank:
+            return mine
+        return name_of(self.strands.carriers, [mine, *self.crew.hear()])
+
+    def part(self, strand: int) -> Part:
+        """What of the state is of that strand."""
+        places = self.strands.numbers[self.strands.mine.index(strand)]
+        return Part([self.strands.pieces[place] for place in places], self.extra_tensors if strand == 0 else [])
+
+    def take_over(self) -> None:
+        """See `Replica`: in the first step, the pieces have just been taken from the model."""
+        super().take_over()
+        if not self.tip.epoch:
+            self.state_digest = self.digest()
+
+    def step(self, as_grad: AsGrad | None, tip: Tip, options: bytes, *, with_state: bool) -> None:
+        """See `Replica`."""
+        assert self.gradients is not None
+        if not self.strands.rank:
+            factor = self.gradients.measure()
+            self.crew.tell("step", tip, options, factor)
+            self.gradients.scale_by(factor)
+        super().step(as_grad, tip, options, with_state=with_state)
+
+    @property
+    def described(self) -> list[Tensor]:
+        """See `Replica`."""
+        return [
+            torch.empty(p.shape, dtype=p.dtype, device="meta", requires_grad=p.requires_grad)
+            for p in self.strands.model
+        ]
+
+    @property
+    def described_groups(self) -> list[dict[str, Any]]:
+        """See `Replica`."""
+        groups = []
+        for group in self.optimizer.param_groups:
+            count = len(group["params"]) // len(self.strands.mine)  # those of the first strand
+            names = [name.rpartition("[")[0] for name in group.get("param_names", ())[:count]]
+            groups.append({**group, "params": group["params"][:count]} | ({"param_names": names} if names else {}))
+        return groups
+
+    # -- for newcomers
+
+    def donor(self, strand: int, allow: bool, priority: Callable[[], float]) -> Callable[[Swarm, str], StateDonor]:
+        """Makes what serves that strand's state."""
+
+        def make(swarm: Swarm, name: str) -> StateDonor:
+            take = partial(for_newcomer, partial(self._copy_strand, strand))
+            return StateDonor(swarm.node, name, take, lambda: self.tip, allow, priority, swarm.gate, self.line.to_wire)
+
+        return make
+
+    def _copy_strand(self, strand: int) -> Snapshot:
+        with self._lock:
+            compression = self._settings.load_state_compression
+            return self.snapshot(self.tip, compression, (), self.options.at_tip, self.part(strand))
+
+    def asked_at(self) -> float:
+        """When one of this rank's strands was last asked for, on the loop's clock."""
+        return max(averager.asked_at for averager in self._averagers)
+
+    # -- another state
+
+    @property
+    def _averagers(self) -> list[StrandAverager]:
+        assert self.gradients is not None
+        return [strand.averager for strand in self.gradients.strands]
+
+    def download(
+        self, donors: Collection[PeerID], timeout: float, wanted: Callable[[Tip], bool], reserve: Reserve | None
+    ) -> DownloadedStrands:
+        """Have each rank download its strands of one state: that which most of `donors` hold of the first strand. At
+        rank 0, after all ranks have left their strands' runs.
+
+        Raises:
+            DownloadFailed: if some strand could not be downloaded; then nothing has changed.
+        """
+        failed = ""
+        for _ in range(ATTEMPTS):
+            first = _result(self._averagers[0].download(timeout, self.max_nbytes, wanted, reserve, donors))
+            tip = first.manifest.tip
+            self.crew.tell("download", tip, timeout)
+            failed = self.download_here(tip, timeout, {0: first})
+            failed = next((other for other in self.crew.hear() if other), failed)
+            if not failed:
+                known = {each.name: getattr(first, each.name) for each in fields(Downloaded)}
+                return DownloadedStrands(**known, strands=self._downloaded)
+        raise DownloadFailed(f"the strands of one state could not be had: {failed}")
+
+    def download_here(self, tip: Tip, timeout: float, known: Mapping[int, Downloaded] | None = None) -> str:
+        """Download this rank's strands of that state, but for those that are known. Returns why that failed, or ""."""
+        self._downloaded = dict(known or {})
+        under_way: dict[int, Future[Downloaded]] = {}
+        for strand, averager in zip(self.strands.mine, self._averagers, strict=True):
+            if strand not in self._downloaded:
+                under_way[strand] = averager.download(timeout, self.max_nbytes, tip.is_state_of)
+        failed = ""
+        for strand, future in under_way.items():
+            try:
+                self._downloaded[strand] = _result(future)
+            except AveragingError as error:
+                failed = f"strand {strand}: {error}"
+        return failed
+
+    def load_here(self) -> None:
+        """Take over what this rank has downloaded."""
+        first = next(iter(self._downloaded.values()))
+        known = {each.name: getattr(first, each.name) for each in fields(Downloaded)}
+        self.load(DownloadedStrands(**known, strands=self._downloaded))
+
+    def _take(self, state: Downloaded) -> None:
+        assert isinstance(state, DownloadedStrands)
+        self.crew.tell("load")
+        for strand in self.strands.mine:
+            self.load_part(state.strands[strand], self.part(strand))
+        self._downloaded = {}
+
+
+def _result(future: Future[Downloaded]) -> Downloaded:
+    try:
+        return future.result()
+    except BaseException:  # Ctrl-C, too: nobody waits for it any more
+        future.cancel()
+        raise
+
+
+def groups_of_model(optimizer: torch.optim.Optimizer, strands: Strands) -> list[ModelGroup]:
+    """The parameter groups of an optimizer of pieces as users see them: with the model's parameters."""
+    groups = []
+    for group in optimizer.param_groups:
+        of_first = group["params"][: len(group["params"]) // len(strands.mine)]
+        groups.append(ModelGroup(group, [strands.of[id(piece)] for piece in of_first]))
+    return groups
+
+
+def strands_of(
+    settings: Settings, replica: StrandReplica, dht: DHT, priority: Callable[[], float] = float
+) -> StrandGradients:
+    """The gradients of the strands of this rank, with which the replica is stepped.
+
+    Args:
+        priority: of this rank's state among those that newcomers are offered.
+    """
+    strands, made = replica.strands, []
+    allow = settings.averager_opts.get("allow_state_sharing", True)
+    for number in strands.mine:
+        trained = [piece for piece in replica.part(number).parameters if piece.requires_grad]
+        gradients = EpochGradients(trained, settings.grad_compression, error_feedback=settings.error_feedback)
+        donor = replica.donor(number, allow, priority)
+        averager = StrandAverager(gradients, donor, settings.agreed(), number, len(strands.carriers), settings, dht)
+        made.append(Strand(number, trained, gradients, averager))
+    replica.gradients = StrandGradients(made, strands.carriers, replica.crew, settings.max_grad_norm)
+    return replica.gradients
