@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shoal.cluster.spans import Route, overlap, route_of, shard_of, strand_of
+from shoal.cluster.exchange import Exchange, Part
+from shoal.cluster.spans import Route, route_of, shard_of, strand_of
 from shoal.flat import bytes_of, holders_of, living_modules
-
-BUCKET_BYTES = 1 << 26  # that a rank sends or receives at once, unless one parameter has more
 
 
 class Ranks(Protocol):
@@ -131,7 +129,7 @@ class Strands:
     @torch.no_grad()
     def take_parameters(self) -> None:
         """Set the pieces to what the model has."""
-        with _Exchange(self._group, self._size) as exchange:
+        with Exchange(self._group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 route = self._route(self._held[number], self._owned[number])
                 exchange.add(route, self._part(number, parameter), self._parts(number, self.pieces), parameter.device)
@@ -139,7 +137,7 @@ class Strands:
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Set the gradients of the pieces to those of the model, which all ranks have for the same parameters."""
-        with _Exchange(self._group, self._size) as exchange:
+        with Exchange(self._group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 pieces = [self.pieces[place] for place in self._pieces_of[number]]
                 if parameter.grad is None:
@@ -153,14 +151,14 @@ class Strands:
                     if piece.grad is None or piece.grad.dtype != gradient.dtype:
                         piece.grad = torch.empty_like(piece, dtype=gradient.dtype)
                 spans = self._spans[number]
-                wants = [_Part(s.start, p.grad) for s, p in zip(spans, pieces, strict=True) if p.grad is not None]
+                wants = [Part(s.start, p.grad) for s, p in zip(spans, pieces, strict=True) if p.grad is not None]
                 route = self._route(self._held[number], self._owned[number])
                 exchange.add(route, self._part(number, gradient), wants, parameter.device)
 
     @torch.no_grad()
     def spread(self, more: Iterable[Tensor]) -> None:
         """Copy the pieces of all ranks into the model, and `more` tensors, which each rank holds whole, from rank 0."""
-        with _Exchange(self._group, self._size) as exchange:
+        with Exchange(self._group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 route = self._route(self._owned[number], self._held[number])
                 model = self._part(number, parameter)
@@ -190,13 +188,13 @@ class Strands:
             At rank 0 a CPU tensor for each parameter of the model, shaped as it; at other ranks nothing.
         """
         wholes = []
-        with _Exchange(self._group, self._size) as exchange:
+        with Exchange(self._group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 parts = self._parts(number, values)
                 wants = []
                 if self._rank == 0:
                     wholes.append(torch.empty(parameter.shape, dtype=parts[0].values.dtype))
-                    wants = [_Part(0, wholes[-1].view(-1))]
+                    wants = [Part(0, wholes[-1].view(-1))]
                 route = self._route(self._owned[number], self._at_first(parameter))
                 exchange.add(route, parts, wants, parameter.device)
         return wholes
@@ -213,11 +211,11 @@ class Strands:
             One tensor for each of `pieces`, shaped as it, on its device.
         """
         found = [torch.empty(0)] * len(self.pieces)
-        with _Exchange(self._group, self._size) as exchange:
+        with Exchange(self._group, self._size) as exchange:
             for number, (parameter, whole) in enumerate(zip(self.model, wholes, strict=True)):
                 for place in self._pieces_of[number]:
                     found[place] = torch.empty_like(self.pieces[place], dtype=whole.dtype, requires_grad=False)
-                has = [_Part(0, whole.detach().reshape(-1))] if self._rank == 0 else []
+                has = [Part(0, whole.detach().reshape(-1))] if self._rank == 0 else []
                 route = self._route(self._at_first(parameter), self._owned[number])
                 exchange.add(route, has, self._parts(number, found), parameter.device)
         return found
@@ -225,14 +223,14 @@ class Strands:
     def _at_first(self, parameter: Tensor) -> tuple[range, ...]:
         return (range(parameter.numel()), *[range(0)] * (self._size - 1))
 
-    def _part(self, number: int, tensor: Tensor) -> list[_Part]:
+    def _part(self, number: int, tensor: Tensor) -> list[Part]:
         """What this rank holds of that parameter, or of its gradient: the memory itself if it is contiguous."""
-        return [_Part(self._held[number][self._rank].start, _local(tensor).contiguous().view(-1))]
+        return [Part(self._held[number][self._rank].start, _local(tensor).contiguous().view(-1))]
 
-    def _parts(self, number: int, tensors: Sequence[Tensor]) -> list[_Part]:
+    def _parts(self, number: int, tensors: Sequence[Tensor]) -> list[Part]:
         """What this rank carries of that parameter in `tensors`, one for each piece."""
         places = zip(self._spans[number], self._pieces_of[number], strict=True)
-        return [_Part(span.start, tensors[place].detach().reshape(-1)) for span, place in places]
+        return [Part(span.start, tensors[place].detach().reshape(-1)) for span, place in places]
 
     # -- what ranks compare
 
@@ -259,128 +257,6 @@ class Strands:
             if not isinstance(parameter, DTensor) and parameter.grad is not None:
                 hasher.update(bytes_of(_dense(parameter.grad.detach()).to("cpu").contiguous()))
         return hasher.digest()
-
-
-# -- how values move
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Values of a parameter from that element on, in a 1-D tensor."""
-
-    start: int
-    values: Tensor
-
-    @property
-    def span(self) -> range:
-        return range(self.start, self.start + self.values.numel())
-
-    def view(self, span: range) -> Tensor:
-        """Of these elements, those that it has."""
-        found = overlap(span, self.span)
-        return self.values[found.start - self.start : found.stop - self.start] if found else self.values[:0]
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """Values of some parameters that are exchanged at once.
-
-    Attributes:
-        out, into: for each rank, what is sent to it, and where to put what it sends.
-        settled: what to do once it is there.
-        exchanged: see `Route`.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-    out: list[list[Tensor]]
-    into: list[list[Tensor]]
-    settled: list[Callable[[], object]] = field(default_factory=list)
-    exchanged: int = 0
-
-    def exchange(self, group: dist.ProcessGroup | None) -> None:
-        """A collective."""
-        out = [values.to(self.device) for each in self.out for values in each]
-        into = [values for each in self.into for values in each]
-        sent = torch.cat(out) if out else torch.empty(0, dtype=self.dtype, device=self.device)
-        sizes = [values.numel() for values in into]
-        received = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
-        dist.all_to_all_single(
-            received.view(torch.uint8),  # not all backends know all dtypes, and these are bits
-            sent.view(torch.uint8),
-            [sum(values.nbytes for values in each) for each in self.into],
-            [sum(values.nbytes for values in each) for each in self.out],
-            group=group,
-        )
-        for values, arrived in zip(into, torch.split(received, sizes), strict=True):
-            values.copy_(arrived)
-        for settle in self.settled:
-            settle()
-
-
-class _Exchange:
-    """Moves values of parameters as their routes say. All have arrived when the context ends.
-
-    All ranks add the same parameters in the same order, so they agree on the buckets without a word. Where no rank
-    sends anything, there is no collective.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, size: int) -> None:
-        self._group, self._size = group, size
-        self._buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
-
-    def __enter__(self) -> _Exchange:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            for bucket in self._buckets.values():
-                bucket.exchange(self._group)
-
-    def add(
-        self,
-        route: Route,
-        has: Sequence[_Part],
-        wants: Sequence[_Part],
-        device: torch.device,
-        home: Tensor | None = None,
-    ) -> None:
-        """Move the values of one parameter.
-
-        Args:
-            route: of this rank.
-            has, wants: where the values are, and where they are to be.
-            device: of the parameter: the group's backend is that of this device.
-            home: a tensor to copy `wants` to in the end, if that is not the tensor's own memory.
-        """
-        for span in route.local:
-            for part in has:
-                for target in wants:
-                    both = overlap(span, overlap(part.span, target.span))
-                    target.view(both).copy_(part.view(both))
-        dtype = (*has, *wants)[0].values.dtype
-        settle = functools.partial(_bring_home, wants, home)
-        if not route.exchanged:
-            settle()
-            return
-        bucket = self._buckets.get((dtype, device))
-        if bucket is not None and (bucket.exchanged + route.exchanged) * dtype.itemsize > BUCKET_BYTES:
-            bucket.exchange(self._group)
-            bucket = None
-        if bucket is None:
-            bucket = _Bucket(dtype, device, [[] for _ in range(self._size)], [[] for _ in range(self._size)])
-            self._buckets[dtype, device] = bucket
-        for rank, span in route.out:
-            bucket.out[rank] += [part.view(span) for part in has]
-        for rank, span in route.into:
-            bucket.into[rank] += [part.view(span) for part in wants]
-        bucket.settled.append(settle)
-        bucket.exchanged += route.exchanged
-
-
-def _bring_home(parts: Sequence[_Part], home: Tensor | None) -> None:
-    if home is not None and not home.is_contiguous():
-        home.copy_(parts[0].values.view(home.shape))
 
 
 # -- what is given
@@ -438,7 +314,7 @@ def _places(parameter: Tensor, ranks: Sequence[int], name: str | None, number: i
         )
     if not shards:
         return None
-    rows = mesh.movedim(shards[0][0], 0).flatten(1).tolist()
+    rows = mesh.movedim(shards[0][0], 0).reshape(mesh.shape[shards[0][0]], -1).tolist()
     found = {rank: (shard, copy) for shard, row in enumerate(rows) for copy, rank in enumerate(row)}
     return [found[rank] for rank in ranks]
 
