@@ -117,3 +117,234 @@ class Strands:
     def is_sharded(self) -> bool:
         """Whether gradients are to be gathered before a step."""
         return True
+
+    # -- between the model and the pieces
+
+    def gather_for_step(self) -> None:
+        """Take the gradients; in the first step after the parameters, which may have been loaded since."""
+        if not self._has_stepped:
+            self.gather_parameters()
+            self._has_stepped = True
+        self.gather_gradients()
+
+    @torch.no_grad()
+    def gather_parameters(self) -> None:
+        """Set the pieces to what the model has."""
+        with Exchange(self._group, self._size) as exchange:
+            for number, parameter in enumerate(self.model):
+                route = self._route(self._held[number], self._owned[number])
+                exchange.add(route, self._part(number, parameter), self._parts(number, self.pieces), parameter.device)
+
+    @torch.no_grad()
+    def gather_gradients(self) -> None:
+        """Set the gradients of the pieces to those of the model, which all ranks have for the same parameters."""
+        with Exchange(self._group, self._size) as exchange:
+            for number, parameter in enumerate(self.model):
+                pieces = [self.pieces[place] for place in self._pieces_of[number]]
+                if parameter.grad is None:
+                    for piece in pieces:
+                        piece.grad = None
+                    continue
+                gradient = _dense(parameter.grad)
+                if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+                    gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+                for piece in pieces:
+                    if piece.grad is None or piece.grad.dtype != gradient.dtype:
+                        piece.grad = torch.empty_like(piece, dtype=gradient.dtype)
+                spans = self._spans[number]
+                wants = [Part(s.start, p.grad) for s, p in zip(spans, pieces, strict=True) if p.grad is not None]
+                route = self._route(self._held[number], self._owned[number])
+                exchange.add(route, self._part(number, gradient), wants, parameter.device)
+
+    @torch.no_grad()
+    def spread(self, more: Iterable[Tensor]) -> None:
+        """Copy the pieces of all ranks into the model, and `more` tensors, which each rank holds whole, from rank 0."""
+        with Exchange(self._group, self._size) as exchange:
+            for number, parameter in enumerate(self.model):
+                route = self._route(self._owned[number], self._held[number])
+                model = self._part(number, parameter)
+                exchange.add(route, self._parts(number, self.pieces), model, parameter.device, _local(parameter))
+        for tensor in more:
+            self._broadcast(tensor.detach())
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        """Ranks may have it with other strides, and what is sent is memory."""
+        if self._group is None:
+            return
+        sent = tensor.contiguous()
+        dist.broadcast(sent, dist.get_global_rank(self._group, 0), group=self._group)
+        if sent is not tensor:
+            tensor.copy_(sent)
+
+    # -- between rank 0 and the pieces
+
+    @torch.no_grad()
+    def gather(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Values of all pieces, such as their momentum, as whole tensors at rank 0.
+
+        Args:
+            values: one tensor for each of `pieces`, shaped as it. The ranks have the same dtype for a parameter.
+
+        Returns:
+            At rank 0 a CPU tensor for each parameter of the model, shaped as it; at other ranks nothing.
+        """
+        wholes = []
+        with Exchange(self._group, self._size) as exchange:
+            for number, parameter in enumerate(self.model):
+                parts = self._parts(number, values)
+                wants = []
+                if self.rank == 0:
+                    wholes.append(torch.empty(parameter.shape, dtype=parts[0].values.dtype, device="cpu"))
+                    wants = [Part(0, wholes[-1].view(-1))]
+                route = self._route(self._owned[number], self._at_first(parameter))
+                exchange.add(route, parts, wants, parameter.device)
+        return wholes
+
+    @torch.no_grad()
+    def scatter(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """The reverse of `gather`.
+
+        Args:
+            wholes: one tensor for each parameter of the model, shaped as it, at rank 0. Other ranks give tensors of the
+                same dtypes, of which nothing else is looked at: they may be on the device "meta".
+
+        Returns:
+            One tensor for each of `pieces`, shaped as it, on its device.
+        """
+        found = [torch.empty(0)] * len(self.pieces)
+        with Exchange(self._group, self._size) as exchange:
+            for number, (parameter, whole) in enumerate(zip(self.model, wholes, strict=True)):
+                for place in self._pieces_of[number]:
+                    found[place] = torch.empty_like(self.pieces[place], dtype=whole.dtype, requires_grad=False)
+                has = [Part(0, whole.detach().reshape(-1))] if self.rank == 0 else []
+                route = self._route(self._at_first(parameter), self._owned[number])
+                exchange.add(route, has, self._parts(number, found), parameter.device)
+        return found
+
+    def _at_first(self, parameter: Tensor) -> tuple[range, ...]:
+        return (range(parameter.numel()), *[range(0)] * (self._size - 1))
+
+    def _part(self, number: int, tensor: Tensor) -> list[Part]:
+        """What this rank holds of that parameter, or of its gradient: the memory itself if it is contiguous."""
+        return [Part(self._held[number][self.rank].start, _local(tensor).contiguous().view(-1))]
+
+    def _parts(self, number: int, tensors: Sequence[Tensor]) -> list[Part]:
+        """What this rank carries of that parameter in `tensors`, one for each piece."""
+        places = zip(self._spans[number], self._pieces_of[number], strict=True)
+        return [Part(span.start, tensors[place].detach().reshape(-1)) for span, place in places]
+
+    # -- what ranks compare
+
+    @property
+    def gradients(self) -> bytes:
+        """Which of the parameters have a gradient, as bits."""
+        flags = [parameter.grad is not None for parameter in self.model]
+        return sum(flag << number for number, flag in enumerate(flags)).to_bytes(len(flags) // 8 + 1, "little")
+
+    def clear(self, set_to_none: bool) -> None:
+        """Clear the gradients of all parameters of the model, and of the pieces."""
+        for piece in self.pieces:
+            piece.grad = None
+        for parameter in self.model:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def digest(self) -> bytes:
+        """The hash of the gradients that all ranks are to have alike."""
+        hasher = blake3()
+        for parameter in self.model:
+            if not isinstance(parameter, DTensor) and parameter.grad is not None:
+                hasher.update(bytes_of(_dense(parameter.grad.detach()).to("cpu").contiguous()))
+        return hasher.digest()
+
+
+# -- what is given
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _named(item: Any) -> tuple[str | None, Tensor]:
+    name, parameter = item if isinstance(item, tuple) else (None, item)
+    if not isinstance(parameter, Tensor):
+        raise ValueError(f"params= has a {type(parameter).__name__}: give tensors, or parameter groups")
+    return name, parameter
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+# -- where the model is
+
+
+def _global_ranks(group: dist.ProcessGroup | None) -> list[int]:
+    if group is not None:
+        return dist.get_process_group_ranks(group)
+    return [dist.get_rank()] if dist.is_available() and dist.is_initialized() else [0]
+
+
+Place = tuple[int, int]  # the shard that a rank holds, and which copy of it
+
+
+def _places(parameter: Tensor, ranks: Sequence[int], name: str | None, number: int) -> list[Place] | None:
+    """Of each rank; None if each holds all of the parameter.
+
+    Raises:
+        ValueError: if a rank holds something else.
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh.mesh
+    shards = [(dim, placed) for dim, placed in enumerate(parameter.placements) if not isinstance(placed, Replicate)]
+    is_usual = len(shards) <= 1 and all(type(placed) is Shard and placed.dim == 0 for _, placed in shards)
+    if not is_usual or sorted(mesh.flatten().tolist()) != sorted(ranks):
+        called = name or _name_in_module(parameter) or f"parameter {number}"
+        raise ValueError(
+            f"{called} of shape {tuple(parameter.shape)} has the placements {parameter.placements} on the ranks "
+            f"{mesh.tolist()}: strands need Shard(0) on one dimension of a mesh of exactly the cluster's ranks, "
+            f"{sorted(ranks)}: give Cluster(strands=1)"
+        )
+    if not shards:
+        return None
+    rows = mesh.movedim(shards[0][0], 0).reshape(mesh.shape[shards[0][0]], -1).tolist()
+    found = {rank: (shard, copy) for shard, row in enumerate(rows) for copy, rank in enumerate(row)}
+    return [found[rank] for rank in ranks]
+
+
+def _name_in_module(parameter: Tensor) -> str:
+    """The longest that a module has for it; "" if there is none."""
+    roots = living_modules()
+    return max(
+        (
+            f"{path}.{holder.name}" if path else holder.name
+            for holder in holders_of([parameter])
+            for root in roots
+            for path, module in root.named_modules()
+            if module is holder.module
+        ),
+        key=len,
+        default="",
+    )
+
+
+def _ordered(places: Iterable[list[Place] | None], size: int) -> list[int]:
+    """The ranks in the order in which they carry the strands: that of the first sharded parameter."""
+    first = next((each for each in places if each is not None), None)
+    return list(range(size)) if first is None else sorted(range(size), key=first.__getitem__)
+
+
+def _held(parameter: Tensor, places: Sequence[Place] | None, size: int) -> tuple[range, ...]:
+    """The span of the parameter that each rank holds."""
+    if places is None:
+        return (range(parameter.numel()),) * size
+    rows, shards = parameter.shape[0], 1 + max(shard for shard, _ in places)
+    return tuple(shard_of(rows, parameter.numel() // max(1, rows), shard, shards) for shard, _ in places)
