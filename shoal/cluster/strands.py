@@ -193,7 +193,7 @@ class Strands:
                 parts = self._parts(number, values)
                 wants = []
                 if self._rank == 0:
-                    wholes.append(torch.empty(parameter.shape, dtype=parts[0].values.dtype))
+                    wholes.append(torch.empty(parameter.shape, dtype=parts[0].values.dtype, device="cpu"))
                     wants = [Part(0, wholes[-1].view(-1))]
                 route = self._route(self._owned[number], self._at_first(parameter))
                 exchange.add(route, parts, wants, parameter.device)
