@@ -36,7 +36,9 @@ def test_shards_are_those_of_torch_chunk(rows: int, count: int, row: int) -> Non
     parameter = torch.arange(rows * row).view(rows, row)
     chunks = [chunk.flatten().tolist() for chunk in parameter.chunk(count)] if rows else []
     chunks += [[]] * (count - len(chunks))
-    assert [list(shard_of(rows, row, index, count)) for index in range(count)] == chunks
+    shards = [shard_of(rows, row, index, count) for index in range(count)]
+    assert [list(shard) for shard in shards] == chunks
+    assert all(0 <= shard.start <= shard.stop <= rows * row for shard in shards)
 
 
 def test_spans_as_sets() -> None:
