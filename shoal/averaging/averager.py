@@ -266,21 +266,17 @@ class DecentralizedAverager:
         self._check_role()
         compute_serially()
         swarm = self._make_swarm(self.prefix, DHTDirectory(self.dht.dht_node, self.prefix), self._rules)
-        # The donor is there before others meet this peer.
-        self._donor = donor = self._make_donor(swarm)
+        node, name, allow = self.dht.node, f"state/{self.prefix}", self.allow_state_sharing
+        # The donor is there before others meet this peer. The state may change at any time, so it has no name, and no
+        # snapshot is offered twice.
+        snapshot, priority = partial(self._take_snapshot, swarm), lambda: self.state_sharing_priority
+        self._donor = donor = StateDonor(node, name, snapshot, lambda: None, allow, priority, swarm.gate)
         try:
             await swarm.start()
         except BaseException:  # cancelled, too
             donor.close()
             raise
         self._swarm = swarm
-
-    def _make_donor(self, swarm: Swarm) -> StateDonor:
-        """What serves the state to others. It may change at any time, so it has no name, and no snapshot is offered
-        twice."""
-        node, name, allow = self.dht.node, f"state/{self.prefix}", self.allow_state_sharing
-        snapshot, priority = partial(self._take_snapshot, swarm), lambda: self.state_sharing_priority
-        return StateDonor(node, name, snapshot, lambda: None, allow, priority, swarm.gate)
 
     def _make_vector(self, layout: Layout, infos: Infos | None, error_feedback: float | None) -> Vector:
         """What rounds average."""

@@ -193,7 +193,7 @@ class Strands:
             for number, parameter in enumerate(self.model):
                 parts = self._parts(number, values)
                 wants = []
-                if self._rank == 0:
+                if self.rank == 0:
                     wholes.append(torch.empty(parameter.shape, dtype=parts[0].values.dtype, device="cpu"))
                     wants = [Part(0, wholes[-1].view(-1))]
                 route = self._route(self._owned[number], self._at_first(parameter))

@@ -21,7 +21,7 @@ from shoal.optim.crew import Crew
 from shoal.optim.settings import Settings, check_cluster, make_trained, samples_of
 from shoal.optim.share import Share
 from shoal.optim.speaker import parameters_of
-from shoal.optim.strand_replica import StrandReplica, strands_of
+from shoal.optim.strand_replica import replica_of, strands_of
 from shoal.swarm.gates import admit_to
 
 log = logging.getLogger(__name__)
@@ -70,9 +70,10 @@ class Follower(torch.optim.Optimizer):
             self._ready = True
             if isinstance(self._whole, Strands):
                 crew = Crew(self._gang)
-                replica = StrandReplica(made, schedule, self._extras, settings, self._whole, crew)
+                replica = replica_of(self._whole, crew, made, schedule, self._extras, settings, dht)
                 self._share = share = Share(crew, replica, strands_of(settings, replica, dht))
-                self._gang.when_lost(share.gradients.stop)
+                self._gang.when_lost(share.stop)
+                replica.give()
             self._call(Report("shoal.Optimizer"))
         except BaseException:  # Ctrl-C, too: the others must not wait for a rank that has no optimizer
             self._gang.leave()
@@ -109,7 +110,7 @@ class Follower(torch.optim.Optimizer):
         assert self._share is not None
         try:
             return Done(msgspec.msgpack.encode(self._share.do(do.what, msgspec.msgpack.decode(do.given))))
-        except Exception as error:  # noqa: BLE001 (rank 0 raises it)
+        except Exception as error:
             log.debug("%s", error, exc_info=error)
             return Done(msgspec.msgpack.encode(None), f"{type(error).__name__}: {error}"[:4096])
 
@@ -200,7 +201,7 @@ class Follower(torch.optim.Optimizer):
         """Leave the cluster now; the parameters stay usable. Calling it again does nothing."""
         self._gang.leave()
         if self._share is not None:
-            self._share.gradients.stop()
+            self._share.stop()
 
     def __getattr__(self, name: str) -> Any:
         if name in AT_RANK_0:

@@ -110,7 +110,7 @@ class HostCopy:
 
 
 class ModelGroup(MutableMapping[str, Any]):
-    """A parameter group of an optimizer that steps copies, as users see it: with the same options, which may be changed,
+    """A parameter group of an optimizer of copies, as users see it: with the same options, which may be changed,
     and the model's parameters.
 
     Args:

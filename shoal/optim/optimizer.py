@@ -47,7 +47,7 @@ from shoal.optim.settings import (
 )
 from shoal.optim.speaker import Speaker
 from shoal.optim.state import Replica
-from shoal.optim.strand_replica import StrandReplica, groups_of_model
+from shoal.optim.strand_replica import StrandReplica, groups_of_model, replica_of
 from shoal.optim.vitals import Vitals
 from shoal.swarm.gates import admit_to
 from shoal.swarm.protocol.errors import AveragingError
@@ -310,7 +310,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._speaker is None or strands is None:
             replica = Replica(*shared, extra_tensors, settings, host)
         else:
-            replica = StrandReplica(*shared, extra_tensors, settings, strands, self._speaker.crew)
+            replica = replica_of(strands, self._speaker.crew, *shared, extra_tensors, settings, dht)
         self._replica = replica
         if replica.placement.unshared and not self.auxiliary:
             layers = ", ".join(f"{count} {kind}" for kind, count in replica.placement.unshared.items())
@@ -341,7 +341,11 @@ class Optimizer(torch.optim.Optimizer):
             replica.placement.refuse_ranks(self._ranks)  # before any parameter is sent
             self._speaker.gang.when_lost(lambda: run.stop(settings.shutdown_timeout))
         try:
-            run.start(self._epoch.donor if strands is None else None)  # strands have donors of their own
+            if isinstance(replica, StrandReplica):
+                replica.give()  # before newcomers meet this peer
+                run.start()
+            else:
+                run.start(self._epoch.donor)
         except BaseException:  # nobody listens for a peer that is not there
             self._close_metrics()
             raise
@@ -685,8 +689,8 @@ class Optimizer(torch.optim.Optimizer):
     def _stay(self) -> None:
         """Take the last result, and stay for those who are behind."""
         self._epoch.take_result(wait=True)
-        served_at = self._replica.asked_at if isinstance(self._replica, StrandReplica) else None
-        timeouts = self._settings.averaging_timeout, self._settings.load_state_timeout
+        replica, timeouts = self._replica, (self._settings.averaging_timeout, self._settings.load_state_timeout)
+        served_at = (lambda: replica.states.asked_at) if isinstance(replica, StrandReplica) else None
         self._run.wait_for_those_behind(*timeouts, served_at)
 
     def shutdown(self) -> None:
@@ -704,6 +708,8 @@ class Optimizer(torch.optim.Optimizer):
             self._vitals.stop()
         if not self._run.stop(timeout):
             log.warning("leaving the run took longer than %g s", timeout)
+        if isinstance(self._replica, StrandReplica):
+            self._replica.states.stop()
         self._epoch.close(timeout)
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ import msgspec
 from shoal.optim.crew import Crew
 from shoal.optim.strand_gradients import StrandGradients
 from shoal.optim.strand_replica import StrandReplica
+from shoal.optim.strand_states import Carrier
 from shoal.swarm.protocol.errors import Behind
 from shoal.swarm.protocol.tip import Tip
 
@@ -36,7 +37,8 @@ class Share:
             "digest": replica.digest,
             "enter": gradients.enter_here,
             "leave": gradients.leave_here,
-            "download": lambda tip, timeout: replica.download_here(msgspec.convert(tip, Tip), timeout),
+            "me": lambda: replica.states.me,
+            "download": self._download,
             "load": replica.load_here,
         }
 
@@ -53,3 +55,12 @@ class Share:
     def _step(self, tip: Any, options: bytes, factor: float) -> None:
         self.gradients.scale_by(factor)
         self._replica.step(self.gradients.as_grad, msgspec.convert(tip, Tip), options, with_state=False)
+
+    def _download(self, tip: Any, timeout: float, of_strand: Any) -> str:
+        carriers = msgspec.convert(of_strand, list[list[Carrier]])
+        return self._replica.download_here(msgspec.convert(tip, Tip), timeout, carriers)
+
+    def stop(self) -> None:
+        """Leave the runs of the strands, and give nothing more."""
+        self.gradients.stop()
+        self._replica.states.stop()

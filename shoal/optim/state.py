@@ -36,6 +36,10 @@ from shoal.transfer.transfer import Downloaded
 
 log = logging.getLogger(__name__)
 
+TENSORS_OF_OPTIMIZER = 16
+"""No optimizer is known that keeps more than 15 tensors like each parameter, all in float32 or all in the parameter's
+dtype; and the parameter itself."""
+
 MANIFEST_BYTES = 1 << 26
 """For the options, counters and padding of a downloaded state."""
 
@@ -356,10 +360,11 @@ class Replica(TrainingState):
 
     @property
     def max_nbytes(self) -> int:
-        """The largest size of a state of this model: no optimizer is known that keeps more than 15 tensors like each
-        parameter, all in float32 or all in the parameter's dtype."""
+        """The largest size of a state of this model."""
         own = sum(max(4, p.element_size()) * p.numel() for p in [*self.trained, *self.frozen])
-        return 16 * own + sum(t.element_size() * t.numel() for t in self.extra_tensors) + MANIFEST_BYTES
+        return (
+            TENSORS_OF_OPTIMIZER * own + sum(t.element_size() * t.numel() for t in self.extra_tensors) + MANIFEST_BYTES
+        )
 
     @property
     def is_averaged_whole(self) -> bool:

@@ -172,7 +172,7 @@ class StrandGradients:
         self._crew.tell("norms")
         squares = split(self._carriers, [self.norms_here(), *self._crew.hear()])
         norm = float(sum(squares)) ** 0.5  # in the order of the strands: alike at all peers
-        return min(1.0, self._max_norm / (norm + 1e-6))
+        return float(min(1.0, self._max_norm / (norm + 1e-6)))
 
     def norms_here(self) -> list[float]:
         """The square of the norm of each strand's average."""
@@ -221,15 +221,12 @@ class StrandGradients:
         self.leave_here()
 
     def leave_here(self) -> None:
-        """Be in no strand's run any more, knowing who is."""
+        """Be in no strand's run any more."""
         for strand in self.strands:
-            strand.averager.leave()  # which ends its round
+            strand.averager.shutdown()  # which ends its round
         self._controls = None
 
-    def stop(self) -> None:
-        """Leave for good."""
-        for strand in self.strands:
-            strand.averager.shutdown()
+    stop = leave_here
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing is carried from one epoch to the next."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,14 +18,14 @@ from shoal.optim.accumulator import EpochGradients
 from shoal.optim.crew import Crew
 from shoal.optim.host_copy import ModelGroup
 from shoal.optim.settings import Settings
-from shoal.optim.state import AsGrad, Part, Replica, for_newcomer, hash_of
+from shoal.optim.state import MANIFEST_BYTES, TENSORS_OF_OPTIMIZER, AsGrad, Part, Replica, hash_of
 from shoal.optim.strand_averager import StrandAverager
 from shoal.optim.strand_gradients import Strand, StrandGradients, name_of
+from shoal.optim.strand_states import Carrier, Carriers, StrandStates
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.swarm import Swarm
-from shoal.transfer.donor import Snapshot, StateDonor
+from shoal.transfer.donor import Snapshot
 from shoal.transfer.transfer import Downloaded, DownloadFailed, Reserve
 
 ATTEMPTS = 5  # to have the strands of one state, while the run goes on
@@ -52,6 +52,7 @@ class StrandReplica(Replica):
         settings: of the optimizer.
         strands: the pieces.
         crew: the other ranks.
+        states: given to newcomers and taken from others.
 
     Attributes:
         state_digest: at rank 0 the hash of all strands' digests.
@@ -68,8 +69,9 @@ class StrandReplica(Replica):
         settings: Settings,
         strands: Strands,
         crew: Crew,
+        states: StrandStates,
     ) -> None:
-        self.strands, self.crew = strands, crew
+        self.strands, self.crew, self.states = strands, crew, states
         self.gradients: StrandGradients | None = None
         self._downloaded: dict[int, Downloaded] = {}
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -128,59 +130,58 @@ class StrandReplica(Replica):
 
     # -- for newcomers
 
-    def donor(self, strand: int, allow: bool, priority: Callable[[], float]) -> Callable[[Swarm, str], StateDonor]:
-        """Makes what serves that strand's state."""
-
-        def make(swarm: Swarm, name: str) -> StateDonor:
-            take = partial(for_newcomer, partial(self._copy_strand, strand))
-            return StateDonor(swarm.node, name, take, lambda: self.tip, allow, priority, swarm.gate, self.line.to_wire)
-
-        return make
-
     def _copy_strand(self, strand: int) -> Snapshot:
         with self._lock:
             compression = self._settings.load_state_compression
             return self.snapshot(self.tip, compression, (), self.options.at_tip, self.part(strand))
 
-    def asked_at(self) -> float:
-        """When one of this rank's strands was last asked for, on the loop's clock."""
-        return max(averager.asked_at for averager in self._averagers)
+    def give(self) -> None:
+        """Serve newcomers."""
+        allow = self._settings.averager_opts.get("allow_state_sharing", True)
+        self.states.give(self.strands.mine, self._copy_strand, lambda: self.tip, self.line.to_wire, allow)
+        if not self.strands.rank:
+            self.crew.tell("me")
+            others = [msgspec.convert(said, Carrier) for said in self.crew.hear()]
+            self.states.say_who_carries(Carriers((self.states.me, *others), tuple(self.strands.carriers)))
 
     # -- another state
 
-    @property
-    def _averagers(self) -> list[StrandAverager]:
-        assert self.gradients is not None
-        return [strand.averager for strand in self.gradients.strands]
-
     def download(
-        self, donors: Collection[PeerID], timeout: float, wanted: Callable[[Tip], bool], reserve: Reserve | None
+        self, donors: Sequence[PeerID], timeout: float, wanted: Callable[[Tip], bool], reserve: Reserve | None
     ) -> DownloadedStrands:
-        """Have each rank download its strands of one state: that which most of `donors` hold of the first strand. At
-        rank 0, after all ranks have left their strands' runs.
+        """Have each rank download its strands of one state: that which most of `donors` hold of the first strand.
 
         Raises:
             DownloadFailed: if some strand could not be downloaded; then nothing has changed.
         """
         failed = ""
         for _ in range(ATTEMPTS):
-            first = _result(self._averagers[0].download(timeout, self.max_nbytes, wanted, reserve, donors))
+            known = self.states.who_carries(donors)
+            of_strand = [[said.ranks[said.numbers[k]] for said in known] for k in range(len(self.strands.carriers))]
+            first = _result(self.states.begin(0, of_strand[0], timeout, wanted, reserve))
             tip = first.manifest.tip
-            self.crew.tell("download", tip, timeout)
-            failed = self.download_here(tip, timeout, {0: first})
+            self.crew.tell("download", tip, timeout, of_strand)
+            failed = self.download_here(tip, timeout, of_strand, {0: first})
             failed = next((other for other in self.crew.hear() if other), failed)
             if not failed:
-                known = {each.name: getattr(first, each.name) for each in fields(Downloaded)}
-                return DownloadedStrands(**known, strands=self._downloaded)
+                of_first = {each.name: getattr(first, each.name) for each in fields(Downloaded)}
+                return DownloadedStrands(**of_first, strands=self._downloaded)
         raise DownloadFailed(f"the strands of one state could not be had: {failed}")
 
-    def download_here(self, tip: Tip, timeout: float, known: Mapping[int, Downloaded] | None = None) -> str:
+    def download_here(
+        self,
+        tip: Tip,
+        timeout: float,
+        of_strand: Sequence[Sequence[Carrier]],
+        known: Mapping[int, Downloaded] | None = None,
+    ) -> str:
         """Download this rank's strands of that state, but for those that are known. Returns why that failed, or ""."""
         self._downloaded = dict(known or {})
-        under_way: dict[int, Future[Downloaded]] = {}
-        for strand, averager in zip(self.strands.mine, self._averagers, strict=True):
-            if strand not in self._downloaded:
-                under_way[strand] = averager.download(timeout, self.max_nbytes, tip.is_state_of)
+        under_way = {
+            strand: self.states.begin(strand, of_strand[strand], timeout, tip.is_state_of)
+            for strand in self.strands.mine
+            if strand not in self._downloaded
+        }
         failed = ""
         for strand, future in under_way.items():
             try:
@@ -220,21 +221,30 @@ def groups_of_model(optimizer: torch.optim.Optimizer, strands: Strands) -> list[
     return groups
 
 
-def strands_of(
-    settings: Settings, replica: StrandReplica, dht: DHT, priority: Callable[[], float] = float
-) -> StrandGradients:
-    """The gradients of the strands of this rank, with which the replica is stepped.
+def replica_of(
+    strands: Strands,
+    crew: Crew,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler | None,
+    extra_tensors: Sequence[Tensor],
+    settings: Settings,
+    dht: DHT,
+) -> StrandReplica:
+    """A rank's share of the state, given the optimizer of its pieces."""
+    size = sum(max(4, piece.element_size()) * piece.numel() for piece in strands.pieces) // len(strands.mine)
+    extras = sum(tensor.element_size() * tensor.numel() for tensor in extra_tensors)
+    at_most = TENSORS_OF_OPTIMIZER * size + extras + MANIFEST_BYTES
+    states = StrandStates(dht, settings.run_id, len(strands.carriers), at_most)
+    return StrandReplica(optimizer, scheduler, extra_tensors, settings, strands, crew, states)
 
-    Args:
-        priority: of this rank's state among those that newcomers are offered.
-    """
+
+def strands_of(settings: Settings, replica: StrandReplica, dht: DHT) -> StrandGradients:
+    """The gradients of the strands of this rank, with which the replica is stepped."""
     strands, made = replica.strands, []
-    allow = settings.averager_opts.get("allow_state_sharing", True)
     for number in strands.mine:
         trained = [piece for piece in replica.part(number).parameters if piece.requires_grad]
         gradients = EpochGradients(trained, settings.grad_compression, error_feedback=settings.error_feedback)
-        donor = replica.donor(number, allow, priority)
-        averager = StrandAverager(gradients, donor, settings.agreed(), number, len(strands.carriers), settings, dht)
+        averager = StrandAverager(gradients, number, len(strands.carriers), settings, dht)
         made.append(Strand(number, trained, gradients, averager))
     replica.gradients = StrandGradients(made, strands.carriers, replica.crew, settings.max_grad_norm)
     return replica.gradients
