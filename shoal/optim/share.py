@@ -38,6 +38,7 @@ class Share:
             "enter": gradients.enter_here,
             "leave": gradients.leave_here,
             "me": lambda: replica.states.me,
+            "meet": lambda first: replica.states.meet(msgspec.convert(first, Carrier)),
             "download": self._download,
             "load": replica.load_here,
         }

@@ -142,6 +142,8 @@ class StrandReplica(Replica):
         if not self.strands.rank:
             self.crew.tell("me")
             others = [msgspec.convert(said, Carrier) for said in self.crew.hear()]
+            self.crew.tell("meet", self.states.me)
+            self.crew.hear()
             self.states.say_who_carries(Carriers((self.states.me, *others), tuple(self.strands.carriers)))
 
     # -- another state

@@ -4,6 +4,7 @@ download theirs."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ import msgspec
 from shoal.averaging.exchange import compute_serially
 from shoal.dht.dht import DHT
 from shoal.optim.state import for_newcomer
-from shoal.p2p.errors import P2PError, Refused
+from shoal.p2p.errors import P2PError, PeerUnreachable, Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Reply, Service
@@ -24,6 +25,8 @@ from shoal.swarm.gates import gate_of
 from shoal.swarm.protocol.tip import Digest, Tip
 from shoal.transfer.donor import Snapshot, StateDonor
 from shoal.transfer.transfer import Downloaded, DownloadFailed, Reserve, download_state
+
+log = logging.getLogger(__name__)
 
 ASK_SECONDS = 10.0  # that a peer may take to say who carries its strands
 MOST = 1024  # strands, and ranks of a cluster
@@ -82,6 +85,17 @@ class StrandStates:
 
     def _name(self, strand: int) -> str:
         return f"strand {strand} of {self._count}/{self._run_id}"
+
+    def meet(self, first: Carrier) -> None:
+        """At other ranks: know the DHT that rank 0 knows. Ranks may have been given other initial peers, or none."""
+
+        async def meet() -> None:
+            try:
+                await self._dht.dht_node.bootstrap(first.addresses, self._dht.bootstrap_timeout)
+            except PeerUnreachable as error:
+                log.warning("this rank does not reach rank 0 of its cluster, and knows no peers through it: %s", error)
+
+        self._dht.submit(meet()).result()
 
     # -- given
 

@@ -128,7 +128,8 @@ def main() -> None:
             while told["waits"] and optimizer.local_epoch == epoch:
                 optimizer.step(batch_size=0)
                 time.sleep(told.get("pause", 0.0))
-            print(json.dumps({"epoch": optimizer.local_epoch, "digest": digest_of(model), "step": took}), flush=True)
+            said = {"epoch": optimizer.local_epoch, "digest": digest_of(model), "step": took, "time": time.monotonic()}
+            print(json.dumps(said), flush=True)
         if "save" in told:
             tensors = dict(zip([name for name, _ in model.named_parameters()], whole(model), strict=True))
             if rank == 0:
