@@ -66,7 +66,11 @@ def make_gradients(
     if settings.outer is not None:
         trained = replica.trained, replica.stepped
         codec, feedback = settings.grad_compression, settings.error_feedback
-        return Drift(settings.outer, optimizer, scheduler, *trained, replica.optimizer, codec, feedback)
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        on_host = [] if all(a is b for a, b in zip(stepped, replica.trained, strict=True)) else stepped
+        return Drift(
+            settings.outer, optimizer, scheduler, *trained, replica.optimizer, codec, feedback, on_host=on_host
+        )
     if isinstance(replica, StrandReplica):
         return strands_of(settings, replica, dht)
     parameters = replica.trained
