@@ -51,12 +51,15 @@ class Strands:
         rank: of this process.
         mine: the strands that this rank carries.
         carriers: the rank of each strand.
+        given: the parameters as they were given.
         params: the same with pieces in it: in each group those of the first strand, then those of the second, and so
             on. The names of pieces end in the strand, as in "0.weight[3/8]".
+        groups: the same as parameter groups.
         pieces: those in `params`, in order.
         model: the model's parameters, in order.
         numbers: for each strand of `mine`, the places of its pieces in `pieces`.
         of: the model's parameter of each piece, by its id.
+        is_ahead: whether the pieces were changed, and are to be spread. Whoever changes them says so.
 
     Raises:
         ValueError: for what is no parameter, and for a parameter that is not sharded on dim 0 over exactly these ranks,
@@ -65,9 +68,9 @@ class Strands:
 
     def __init__(self, cluster: Ranks, params: Iterable[Any]) -> None:
         self._group, self.rank, self._size = cluster.group, cluster.rank, cluster.size
-        self._has_stepped = False
+        self.is_ahead = False
         given = list(params)
-        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        self.given, groups = given, given if given and isinstance(given[0], dict) else [{"params": given}]
         named = [[_named(item) for item in _listed(group["params"])] for group in groups]
         self.model: list[Tensor] = [parameter for items in named for _, parameter in items]
         names = [name for items in named for name, _ in items]
@@ -93,8 +96,9 @@ class Strands:
         made: list[list[Any]] = []
         for items in named:
             made.append(self._each(items, sum(map(len, named[: len(made)])), cluster.strands))
+        self.groups = [{**group, "params": pieces} for group, pieces in zip(groups, made, strict=True)]
         if groups is given:
-            self.params: list[Any] = [{**group, "params": pieces} for group, pieces in zip(groups, made, strict=True)]
+            self.params: list[Any] = self.groups
         else:
             self.params = made[0]
         self.gather_parameters()
@@ -121,10 +125,7 @@ class Strands:
     # -- between the model and the pieces
 
     def gather_for_step(self) -> None:
-        """Take the gradients; in the first step after the parameters, which may have been loaded since."""
-        if not self._has_stepped:
-            self.gather_parameters()
-            self._has_stepped = True
+        """Gather the gradients."""
         self.gather_gradients()
 
     @torch.no_grad()
@@ -164,6 +165,7 @@ class Strands:
                 route = self._route(self._owned[number], self._held[number])
                 model = self._part(number, parameter)
                 exchange.add(route, self._parts(number, self.pieces), model, parameter.device, _local(parameter))
+        self.is_ahead = False
         for tensor in more:
             self._broadcast(tensor.detach())
 

@@ -75,7 +75,8 @@ class Accumulation:
                 accumulated in `.grad` were lost.
         """
         replica = self._replica
-        if any(grad is not None for grad in map(grad_of, replica.frozen)):
+        trained, frozen = replica.in_backward
+        if any(grad is not None for grad in map(grad_of, frozen)):
             raise ValueError(
                 "a parameter that was frozen (requires_grad=False) when the optimizer was made has a gradient now; the "
                 "peers do not average it: make a new optimizer, under a new run_id, after thawing parameters"
@@ -83,7 +84,7 @@ class Accumulation:
         if not self.samples:  # once an epoch, before anything is computed with parameters that do not fit
             replica.placement.check()
         self._check_held()
-        if all(grad is None for grad in map(grad_of, replica.trained)):
+        if all(grad is None for grad in map(grad_of, trained)):
             replica.placement.check()  # modules may have other parameters now
             if not self._warned:
                 self._warned = True
@@ -185,7 +186,7 @@ class Accumulation:
 
     def averager_state(self) -> dict[str, Any]:
         """What the averager carries from one epoch to the next."""
-        return {} if self._own is None else self._own.state_dict()
+        return {} if self._own is None else self._own.carried()
 
     def load_averager_state(self, state: Mapping[str, Any]) -> None:
         """Continue from what `averager_state` returned; from {} as if the averager had averaged nothing.
@@ -195,7 +196,7 @@ class Accumulation:
         """
         try:
             if self._own is not None:
-                self._own.load_state_dict(state)
+                self._own.load_carried(state)
             elif state:
                 raise ValueError("this optimizer has none")
         except ValueError as error:

@@ -26,8 +26,11 @@ from shoal.optim.reports import EpochReport
 from shoal.optim.run import Run
 from shoal.optim.settings import PLACE_TIMES, Settings
 from shoal.optim.state import Replica
+from shoal.optim.strand_drift import StrandDrift
 from shoal.optim.strand_gradients import StrandGradients
-from shoal.optim.strand_replica import StrandReplica, strands_of
+from shoal.optim.strand_replica import StrandReplica
+from shoal.optim.strand_rounds import StrandRounds
+from shoal.optim.strands_of import strands_of
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.book import RuleBroken
 from shoal.swarm.protocol.contribution import Contribution, Fault, Outcome, SendTo
@@ -43,7 +46,7 @@ log = logging.getLogger(__name__)
 
 EXACT = "exact"
 
-OwnRounds = AveragerGradients | StrandGradients
+OwnRounds = AveragerGradients | StrandGradients | StrandDrift
 """Gradients that are averaged in rounds of their own, before the round of the run."""
 
 Gradients = EpochGradients | OwnRounds | Drift
@@ -63,6 +66,8 @@ def make_gradients(
     """
     if settings.use_local_updates:
         return None
+    if isinstance(replica, StrandReplica):
+        return strands_of(settings, replica, optimizer, scheduler, dht)
     if settings.outer is not None:
         trained = replica.trained, replica.stepped
         codec, feedback = settings.grad_compression, settings.error_feedback
@@ -71,8 +76,6 @@ def make_gradients(
         return Drift(
             settings.outer, optimizer, scheduler, *trained, replica.optimizer, codec, feedback, on_host=on_host
         )
-    if isinstance(replica, StrandReplica):
-        return strands_of(settings, replica, dht)
     parameters = replica.trained
     if settings.grad_averager_factory is None:
         apart, reuse = settings.delay_optimizer_step, settings.reuse_grad_buffers
@@ -102,7 +105,7 @@ def make_run(
     what the user gave."""
     optimizer, extras, given = replica.optimizer, replica.extra_tensors, settings.averager_opts
     layouts = [replica.buffers.layout, replica.shared.layout]
-    has_strands = isinstance(gradients, StrandGradients)
+    has_strands = isinstance(gradients, StrandRounds)
     state = Layout.of(replica.described) if has_strands else replica.shared.layout
     schemas = [state.schema_hash, Layout.of(extras).schema_hash]
     agreed = settings.agreed() | {
@@ -114,7 +117,12 @@ def make_run(
     sizes: tuple[int, ...] = ()  # the run's rounds average no gradients that have rounds of their own
     in_turn: tuple[tuple[int, ...], ...] = ()
     usual: list[Vector] = [replica.shared]  # what most rounds average
-    if isinstance(gradients, Drift):
+    if isinstance(gradients, StrandGradients | StrandDrift):
+        agreed |= {"strands": str(gradients.count), "machine": name_of_machine(gradients, optimizer)}
+        if isinstance(gradients, StrandDrift):
+            agreed["outer optimizer"] = type(optimizer).__name__
+            schemas.append(gradients.schema)
+    elif isinstance(gradients, Drift):
         usual = list(gradients.vectors)
         layouts += [vector.layout for vector in gradients.vectors]
         schemas += [vector.layout.schema_hash for vector in gradients.vectors]
@@ -126,8 +134,6 @@ def make_run(
         layouts.append(gradients.layout)
         schemas.append(gradients.layout.schema_hash)
         sizes = gradients.sizes
-    elif isinstance(gradients, StrandGradients):
-        agreed |= {"strands": str(gradients.count), "machine": name_of_machine(gradients, optimizer)}
     elif gradients is not None:
         agreed["grad_averager_factory"] = term_of(gradients.terms)
     # Where all make the same bits, there is no state to average.

@@ -18,10 +18,11 @@ from shoal.cluster.gang import ClusterError, Gang, told_to_all
 from shoal.cluster.messages import Do, Done, Go, Report, Verdict
 from shoal.cluster.strands import Strands
 from shoal.optim.crew import Crew
-from shoal.optim.settings import Settings, check_cluster, make_trained, samples_of
+from shoal.optim.settings import Settings, check_cluster, make_outer, make_trained, samples_of
 from shoal.optim.share import Share
 from shoal.optim.speaker import parameters_of
-from shoal.optim.strand_replica import replica_of, strands_of
+from shoal.optim.strand_replica import groups_of_model, replica_of
+from shoal.optim.strands_of import strands_of
 from shoal.swarm.gates import admit_to
 
 log = logging.getLogger(__name__)
@@ -61,23 +62,40 @@ class Follower(torch.optim.Optimizer):
         self._gang = Gang(cluster.group)
         self._share: Share | None = None
         try:
-            self._whole = parameters_of(cluster, given["params"])
-            scheduler = given["scheduler"] if cluster.strands > 1 else None
-            made, schedule, _ = make_trained(given["optimizer"], self._whole.params, scheduler, on_host=False)
-            super().__init__([dict(group) for group in made.param_groups], made.defaults)
+            self._whole = whole = parameters_of(cluster, given["params"])
+            groups, defaults = self._make(cluster, settings, given)
+            super().__init__(groups, defaults)
             for group in self.param_groups:
-                group["params"] = [self._whole.of[id(whole)] for whole in group["params"]]
+                group["params"] = [whole.of.get(id(each), each) for each in group["params"]]
             self._ready = True
-            if isinstance(self._whole, Strands):
-                crew = Crew(self._gang)
-                replica = replica_of(self._whole, crew, made, schedule, self._extras, settings, dht)
-                self._share = share = Share(crew, replica, strands_of(settings, replica, dht))
-                self._gang.when_lost(share.stop)
-                replica.give()
             self._call(Report("shoal.Optimizer"))
         except BaseException:  # Ctrl-C, too: the others must not wait for a rank that has no optimizer
             self._gang.leave()
             raise
+
+    def _make(
+        self, cluster: Cluster, settings: Settings, given: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Make what this rank steps. Returns the parameter groups and defaults of its optimizer, as users see them."""
+        whole, optimizer, dht = self._whole, given["optimizer"], given["dht"]
+        if not isinstance(whole, Strands):
+            made, _, _ = make_trained(optimizer, whole.params, None, on_host=False)
+            return [dict(group) for group in made.param_groups], made.defaults
+        host = None
+        if settings.outer is None:
+            made, schedule, _ = make_trained(optimizer, whole.params, given["scheduler"], on_host=False)
+            shared, groups = (made, schedule), [dict(group) for group in groups_of_model(made, whole)]
+        else:
+            made, schedule, _, host, outer = make_outer(
+                settings.outer, optimizer, whole.given, given["scheduler"], on_host=False, pieces=whole.groups
+            )
+            shared, groups = (outer, None), [dict(group) for group in made.param_groups]
+        crew = Crew(self._gang)
+        replica = replica_of(whole, crew, *shared, self._extras, settings, dht, host)
+        self._share = share = Share(crew, replica, strands_of(settings, replica, made, schedule, dht))
+        self._gang.when_lost(share.stop)
+        replica.give()
+        return groups, made.defaults
 
     def _call(self, report: Report, collect: Callable[[], object] = lambda: None) -> bool:
         """Make a call with all ranks; `collect` are its collectives before rank 0 acts."""

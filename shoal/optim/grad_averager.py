@@ -452,12 +452,12 @@ class AveragerGradients:
         """Leave for good."""
         self.averager.shutdown()
 
-    def state_dict(self) -> dict[str, Any]:
+    def carried(self) -> dict[str, Any]:
         """What the averager carries from one epoch to the next."""
         return self.averager.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned. Raises ValueError if it is another averager's."""
+    def load_carried(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `carried` returned. Raises ValueError if it is another averager's."""
         self.averager.load_state_dict(state)
 
     def use_local(self) -> None:

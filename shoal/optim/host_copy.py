@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -62,17 +62,9 @@ class HostCopy:
         return copy
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look whether that optimizer has the parameters of `groups` as they are there.
-
-        Raises:
-            ValueError: if it has left some out, or has them in another order.
-        """
+        """Look whether that optimizer has the parameters of `groups` as they are there, see `check_order`."""
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if list(map(id, own)) != list(map(id, self._copies)):
-            raise ValueError(
-                f"the function made a {type(optimizer).__name__} that does not have all parameters, or has them in "
-                "another order than they were given: divide them into groups before, in params="
-            )
+        check_order(optimizer, own, self._copies)
 
     @torch.no_grad()
     def copy(self, source: FlatBuffer, target: FlatBuffer) -> None:
@@ -107,6 +99,19 @@ class HostCopy:
                 for group, old, written in zip(optimizer.param_groups, before, self.aside, strict=True):
                     group.update({k: v for k, v in written.items() if k not in old or v is not old[k]})
                 self.aside = None
+
+
+def check_order(optimizer: torch.optim.Optimizer, own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Look whether an optimizer that a function has made has the parameters that the function was given.
+
+    Raises:
+        ValueError: if it has left some out, or has them in another order.
+    """
+    if list(map(id, own)) != list(map(id, given)):
+        raise ValueError(
+            f"the function made a {type(optimizer).__name__} that does not have all parameters, or has them in "
+            "another order than they were given: divide them into groups before, in params="
+        )
 
 
 class ModelGroup(MutableMapping[str, Any]):

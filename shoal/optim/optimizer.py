@@ -290,13 +290,15 @@ class Optimizer(torch.optim.Optimizer):
         self._host: HostCopy | None = None  # on which `optimizer` steps, if it does not step the model
         self.outer_optimizer: torch.optim.Optimizer | None = None
         shared: tuple[torch.optim.Optimizer, LRScheduler | None]
+        strands = None if self._speaker is None else self._speaker.strands
         if settings.outer is None:
             made = make_trained(optimizer, params, scheduler, on_host=settings.offload_optimizer)
             self.optimizer, self.scheduler, self._host = made
             host, shared = self._host, (self.optimizer, self.scheduler)
         else:
+            given, pieces = (params, None) if strands is None else (strands.given, strands.groups)
             self.optimizer, self.scheduler, self._host, host, self.outer_optimizer = make_outer(
-                settings.outer, optimizer, params, scheduler, on_host=settings.offload_optimizer
+                settings.outer, optimizer, given, scheduler, on_host=settings.offload_optimizer, pieces=pieces
             )
             shared = self.outer_optimizer, None
         wrapped = self.optimizer
@@ -306,11 +308,10 @@ class Optimizer(torch.optim.Optimizer):
         self.param_groups, self.state = self._groups(), wrapped.state
         self._ready = True
 
-        strands = None if self._speaker is None else self._speaker.strands
         if self._speaker is None or strands is None:
             replica = Replica(*shared, extra_tensors, settings, host)
         else:
-            replica = replica_of(strands, self._speaker.crew, *shared, extra_tensors, settings, dht)
+            replica = replica_of(strands, self._speaker.crew, *shared, extra_tensors, settings, dht, host)
         self._replica = replica
         if replica.placement.unshared and not self.auxiliary:
             layers = ", ".join(f"{count} {kind}" for kind, count in replica.placement.unshared.items())
@@ -454,8 +455,8 @@ class Optimizer(torch.optim.Optimizer):
                 "step",
                 lambda samples: self._step(None, samples, None),
                 prepare,
-                speaker.whole.gather_for_step,
-                moves=self._settings.moves_within_epochs,
+                speaker.whole.gather_for_step if speaker.strands is None or self.outer_optimizer is None else None,
+                moves=self._settings.moves_within_epochs and speaker.strands is None,
             )
             return losses[0] if losses else None
 
@@ -577,13 +578,13 @@ class Optimizer(torch.optim.Optimizer):
             collect = None
             if self._speaker is not None:
                 self._speaker.forget()
-                collect = self._speaker.whole.gather_parameters
+                collect = self._speaker.whole.gather_parameters if self._speaker.strands is None else None
             self._lead("load_state_dict", load, collect)
         self.param_groups, self.state = self._groups(), self.optimizer.state
 
     def _groups(self) -> Any:
         """The parameter groups as users see them: with the model's parameters."""
-        if self._speaker is not None and self._speaker.strands is not None:
+        if self._speaker is not None and self._speaker.strands is not None and self.outer_optimizer is None:
             return groups_of_model(self.optimizer, self._speaker.strands)
         return self.optimizer.param_groups if self._host is None else self._host.param_groups(self.optimizer)
 

@@ -7,7 +7,7 @@ import inspect
 import math
 import numbers
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -107,7 +107,7 @@ WITHOUT_OUTER = (
 WITHOUT_CLUSTER = ("reuse_grad_buffers", "auxiliary")
 WITHOUT_STRANDS = (
     "delay_grad_averaging", "delay_optimizer_step", "offload_optimizer", "use_local_updates", "grad_averager_factory",
-    "average_opt_statistics", "kept_state_dir", "outer"
+    "average_opt_statistics", "kept_state_dir"
 )  # fmt: skip
 NO_BATCH_SIZE = "step needs batch_size=…, since the optimizer was made without batch_size_per_step"
 NO_SCALER = "a cluster takes no grad_scaler yet: train in bfloat16, which needs none"
@@ -354,15 +354,27 @@ def make_trained(
 
 
 def make_outer(
-    outer: DiLoCo, optimizer: AnyOptimizer, params: Params | None, scheduler: AnyScheduler | None, *, on_host: bool
+    outer: DiLoCo,
+    optimizer: AnyOptimizer,
+    params: Params | None,
+    scheduler: AnyScheduler | None,
+    *,
+    on_host: bool,
+    pieces: Sequence[Any] | None = None,
 ) -> tuple[torch.optim.Optimizer, LRScheduler | None, HostCopy | None, HostCopy, torch.optim.Optimizer]:
     """The inner optimizer, its scheduler and, `on_host`, the copy of the parameters that it steps; the anchor, and the
     outer optimizer.
+
+    Args:
+        pieces: parameter groups of what the anchor is of, if that is not the model as it is.
 
     Raises:
         ValueError: as `make_trained`, and if `outer.optimizer` makes no optimizer.
     """
     inner, schedule, host = make_trained(optimizer, params, scheduler, on_host=on_host)
+    if pieces is not None:
+        anchor = HostCopy([{"params": group["params"]} for group in pieces], precise=True)
+        return inner, schedule, host, anchor, _make_outer(outer, anchor)
     model = iter([p for group in inner.param_groups for p in group["params"]] if host is None else host.model)
     groups = []
     for group in inner.param_groups:
@@ -370,11 +382,15 @@ def make_outer(
         names = group.get("param_names")
         groups.append({"params": list(zip(names, tensors, strict=True)) if names else tensors})
     anchor = HostCopy(groups, precise=True, memory=None if host is None else host.memory)
+    return inner, schedule, host, anchor, _make_outer(outer, anchor)
+
+
+def _make_outer(outer: DiLoCo, anchor: HostCopy) -> torch.optim.Optimizer:
     made = outer.optimizer(anchor.groups)
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"DiLoCo(optimizer=…) made {type(made).__name__}, which is not a torch.optim.Optimizer")
     anchor.check(made)
-    return inner, schedule, host, anchor, made
+    return made
 
 
 def _make_optimizer(optimizer: AnyOptimizer, params: Params | None) -> torch.optim.Optimizer:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from shoal.optim.crew import Crew
+from shoal.optim.strand_drift import StrandDrift
 from shoal.optim.strand_gradients import StrandGradients
 from shoal.optim.strand_replica import StrandReplica
 from shoal.optim.strand_states import Carrier
@@ -23,13 +24,13 @@ class Share:
         replica, gradients: of these strands.
     """
 
-    def __init__(self, crew: Crew, replica: StrandReplica, gradients: StrandGradients) -> None:
-        self.gradients, self._crew, self._replica = gradients, crew, replica
+    def __init__(self, crew: Crew, replica: StrandReplica, gradients: StrandGradients | StrandDrift) -> None:
+        self._gradients, self._crew, self._replica = gradients, crew, replica
         self._known: dict[str, Callable[..., Any]] = {
             "accumulate": gradients.accumulate,
             "reset": gradients.reset,
             "close": gradients.close_here,
-            "begin": gradients.begin_here,
+            "begin": gradients.begin_rounds,
             "average": self._average,
             "go on": lambda: None,
             "norms": gradients.norms_here,
@@ -37,11 +38,23 @@ class Share:
             "digest": replica.digest,
             "enter": gradients.enter_here,
             "leave": gradients.leave_here,
+            "take over": replica.take_over_here,
             "me": lambda: replica.states.me,
             "meet": lambda first: replica.states.meet(msgspec.convert(first, Carrier)),
             "download": self._download,
             "load": replica.load_here,
+            "publish": replica.publish,
         }
+        if isinstance(gradients, StrandDrift):
+            self._known |= {
+                "begin epoch": gradients.begin,
+                "go on accumulating": gradients.go_on,
+                "take back": gradients.take_back,
+                "remember": gradients.remember,
+                "forget": gradients.forget,
+                "publish drift": gradients.publish,
+                "apply": lambda used: gradients.apply(used=used),
+            }
 
     def do(self, what: str, given: Sequence[Any]) -> Any:
         """Do what rank 0 has told; raises what that raises."""
@@ -49,13 +62,13 @@ class Share:
 
     def _average(self, timeout: float) -> bytes:
         try:
-            return self.gradients.average_here(timeout, self._crew.interrupted())
+            return self._gradients.average_here(timeout, self._crew.interrupted())
         except Behind:  # rank 0 has given it up
             return b""
 
     def _step(self, tip: Any, options: bytes, factor: float) -> None:
-        self.gradients.scale_by(factor)
-        self._replica.step(self.gradients.as_grad, msgspec.convert(tip, Tip), options, with_state=False)
+        self._gradients.scale_by(factor)
+        self._replica.step(self._gradients.as_grad, msgspec.convert(tip, Tip), options, with_state=False)
 
     def _download(self, tip: Any, timeout: float, of_strand: Any) -> str:
         carriers = msgspec.convert(of_strand, list[list[Carrier]])
@@ -63,5 +76,5 @@ class Share:
 
     def stop(self) -> None:
         """Leave the runs of the strands, and give nothing more."""
-        self.gradients.stop()
+        self._gradients.stop()
         self._replica.states.stop()

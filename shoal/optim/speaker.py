@@ -145,7 +145,7 @@ class Speaker:
         if self.state is None:
             return self.gang.say(Verdict(0, False, error=said))
         tip, groups = self.state()
-        changed = moves or tip != self._sent
+        changed = moves or tip != self._sent or (self.strands is not None and self.strands.is_ahead)
         options = [{name: value for name, value in group.items() if type(value) is float} for group in groups]
         self.gang.say(Verdict(tip.epoch, changed, options, said, bool(result)))
         if changed:

@@ -349,6 +349,11 @@ class Replica(TrainingState):
         self.line.went_to(tip)
 
     @property
+    def in_backward(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The trained parameters, which get gradients in a backward pass, and those that may get none."""
+        return self.trained, self.frozen
+
+    @property
     def described(self) -> Sequence[Tensor]:
         """The model's parameters, as peers compare them: by shape and dtype."""
         return self.parameters

@@ -21,11 +21,12 @@ class StrandAverager(DecentralizedAverager):
     Args:
         vector: what rounds average: its inputs are read, and its outputs written.
         strand, of: the strand, and how many there are.
+        fragment: of the model, with an outer optimizer that averages it in several.
         settings: of the optimizer.
         dht: of this rank.
     """
 
-    def __init__(self, vector: Vector, strand: int, of: int, settings: Settings, dht: DHT) -> None:
+    def __init__(self, vector: Vector, strand: int, of: int, fragment: int, settings: Settings, dht: DHT) -> None:
         self._given, self._agreed = vector, settings.agreed()
         same = ("allreduce_timeout", "next_chunk_timeout", "shutdown_timeout", "client_mode")
         options: dict[str, Any] = {name: getattr(settings, name) for name in same}
@@ -34,7 +35,7 @@ class StrandAverager(DecentralizedAverager):
             vector.inputs.views(),
             dht,
             start=False,
-            prefix=f"{settings.run_id}/strand/{strand}.{of}",
+            prefix=f"{settings.run_id}/strand/{strand}.{of}" + (f"/{fragment}" if fragment else ""),
             min_group_size=1,
             min_matchmaking_time=settings.matchmaking_time,
             compression=settings.grad_compression,

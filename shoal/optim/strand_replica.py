@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
@@ -14,13 +15,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.cluster.strands import Strands
 from shoal.dht.dht import DHT
-from shoal.optim.accumulator import EpochGradients
 from shoal.optim.crew import Crew
-from shoal.optim.host_copy import ModelGroup
+from shoal.optim.host_copy import HostCopy, ModelGroup, check_order
 from shoal.optim.settings import Settings
 from shoal.optim.state import MANIFEST_BYTES, TENSORS_OF_OPTIMIZER, AsGrad, Part, Replica, hash_of
-from shoal.optim.strand_averager import StrandAverager
-from shoal.optim.strand_gradients import Strand, StrandGradients, name_of
+from shoal.optim.strand_drift import StrandDrift
+from shoal.optim.strand_gradients import StrandGradients
+from shoal.optim.strand_rounds import name_of
 from shoal.optim.strand_states import Carrier, Carriers, StrandStates
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError
@@ -53,6 +54,7 @@ class StrandReplica(Replica):
         strands: the pieces.
         crew: the other ranks.
         states: given to newcomers and taken from others.
+        host: the anchors of the pieces, with an outer optimizer.
 
     Attributes:
         state_digest: at rank 0 the hash of all strands' digests.
@@ -70,17 +72,15 @@ class StrandReplica(Replica):
         strands: Strands,
         crew: Crew,
         states: StrandStates,
+        host: HostCopy | None = None,
     ) -> None:
         self.strands, self.crew, self.states = strands, crew, states
-        self.gradients: StrandGradients | None = None
+        self.gradients: StrandGradients | StrandDrift | None = None
         self._downloaded: dict[int, Downloaded] = {}
-        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if list(map(id, own)) != list(map(id, strands.pieces)):
-            raise ValueError(
-                f"the function made a {type(optimizer).__name__} that does not have all parameters, or has them in "
-                "another order than they were given: divide them into groups before, in params="
-            )
-        super().__init__(optimizer, scheduler, extra_tensors, settings)
+        if host is None:
+            own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            check_order(optimizer, own, strands.pieces)
+        super().__init__(optimizer, scheduler, extra_tensors, settings, host)
 
     def digest(self) -> bytes:
         """The hashes of this rank's strands, one after the other; at rank 0 one hash of all."""
@@ -93,13 +93,36 @@ class StrandReplica(Replica):
     def part(self, strand: int) -> Part:
         """What of the state is of that strand."""
         places = self.strands.numbers[self.strands.mine.index(strand)]
-        return Part([self.strands.pieces[place] for place in places], self.extra_tensors if strand == 0 else [])
+        return Part([self.parameters[place] for place in places], self.extra_tensors if strand == 0 else [])
+
+    @property
+    def in_backward(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """See `Replica`: with an outer optimizer the pieces get no gradients."""
+        if self._host is None:
+            return super().in_backward
+        model = self.strands.model
+        return [p for p in model if p.requires_grad], [p for p in model if not p.requires_grad]
 
     def take_over(self) -> None:
-        """See `Replica`: in the first step, the pieces have just been taken from the model."""
-        super().take_over()
-        if not self.tip.epoch:
+        """See `Replica`: until the first epoch has ended, others may set the model's parameters."""
+        if not self.tip.epoch and not (self.drift is not None and self.drift.has_moved):
+            self.crew.tell("take over")
+            self.take_over_here()
             self.state_digest = self.digest()
+
+    def take_over_here(self) -> None:
+        """Take the pieces of this rank from the model."""
+        with self._lock:
+            self.strands.gather_parameters()
+            if self._host is not None:
+                self._host.copy(self._host.memory, self.memory)
+
+    def publish(self) -> None:
+        """See `Replica`."""
+        if isinstance(self.drift, StrandDrift):
+            self.crew.tell("publish")
+            with self.drift.quiet():
+                super().publish()
 
     def step(self, as_grad: AsGrad | None, tip: Tip, options: bytes, *, with_state: bool) -> None:
         """See `Replica`."""
@@ -113,9 +136,10 @@ class StrandReplica(Replica):
     @property
     def described(self) -> list[Tensor]:
         """See `Replica`."""
+        own = self.part(self.strands.mine[0]).parameters
         return [
-            torch.empty(p.shape, dtype=p.dtype, device="meta", requires_grad=p.requires_grad)
-            for p in self.strands.model
+            torch.empty(model.shape, dtype=mine.dtype, device="meta", requires_grad=mine.requires_grad)
+            for model, mine in zip(self.strands.model, own, strict=True)
         ]
 
     @property
@@ -192,15 +216,21 @@ class StrandReplica(Replica):
                 failed = f"strand {strand}: {error}"
         return failed
 
-    def load_here(self) -> None:
+    def load_here(self, keeps_drift: bool) -> None:
         """Take over what this rank has downloaded."""
         first = next(iter(self._downloaded.values()))
-        known = {each.name: getattr(first, each.name) for each in fields(Downloaded)}
-        self.load(DownloadedStrands(**known, strands=self._downloaded))
+        of_first = {each.name: getattr(first, each.name) for each in fields(Downloaded)}
+        self.load(DownloadedStrands(**of_first, strands=self._downloaded), keeps_drift=keeps_drift)
+
+    def load(self, state: Downloaded, *, keeps_drift: bool = False) -> None:
+        """See `Replica`."""
+        self.crew.tell("load", keeps_drift)
+        with self.drift.quiet() if isinstance(self.drift, StrandDrift) else contextlib.nullcontext():
+            super().load(state, keeps_drift=keeps_drift)
+        self.strands.is_ahead = True
 
     def _take(self, state: Downloaded) -> None:
         assert isinstance(state, DownloadedStrands)
-        self.crew.tell("load")
         for strand in self.strands.mine:
             self.load_part(state.strands[strand], self.part(strand))
         self._downloaded = {}
@@ -231,22 +261,11 @@ def replica_of(
     extra_tensors: Sequence[Tensor],
     settings: Settings,
     dht: DHT,
+    host: HostCopy | None = None,
 ) -> StrandReplica:
-    """A rank's share of the state, given the optimizer of its pieces."""
+    """A rank's share of the state, given the optimizer of its pieces, or of their anchors on the host."""
     size = sum(max(4, piece.element_size()) * piece.numel() for piece in strands.pieces) // len(strands.mine)
     extras = sum(tensor.element_size() * tensor.numel() for tensor in extra_tensors)
     at_most = TENSORS_OF_OPTIMIZER * size + extras + MANIFEST_BYTES
     states = StrandStates(dht, settings.run_id, len(strands.carriers), at_most)
-    return StrandReplica(optimizer, scheduler, extra_tensors, settings, strands, crew, states)
-
-
-def strands_of(settings: Settings, replica: StrandReplica, dht: DHT) -> StrandGradients:
-    """The gradients of the strands of this rank, with which the replica is stepped."""
-    strands, made = replica.strands, []
-    for number in strands.mine:
-        trained = [piece for piece in replica.part(number).parameters if piece.requires_grad]
-        gradients = EpochGradients(trained, settings.grad_compression, error_feedback=settings.error_feedback)
-        averager = StrandAverager(gradients, number, len(strands.carriers), settings, dht)
-        made.append(Strand(number, trained, gradients, averager))
-    replica.gradients = StrandGradients(made, strands.carriers, replica.crew, settings.max_grad_norm)
-    return replica.gradients
+    return StrandReplica(optimizer, scheduler, extra_tensors, settings, strands, crew, states, host)

@@ -54,3 +54,12 @@ def test_a_cluster_of_other_ranks_goes_on_with_the_state_of_the_others(tmp_path:
             common = mine.keys() & theirs.keys()
             assert len(common) > 5, made.logs()
             assert all(mine[epoch] == theirs[epoch] for epoch in common), made.logs()
+
+
+def test_with_diloco_each_rank_brings_the_drift_of_its_strands(tmp_path: Path) -> None:
+    with clusters(tmp_path, 5, optimizer="adamw", epochs=6, min_peers=3, strands=4, mode="diloco") as made:
+        made.add("plain", 1, 0)
+        made.add("ddp", 2, 1)
+        made.add("fsdp2", 2, 3)
+        assert made.ended() == [[0], [0, 0], [0, 0]], made.logs()
+        check_alike(made, 6)
