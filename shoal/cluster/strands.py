@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shoal.cluster.exchange import Exchange, Part
 from shoal.cluster.spans import Route, route_of, shard_of, strand_of
+from shoal.cluster.whole import local
 from shoal.flat import bytes_of, holders_of, living_modules
 
 
@@ -48,7 +49,7 @@ class Strands:
         params: what an optimizer takes: tensors, (name, tensor) pairs or parameter groups of either.
 
     Attributes:
-        rank: of this process.
+        group, rank: as the cluster's.
         mine: the strands that this rank carries.
         carriers: the rank of each strand.
         given: the parameters as they were given.
@@ -67,7 +68,7 @@ class Strands:
     """
 
     def __init__(self, cluster: Ranks, params: Iterable[Any]) -> None:
-        self._group, self.rank, self._size = cluster.group, cluster.rank, cluster.size
+        self.group, self.rank, self._size = cluster.group, cluster.rank, cluster.size
         self.is_ahead = False
         given = list(params)
         self.given, groups = given, given if given and isinstance(given[0], dict) else [{"params": given}]
@@ -75,7 +76,7 @@ class Strands:
         self.model: list[Tensor] = [parameter for items in named for _, parameter in items]
         names = [name for items in named for name, _ in items]
 
-        ranks = _global_ranks(self._group)
+        ranks = _global_ranks(self.group)
         places = [_places(self.model[n], ranks, names[n], n) for n in range(len(self.model))]
         order = _ordered(places, self._size)
         share = cluster.strands // self._size
@@ -131,7 +132,7 @@ class Strands:
     @torch.no_grad()
     def gather_parameters(self) -> None:
         """Set the pieces to what the model has."""
-        with Exchange(self._group, self._size) as exchange:
+        with Exchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 route = self._route(self._held[number], self._owned[number])
                 exchange.add(route, self._part(number, parameter), self._parts(number, self.pieces), parameter.device)
@@ -139,7 +140,7 @@ class Strands:
     @torch.no_grad()
     def gather_gradients(self) -> None:
         """Set the gradients of the pieces to those of the model, which all ranks have for the same parameters."""
-        with Exchange(self._group, self._size) as exchange:
+        with Exchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 pieces = [self.pieces[place] for place in self._pieces_of[number]]
                 if parameter.grad is None:
@@ -160,21 +161,21 @@ class Strands:
     @torch.no_grad()
     def spread(self, more: Iterable[Tensor]) -> None:
         """Copy the pieces of all ranks into the model, and `more` tensors, which each rank holds whole, from rank 0."""
-        with Exchange(self._group, self._size) as exchange:
+        with Exchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 route = self._route(self._owned[number], self._held[number])
                 model = self._part(number, parameter)
-                exchange.add(route, self._parts(number, self.pieces), model, parameter.device, _local(parameter))
+                exchange.add(route, self._parts(number, self.pieces), model, parameter.device, local(parameter))
         self.is_ahead = False
         for tensor in more:
             self._broadcast(tensor.detach())
 
     def _broadcast(self, tensor: Tensor) -> None:
         """Ranks may have it with other strides, and what is sent is memory."""
-        if self._group is None:
+        if self.group is None:
             return
         sent = tensor.contiguous()
-        dist.broadcast(sent, dist.get_global_rank(self._group, 0), group=self._group)
+        dist.broadcast(sent, dist.get_global_rank(self.group, 0), group=self.group)
         if sent is not tensor:
             tensor.copy_(sent)
 
@@ -191,7 +192,7 @@ class Strands:
             At rank 0 a CPU tensor for each parameter of the model, shaped as it; at other ranks nothing.
         """
         wholes = []
-        with Exchange(self._group, self._size) as exchange:
+        with Exchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 parts = self._parts(number, values)
                 wants = []
@@ -214,7 +215,7 @@ class Strands:
             One tensor for each of `pieces`, shaped as it, on its device.
         """
         found = [torch.empty(0)] * len(self.pieces)
-        with Exchange(self._group, self._size) as exchange:
+        with Exchange(self.group, self._size) as exchange:
             for number, (parameter, whole) in enumerate(zip(self.model, wholes, strict=True)):
                 for place in self._pieces_of[number]:
                     found[place] = torch.empty_like(self.pieces[place], dtype=whole.dtype, requires_grad=False)
@@ -228,7 +229,7 @@ class Strands:
 
     def _part(self, number: int, tensor: Tensor) -> list[Part]:
         """What this rank holds of that parameter, or of its gradient: the memory itself if it is contiguous."""
-        return [Part(self._held[number][self.rank].start, _local(tensor).contiguous().view(-1))]
+        return [Part(self._held[number][self.rank].start, local(tensor).contiguous().view(-1))]
 
     def _parts(self, number: int, tensors: Sequence[Tensor]) -> list[Part]:
         """What this rank carries of that parameter in `tensors`, one for each piece."""
@@ -278,11 +279,6 @@ def _named(item: Any) -> tuple[str | None, Tensor]:
 
 def _dense(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 # -- where the model is

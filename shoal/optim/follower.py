@@ -175,9 +175,9 @@ class Follower(torch.optim.Optimizer):
         self._call(Report("load_kept_state"))
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch alone: rank 0 has the state of the whole cluster, and saves it for all. Where steps are delayed,
-        all ranks call it at once, since the step that rank 0 waits for moves the parameters."""
-        if self._in_background:
+        """The epoch alone: rank 0 has the state of the whole cluster, and saves it for all. Where ranks carry strands,
+        or steps are delayed, all ranks call it at once."""
+        if self._in_background or self._share is not None:
             self._call(Report("state_dict"))
         return {"state": {"local_epoch": self.local_epoch}, "param_groups": []}
 

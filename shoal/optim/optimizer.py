@@ -550,12 +550,15 @@ class Optimizer(torch.optim.Optimizer):
         and tensors. A step in the background is waited for and applied first, so that the model's parameters belong to
         the dict. Gradients of an epoch that has not ended are not in it.
 
+        Of a cluster, rank 0 has the state; where its ranks carry strands, all of them call this at once.
+
         In the modes without delays, a run of several peers continues from it bit for bit if each peer has the identity
         that it had (`DHT(identity_path=…)`), since gradients are summed in the order of the peers' keys; otherwise to
         rounding.
         """
         with self._in_trainer("state_dict"):
-            if not self._settings.in_background:  # nothing moves the parameters, so the other ranks need not be there
+            has_strands = isinstance(self._replica, StrandReplica)
+            if not (self._settings.in_background or has_strands):  # so the other ranks need not be there
                 return self._epoch.state_dict()
             return self._lead("state_dict", self._epoch.state_dict)
 

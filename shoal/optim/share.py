@@ -44,6 +44,8 @@ class Share:
             "download": self._download,
             "load": replica.load_here,
             "publish": replica.publish,
+            "state dict": replica.state_dict_here,
+            "load state dict": lambda: replica.load_state_here(None, None),
         }
         if isinstance(gradients, StrandDrift):
             self._known |= {

@@ -514,9 +514,7 @@ class Replica(TrainingState):
         drift = self.drift
         state = self.optimizer.state_dict() if drift is None else drift.inner.state_dict()
         state["state"] = {**state["state"], "local_epoch": self.tip.epoch}
-        state["shoal"] = {"lineage": self.tip.lineage, "samples": self.tip.samples, "line": self.line.to_wire()}
-        if self.tip.pin:
-            state["shoal"]["pin"] = self.tip.pin
+        state["shoal"] = self.names()
         if self.scheduler is not None:
             state["shoal"]["scheduler"] = self.scheduler.state_dict()
         if drift is not None:
@@ -546,11 +544,20 @@ class Replica(TrainingState):
             if self._host is not None and self.drift is None:
                 self._host.copy(self._host.memory, self.memory)
             if epoch is not None:
-                samples = ours.get("samples", epoch * self._settings.target)
-                tip = Tip(epoch, ours.get("lineage", self.tip.lineage), float(samples), ours.get("pin", 0))
-                self.line.take_over(line_to(tip, ours.get("line", b"")), tip)
-                self.tip = tip
+                self.take_names(epoch, ours)
         self.state_digest = self.digest()
+
+    def names(self) -> dict[str, Any]:
+        """The tip and the line, as a state dict has them."""
+        named = {"lineage": self.tip.lineage, "samples": self.tip.samples, "line": self.line.to_wire()}
+        return {**named, "pin": self.tip.pin} if self.tip.pin else named
+
+    def take_names(self, epoch: int, named: dict[str, Any]) -> None:
+        """Continue from the tip and the line of a state dict."""
+        samples = named.get("samples", epoch * self._settings.target)
+        tip = Tip(epoch, named.get("lineage", self.tip.lineage), float(samples), named.get("pin", 0))
+        self.line.take_over(line_to(tip, named.get("line", b"")), tip)
+        self.tip = tip
 
     def _load_outer(self, drift: Drift, inner: dict[str, Any], ours: dict[str, Any]) -> None:
         """Load the inner optimizer's state, and the outer one's with the anchor if they were saved; else the anchor is

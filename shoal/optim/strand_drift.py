@@ -28,8 +28,8 @@ MakeAverager = Callable[[Vector, int, int], StrandAverager]
 class StrandDrift(StrandRounds, Drift):
     """The drift of the strands that this rank carries; at rank 0, what `Epoch` knows as the cluster's drift.
 
-    The inner optimizer steps the parameters of the model as they lie at this rank. The pieces of `strands` are the model
-    for `Drift`: they are gathered before its drift is taken, and spread where they were changed.
+    The inner optimizer steps the parameters of the model as they lie at this rank. The pieces of `strands` are the
+    model for `Drift`: they are gathered before its drift is taken, and spread where they were changed.
 
     Args:
         choice, inner, scheduler, outer, compression, error_feedback: see `Drift`.

@@ -14,11 +14,20 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.cluster.strands import Strands
+from shoal.cluster.whole import full, shared_by_all
 from shoal.dht.dht import DHT
 from shoal.optim.crew import Crew
+from shoal.optim.drift import Drift
 from shoal.optim.host_copy import HostCopy, ModelGroup, check_order
 from shoal.optim.settings import Settings
 from shoal.optim.state import MANIFEST_BYTES, TENSORS_OF_OPTIMIZER, AsGrad, Part, Replica, hash_of
+from shoal.optim.strand_checkpoint import (
+    check_fits,
+    gather_state,
+    gather_state_of_model,
+    scatter_state,
+    scatter_state_of_model,
+)
 from shoal.optim.strand_drift import StrandDrift
 from shoal.optim.strand_gradients import StrandGradients
 from shoal.optim.strand_rounds import name_of
@@ -234,6 +243,92 @@ class StrandReplica(Replica):
         for strand in self.strands.mine:
             self.load_part(state.strands[strand], self.part(strand))
         self._downloaded = {}
+
+    # -- saved and loaded
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Replica`: the state of the whole cluster, at rank 0."""
+        self.crew.tell("state dict")
+        return self.state_dict_here()
+
+    def state_dict_here(self) -> dict[str, Any]:
+        """This rank's part in `state_dict`; nothing at other ranks than 0."""
+        optimizer, drift = self.optimizer, self.drift
+        stepped = gather_state(self.strands, optimizer, self.parameters)
+        inner = {} if drift is None else gather_state_of_model(self.strands, drift.inner)
+        anchors = [] if drift is None else self.strands.gather([anchor.detach() for anchor in self.parameters])
+        if self.strands.rank:
+            return {}
+        state = stepped if drift is None else inner
+        state["state"] = {**state["state"], "local_epoch": self.tip.epoch}
+        state["shoal"] = self.names()
+        if self.scheduler is not None:
+            state["shoal"]["scheduler"] = self.scheduler.state_dict()
+        if drift is not None:
+            model = self.strands.model
+            trained = [anchor for anchor, p in zip(anchors, model, strict=True) if p.requires_grad]
+            state["shoal"]["outer"] = stepped
+            state["shoal"]["drift"] = {**drift.state_dict(), "anchor": trained, "residuals": []}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `Replica`."""
+        state = {name: value for name, value in state_dict["state"].items() if name != "local_epoch"}
+        given = {"state": state, "param_groups": state_dict["param_groups"]}
+        ours = state_dict.get("shoal", {})
+        check_fits(given, self.described_groups, self.strands.model)
+        if self.drift is not None and "drift" in ours:
+            check_fits(ours["outer"], self.described_groups, self.strands.model)
+        self.crew.tell("load state dict")
+        self.load_state_here(given, {**ours, "epoch": state_dict["state"].get("local_epoch")})
+
+    def load_state_here(self, given: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
+        """This rank's part in `load_state_dict`; rank 0 has what is loaded."""
+        tensors = ours if ours is not None and "drift" in ours else None
+        plain = {name: value for name, value in (ours or {}).items() if name not in ("outer", "drift")}
+        plain = shared_by_all(self.strands.group, plain | {"has drift": tensors is not None})
+        quiet = self.drift.quiet() if isinstance(self.drift, StrandDrift) else contextlib.nullcontext()
+        with self._lock, quiet:
+            self.strands.gather_parameters()
+            if self.drift is None:
+                scatter_state(self.strands, self.optimizer, self.parameters, given)
+            else:
+                self._load_drift(self.drift, given, tensors, has_drift=plain["has drift"])
+            if self.scheduler is not None and "scheduler" in plain:
+                self.scheduler.load_state_dict(plain["scheduler"])
+            self.options.refresh()
+            self.adopt_statistics()
+            if plain["epoch"] is not None:
+                self.take_names(plain["epoch"], plain)
+        self.strands.is_ahead = True
+        if not self.strands.rank:
+            self.state_digest = self.digest()
+
+    def _load_drift(
+        self, drift: Drift, inner: dict[str, Any] | None, ours: dict[str, Any] | None, *, has_drift: bool
+    ) -> None:
+        assert self._host is not None
+        scatter_state_of_model(self.strands, drift.inner, inner)
+        if drift.schedule is not None:
+            drift.schedule.rewind()
+        drift.reset()
+        self._host.copy(self._host.memory, self.memory)
+        if not has_drift:
+            return
+        scatter_state(self.strands, self.optimizer, self.parameters, None if ours is None else ours["outer"])
+        saved = {k: v for k, v in (ours or {"drift": {}})["drift"].items() if k not in ("anchor", "residuals")}
+        told = shared_by_all(self.strands.group, saved)
+        trained = iter([] if ours is None else ours["drift"]["anchor"])
+        dtypes = [mine.dtype for mine in self.part(self.strands.mine[0]).parameters]
+        wholes = []
+        for parameter, dtype in zip(self.strands.model, dtypes, strict=True):
+            if ours is None:
+                wholes.append(torch.empty((), dtype=dtype, device="meta"))
+            else:
+                wholes.append((next(trained) if parameter.requires_grad else full(parameter).detach()).to("cpu", dtype))
+        anchors = self.strands.scatter(wholes)
+        chosen = [anchor for anchor, mine in zip(anchors, self.parameters, strict=True) if mine.requires_grad]
+        drift.load_state_dict({**told, "anchor": chosen})
 
 
 def _result(future: Future[Downloaded]) -> Downloaded:

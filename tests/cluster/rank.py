@@ -132,9 +132,10 @@ def main() -> None:
             print(json.dumps(said), flush=True)
         if "save" in told:
             tensors = dict(zip([name for name, _ in model.named_parameters()], whole(model), strict=True))
+            state = optimizer.state_dict()
             if rank == 0:
                 tensors["again.weight"] = tensors["tied.weight"]
-                torch.save({"model": tensors, "optimizer": optimizer.state_dict()}, told["save"])
+                torch.save({"model": tensors, "optimizer": state}, told["save"])
         optimizer.finish()
         print(json.dumps({"parameters": [p.tolist() for p in whole(model)]}), flush=True)
     except (ValueError, RuntimeError) as error:

@@ -63,3 +63,26 @@ def test_with_diloco_each_rank_brings_the_drift_of_its_strands(tmp_path: Path) -
         made.add("fsdp2", 2, 3)
         assert made.ended() == [[0], [0, 0], [0, 0]], made.logs()
         check_alike(made, 6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kinds"), [("", ("fsdp2", "plain")), ("", ("plain", "ddp")), ("diloco", ("ddp", "fsdp2"))]
+)
+def test_a_checkpoint_goes_on_in_a_cluster_of_another_kind(tmp_path: Path, mode: str, kinds: tuple[str, str]) -> None:
+    """Of the whole cluster, at rank 0; a peer without strands has one of the same form."""
+    file = str(tmp_path / "checkpoint")
+    sizes = [1 if kind == "plain" else 2 for kind in kinds]
+    run = {"optimizer": "adamw", "strands": 4, "mode": mode}
+    with clusters(tmp_path / "first", 2, epochs=3, save=file, **run) as made:
+        made.add(kinds[0], sizes[0], 0, target=4 * sizes[0])
+        assert made.ended() == [[0] * sizes[0]], made.logs()
+    with clusters(tmp_path / "second", 2, epochs=6, load=file, **run) as made:
+        made.add(kinds[1], sizes[1], 0, target=4 * sizes[1])
+        assert made.ended() == [[0] * sizes[1]], made.logs()
+        assert list(made.digests(0, sizes[1] - 1)) == [4, 5, 6]
+        goes_on = made.digests(0, 0)
+    with clusters(tmp_path / "third", 2, epochs=6, load=file, **run) as made:
+        made.add(kinds[0], sizes[0], 0, target=4 * sizes[0])
+        assert made.ended() == [[0] * sizes[0]], made.logs()
+        if sizes[0] == sizes[1] and not mode:
+            assert made.digests(0, 0) == goes_on
