@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.cluster.strands import Strands
-from shoal.cluster.whole import full, shared_by_all
+from shoal.cluster.whole import shared_by_all
 from shoal.dht.dht import DHT
 from shoal.optim.crew import Crew
 from shoal.optim.drift import Drift
@@ -320,12 +320,12 @@ class StrandReplica(Replica):
         told = shared_by_all(self.strands.group, saved)
         trained = iter([] if ours is None else ours["drift"]["anchor"])
         dtypes = [mine.dtype for mine in self.part(self.strands.mine[0]).parameters]
-        wholes = []
-        for parameter, dtype in zip(self.strands.model, dtypes, strict=True):
-            if ours is None:
-                wholes.append(torch.empty((), dtype=dtype, device="meta"))
-            else:
-                wholes.append((next(trained) if parameter.requires_grad else full(parameter).detach()).to("cpu", dtype))
+        wholes = [
+            torch.zeros(parameter.shape, dtype=dtype, device="meta" if ours is None else "cpu")
+            if ours is None or not parameter.requires_grad
+            else next(trained).to("cpu", dtype)
+            for parameter, dtype in zip(self.strands.model, dtypes, strict=True)
+        ]
         anchors = self.strands.scatter(wholes)
         chosen = [anchor for anchor, mine in zip(anchors, self.parameters, strict=True) if mine.requires_grad]
         drift.load_state_dict({**told, "anchor": chosen})
