@@ -15,6 +15,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.gang import ClusterError, Gang, told_to_all
 from shoal.cluster.messages import Go, Report, Verdict
 from shoal.cluster.whole import Whole
+from shoal.optim.epoch_scheduler import wraps
 from shoal.optim.settings import Settings, check_cluster, make_trained, samples_of
 
 AT_RANK_0 = ("tip", "tracker", "local_progress", "on_event", "dht", "outer_optimizer", "metrics_port", "scheduler")
@@ -46,6 +47,7 @@ class Follower(torch.optim.Optimizer):
         try:
             self._whole = Whole(cluster.group, given["params"])
             made, _, _ = make_trained(given["optimizer"], self._whole.params, None, on_host=False)
+            wraps(self, made)
             super().__init__([dict(group) for group in made.param_groups], made.defaults)
             for group in self.param_groups:
                 group["params"] = [self._whole.of[id(whole)] for whole in group["params"]]
