@@ -233,18 +233,21 @@ class Gang:
             self._wait_for_why(error)
 
     def leave(self) -> None:
-        """Tell the others that this rank waits for nobody any more."""
-        self._wait_for_why(sys.exc_info()[1])
+        """Tell the others that this rank waits for nobody any more; if an error has ended its training, which."""
+        error = sys.exc_info()[1]
+        self._wait_for_why(error)
         with self._changed:
             if self._closed:
                 return
             self._closed = True
+            is_own = isinstance(error, Exception) and not isinstance(error, ClusterError | StopIteration)
+            goodbye = Bye(f"{type(error).__name__}: {error}"[:4096] if is_own and self._lost is None else "")
             self._changed.notify_all()
         atexit.unregister(self._at_exit)
         for tie in self._sockets.values():
             try:
                 with self._sending:
-                    _send(tie, Bye())
+                    _send(tie, goodbye)
             except OSError as error:
                 log.debug("a rank is gone already: %s", error)
         self._wake.shutdown(socket.SHUT_RDWR)  # also where a process that was forked from this one has it, too
@@ -283,7 +286,9 @@ class Gang:
                 is_owed = rank in self._owed and not (self._inbox[rank] and self.rank)
                 self._left.add(rank)
                 self._changed.notify_all()
-            if is_owed:
+            if message.error:
+                self._lose(rank, f"it has raised {message.error}")
+            elif is_owed:
                 self._lose(rank, "it has ended in the middle of a call")
         elif isinstance(message, Report | Verdict | Go):
             with self._changed:
