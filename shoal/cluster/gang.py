@@ -227,14 +227,14 @@ class Gang:
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # what has ended this process
-        if error is None:
-            self.leave()
+        if error is None or isinstance(error, Exception):
+            self.leave(error)
         else:
             self._wait_for_why(error)
 
-    def leave(self) -> None:
+    def leave(self, error: BaseException | None = None) -> None:
         """Tell the others that this rank waits for nobody any more; if an error has ended its training, which."""
-        error = sys.exc_info()[1]
+        error = sys.exc_info()[1] if error is None else error
         self._wait_for_why(error)
         with self._changed:
             if self._closed:

@@ -184,7 +184,8 @@ class SwarmStrategy(InSwarm, SingleDeviceStrategy):
             one.
         run_id: names the run.
         target_batch_size: samples of all peers per epoch.
-        device: on which this peer trains; the first GPU if there is one, by default; the Trainer chooses with `cluster`.
+        device: on which this peer trains; the first GPU if there is one, by default. Not with `cluster`, where the
+            Trainer chooses.
         cluster: `shoal.Cluster`, or a function that makes one: the processes of the Trainer are one peer together, with
             DistributedDataParallel. Then this is a `ClusterStrategy`.
         options: arguments of `shoal.Optimizer`, and `on_event`, a function that is called with each event.

@@ -8,6 +8,7 @@ Its argument is a JSON object, that of worker.py; beside it `initial_peers`, `ra
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ def main() -> None:
     torch.set_num_threads(1)
     options: dict[str, Any] = json.loads(sys.argv[1])
     rank = int(os.environ.get("RANK", "0"))
+    logging.getLogger("shoal").addHandler(logging.StreamHandler())
     with (Path(options["folder"]) / f"said {rank}").open("w") as file:
         worker.TO_TEST = file
         peer = Failing(options, has_dht=rank == 0)

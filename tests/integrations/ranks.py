@@ -31,13 +31,14 @@ class Ranks:
         given = json.dumps({"target": 32, "batch": 4, "folder": str(folder), "ranks": ranks, **options})
         run = ["tests.integrations.rank", given]
         self._launched = launcher
+        self._store: TCPStore | None = None
         if launcher:
             how = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks), "-m"]
             self.processes = [ForkedProcess("torch.distributed.run", *how, *run, log=folder / "log 0")]
             return
-        self._store = TCPStore("127.0.0.1", 0, is_master=True)  # which torchrun's agent has
+        self._store = store = TCPStore("127.0.0.1", 0, is_master=True)  # which torchrun's agent has
         told = {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
         }  # fmt: skip
         self.processes = [
@@ -82,3 +83,4 @@ class Ranks:
                 process.kill()
         for process in self.processes:
             process.wait(20.0)
+        self._store = None  # which listens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,9 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_one_and_in_two(framework: str, tmp
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_an_error_of_one_rank_is_heard_by_name(framework: str, tmp_path: Path) -> None:
-    with Ranks(tmp_path, 2, framework=framework, steps=20, fails=[1, 3]) as two:
+    is_script = framework == "accelerate"  # which says so as it ends: nobody but Python hears of its error
+    with Ranks(tmp_path, 2, launcher=is_script, framework=framework, steps=20, fails=[1, 3]) as two:
         assert 0 not in two.wait(), two.log()
-        name = f"rank 1 (process {two.processes[1].pid} on "
-        assert name in two.log(0)
-        assert "it has raised KeyError: 'mine'" in two.log(0)
-        assert "KeyError: 'mine'" in two.log(1)
+        assert re.search(
+            r"^rank 1 \(process \d+ on .*\) of this cluster is lost: it has raised KeyError: 'mine'", two.log(), re.M
+        )
