@@ -153,8 +153,8 @@ class InSwarm(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As the Trainer's, which asks the process that saves alone for the state: where a step is in the background,
         all processes of a cluster give it at once."""
-        if not self.args.should_save:
-            self.optimizer.state_dict()
+        if self._member is not None and not self.args.should_save:
+            self._member.optimizer.state_dict()
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -60,7 +60,7 @@ class Ranks:
         found = []
         for rank in range(self.ranks):
             lines = [json.loads(line) for line in (self.folder / f"said {rank}").read_text().splitlines()]
-            done = next((line for line in lines if line["kind"] == "done"), {})
+            done: dict[str, Any] = next((line for line in lines if line["kind"] == "done"), {})
             found.append(Told([line for line in lines if line["kind"] != "done"], done))
         return found
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.integrations.ranks import Ranks
 from tests.integrations.test_restart import checkpoint
-from tests.integrations.training import TOGETHER, by_epoch, training
+from tests.integrations.training import TOGETHER, Told, by_epoch, training
 
 pytestmark = pytest.mark.alone
 
@@ -48,32 +48,56 @@ def test_two_ranks_and_a_process_train_one_model(framework: str, tmp_path: Path)
     assert first.done["rates"] == pytest.approx([rates(framework, e, e, EPOCHS)[0] for e in first.epochs])
 
 
-SAVED = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 100}
+SAVED = {
+    "save_strategy": "steps", "save_steps": 2, "save_total_limit": 100, "lr_scheduler_type": "constant",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_checkpoint_of_two_ranks_goes_on_in_one_and_in_two(framework: str, tmp_path: Path) -> None:
     of_all: dict[str, Any] = {"framework": framework, "args": SAVED, "in_order": True, "data": 32, "target": 32}
-    before = None
-    for first, ranks in ((1, 2), (3, 1), (5, 2)):
-        resume = {} if before is None else {"resume": checkpoint(framework, str(before.folder), first - 1)}
-        folder = tmp_path / str(first)
-        with Ranks(folder, ranks, steps=first + 1, **of_all, **resume) as now:
+    before: Told | None = None
+    kept: list[Told] = []
+    resume: dict[str, Any] = {}
+    for last, ranks in ((2, 2), (4, 1), (6, 2)):
+        with Ranks(tmp_path / str(last), ranks, steps=last, **of_all, **resume) as now:
             assert now.wait() == [0] * ranks, [now.log(rank)[-4000:] for rank in range(ranks)]
-        for told in now.told():
-            assert told.done["steps"] == first + 1
-            assert told.done["warnings"] == []
-            assert told.done["digests"] == now.told()[0].done["digests"]
-            if before is not None:
-                assert told.done["digests"][str(first - 1)] == before.told()[0].done["digests"][str(first - 1)]
-        told = now.told()[0]
-        assert told.epochs == [first, first + 1]
-        assert [event["samples"] for event in told.events] == [32, 32]
-        if before is not None:
-            assert told.done["moments"][str(first - 1)] == before.told()[0].done["moments"][str(first - 1)]
-        if framework != "transformers":  # whose schedule is as long as the training
-            assert told.done["rates"] == pytest.approx(rates(framework, first, first + 1, 0))
-        before = now
+            told = now.told()
+        resume = {"resume": checkpoint(framework, str(now.folder), last)}
+        for rank in told:
+            assert rank.done["steps"] == last
+            assert rank.done["warnings"] == []
+            assert rank.done["digests"] == told[0].done["digests"]
+        assert told[0].epochs == [last - 1, last]
+        assert [event["samples"] for event in told[0].events] == [32, 32]
+        for what in ("digests", "moments"):
+            assert before is None or told[0].done[what][str(last - 2)] == before.done[what][str(last - 2)]
+        before = told[0]
+        kept.append(before)
+    last = 2 if framework == "lightning" else 6  # which goes on in the middle of a pass over the data
+    with Ranks(tmp_path / "never stopped", 1, steps=last, **of_all) as one:
+        assert one.wait() == [0], one.log()
+        [expected] = one.told()
+    assert kept[last // 2 - 1].done["parameters"] == pytest.approx(expected.done["parameters"], rel=1e-3, abs=1e-5)
+    assert kept[last // 2 - 1].done["rates"] == expected.done["rates"][-2:]
+
+
+def test_a_state_that_moves_in_the_background_is_saved(tmp_path: Path) -> None:
+    """Also by a Trainer of Transformers, which asks the rank that writes for the state, and no other."""
+    of_all: dict[str, Any] = {"framework": "transformers", "args": SAVED, "run": {"use_local_updates": True}}
+    with Ranks(tmp_path, 2, steps=4, **of_all) as two:
+        assert two.wait() == [0, 0], [two.log(0), two.log(1)]
+        first, second = two.told()
+    assert first.done["parameters"] == second.done["parameters"]
+    assert checkpoint("transformers", str(tmp_path), 4)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_several_processes_without_a_cluster_are_refused(framework: str, tmp_path: Path) -> None:
+    with Ranks(tmp_path, 2, framework=framework, steps=4, run={"cluster": None}) as two:
+        assert 0 not in two.wait(), two.log()
+        for rank in (0, 1):
+            assert "asks for 2: give cluster=shoal.Cluster to all processes" in two.log(rank)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
