@@ -40,8 +40,7 @@ def main() -> None:
         trained = getattr(worker, options["framework"])(peer)
         if peer.dht is not None:
             peer.dht.shutdown()
-        seen = {"warnings": peer.warnings, "digests": peer.digests, "moments": peer.moments, "rates": peer.rates}
-        worker.say(kind="done", **seen, **trained)
+        worker.say(kind="done", **peer.noted(), **trained)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,10 @@ def test_two_ranks_and_a_process_train_one_model(framework: str, tmp_path: Path)
         assert rank.done["parameters"] == alone.done["parameters"]
         assert rank.done["warnings"] == []
     assert first.done["digests"] == second.done["digests"]
+    assert not any(sample in second.done["seen"] for sample in first.done["seen"])  # they share out one order
+    assert len(first.done["seen"]) == len(second.done["seen"]) == 32  # of 64
+    if framework == "lightning":
+        assert first.done["shuffle"] == second.done["shuffle"] > 0  # Lightning's own is 0 at all peers
     assert first.done["rates"] == pytest.approx([rates(framework, e, e, EPOCHS)[0] for e in first.epochs])
 
 

@@ -50,6 +50,7 @@ class Peer:
         self.options = options
         self.digests: dict[int, str] = {}  # of the parameters with which each epoch began
         self.moments: dict[int, str] = {}  # of the optimizer's state by then
+        self.seen: list[list[float]] = []  # the first samples, in their order
         self.warnings: list[str] = []
         self.rates: list[float] = []  # with which each epoch's step was made
         self.optimizer: Callable[[], shoal.Optimizer] | None = None
@@ -87,10 +88,15 @@ class Peer:
         kept = [value for _, state in sorted_state(optimizer) for value in state.values() if torch.is_tensor(value)]
         self.moments[epoch] = blake3(b"".join(bytes_of(value.contiguous()) for value in kept)).hexdigest()
 
+    def noted(self) -> dict[str, Any]:
+        """What is told at the end."""
+        return {name: getattr(self, name) for name in ("warnings", "rates", "digests", "moments", "seen")}
+
     def slow_down(self, model: nn.Module) -> None:
         pause = self.options.get("pause", 0.0)
         model.register_forward_hook(lambda *_: time.sleep(pause))
         model.register_forward_hook(lambda *_: self.note(model))
+        model.register_forward_pre_hook(self.see, with_kwargs=True)
         if (number := self.options.get("poison")) is not None:
             calls = iter(range(sys.maxsize))
 
@@ -99,6 +105,10 @@ class Peer:
                 return torch.full_like(gradient, torch.inf) if is_meant else gradient
 
             next(model.parameters()).register_hook(poison)
+
+    def see(self, _: nn.Module, args: Any, given: Any) -> None:
+        if len(self.seen) < 32:
+            self.seen += (args[0] if args else given["input_ids"]).tolist()
 
     def part(self, data: Any) -> Any:
         first, last = self.options.get("samples", [0, len(data)])
@@ -250,6 +260,7 @@ def lightning(peer: Peer) -> dict[str, Any]:
     return {
         "steps": trainer.global_step,
         "losses": by_step(losses),
+        "shuffle": getattr(getattr(trainer.train_dataloader, "sampler", None), "seed", None),
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "digest": digest_of(module),
         "parameters": flat(module),
@@ -345,7 +356,7 @@ def main() -> None:
         wait_in_each_step()
     trained = globals()[options["framework"]](peer)
     peer.dht.shutdown()
-    say(kind="done", warnings=peer.warnings, rates=peer.rates, digests=peer.digests, moments=peer.moments, **trained)
+    say(kind="done", **peer.noted(), **trained)
 
 
 if __name__ == "__main__":
