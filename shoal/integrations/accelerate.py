@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 import shoal
@@ -97,25 +96,12 @@ def swarm(
     except BaseException:  # the others must not wait for a peer that does not train
         member.leave()
         raise
-    accelerator.register_save_state_pre_hook(_name_as_alone)
-    accelerator.register_load_state_pre_hook(_unwrap)
     torch.manual_seed(seed)
     return tuple(prepared[id(given)] for given in args)
 
 
 _LATER = (torch.optim.Optimizer, LRScheduler)
 _REPLICATES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-
-
-def _name_as_alone(models: list[Any], weights: list[dict[str, Any]], _: str) -> None:
-    """A checkpoint has the names of one process, so that any number of them can go on from it."""
-    for number, (model, state) in enumerate(zip(models, weights, strict=False)):
-        if isinstance(model, DistributedDataParallel):
-            weights[number] = {name.removeprefix("module."): value for name, value in state.items()}
-
-
-def _unwrap(models: list[Any], _: str) -> None:
-    models[:] = [model.module if isinstance(model, DistributedDataParallel) else model for model in models]
 
 
 class InSwarm(Accelerator):
