@@ -227,7 +227,7 @@ class Gang:
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # what has ended this process
-        if error is None or isinstance(error, Exception):
+        if error is None or _is_own(error):
             self.leave(error)
         else:
             self._wait_for_why(error)
@@ -240,8 +240,8 @@ class Gang:
             if self._closed:
                 return
             self._closed = True
-            is_own = isinstance(error, Exception) and not isinstance(error, ClusterError | StopIteration)
-            goodbye = Bye(f"{type(error).__name__}: {error}"[:4096] if is_own and self._lost is None else "")
+            is_why = _is_own(error) and self._lost is None
+            goodbye = Bye(f"{type(error).__name__}: {error}"[:4096] if is_why else "")
             self._changed.notify_all()
         atexit.unregister(self._at_exit)
         for tie in self._sockets.values():
@@ -313,6 +313,11 @@ class Gang:
                 except OSError as error:
                     log.debug("%s is gone, too: %s", self.names[other], error)
         self._call_on_lost()
+
+
+def _is_own(error: BaseException | None) -> bool:
+    """Whether the training of this rank ends by that, and the others do not know."""
+    return isinstance(error, Exception) and not isinstance(error, ClusterError | StopIteration)
 
 
 Introduction = tuple[str, str, str]  # a rank's name, its host, and why it has not made its optimizer

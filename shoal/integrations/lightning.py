@@ -201,7 +201,11 @@ class SwarmStrategy(InSwarm, SingleDeviceStrategy):
 
     def __new__(cls, *, cluster: Clusters | None = None, **given: Any) -> Any:
         """With `cluster`, a `ClusterStrategy`: Lightning has a class for each way to use devices."""
-        return super().__new__(cls) if cluster is None else ClusterStrategy(cluster=cluster, **given)
+        if cluster is None:
+            return super().__new__(cls)
+        if cls is not SwarmStrategy:
+            raise ValueError(f"cluster= makes a ClusterStrategy: let {cls.__name__} inherit from that")
+        return ClusterStrategy(cluster=cluster, **given)
 
     def __init__(
         self,

@@ -18,6 +18,11 @@ EPOCHS = 10
 FRAMEWORKS = ["transformers", "lightning", "accelerate"]
 
 
+def mostly_long(*short: str) -> list[Any]:
+    """All frameworks, of which those are tried each time."""
+    return [pytest.param(name, marks=[] if name in short else pytest.mark.long) for name in FRAMEWORKS]
+
+
 def rates(framework: str, first: int, last: int, steps: int) -> list[float]:
     """With which the steps to those epochs have to be made."""
     epochs = range(first - 1, last)
@@ -57,7 +62,7 @@ SAVED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", mostly_long("accelerate"))
 def test_a_checkpoint_of_two_ranks_goes_on_in_one_and_in_two(framework: str, tmp_path: Path) -> None:
     of_all: dict[str, Any] = {"framework": framework, "args": SAVED, "in_order": True, "data": 32, "target": 32}
     before: Told | None = None
@@ -86,6 +91,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_one_and_in_two(framework: str, tmp
     assert kept[last // 2 - 1].done["rates"] == expected.done["rates"][-2:]
 
 
+@pytest.mark.long
 def test_a_state_that_moves_in_the_background_is_saved(tmp_path: Path) -> None:
     """Also by a Trainer of Transformers, which asks the rank that writes for the state, and no other."""
     of_all: dict[str, Any] = {"framework": "transformers", "args": SAVED, "run": {"use_local_updates": True}}
@@ -104,7 +110,7 @@ def test_several_processes_without_a_cluster_are_refused(framework: str, tmp_pat
             assert "asks for 2: give cluster=shoal.Cluster to all processes" in two.log(rank)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", mostly_long("lightning"))
 def test_an_error_of_one_rank_is_heard_by_name(framework: str, tmp_path: Path) -> None:
     is_script = framework == "accelerate"  # which says so as it ends: nobody but Python hears of its error
     with Ranks(tmp_path, 2, launcher=is_script, framework=framework, steps=20, fails=[1, 3]) as two:

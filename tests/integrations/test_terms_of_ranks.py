@@ -75,5 +75,7 @@ def test_a_strategy_of_several_processes_is_one_of_lightnings_ddp(dht: shoal.DHT
     assert isinstance(SwarmStrategy(**run), ClusterStrategy)
     with pytest.raises(ValueError, match=r"device='cpu' is of one process: with cluster=, the Trainer chooses"):
         SwarmStrategy(device="cpu", **run)
+    with pytest.raises(ValueError, match="cluster= makes a ClusterStrategy: let Mine inherit from that"):
+        type("Mine", (SwarmStrategy,), {})(**run)
     with pytest.raises(ValueError, match="set the Trainer's gradient_clip_val"):
         SwarmStrategy(max_grad_norm=1.0, **run)
