@@ -14,6 +14,7 @@ from shoal.integrations.accelerate import swarm
 from shoal.integrations.lightning import ClusterStrategy, SwarmStrategy
 from shoal.integrations.ranks import Ranks
 from shoal.integrations.samples import Samples
+from shoal.integrations.terms import refuse_scaler
 from tests.integrations.tiny import inputs
 
 SIZES = [[4, 4, 2], [4, 3, 1]]  # of the batches of each rank in a step
@@ -68,6 +69,18 @@ def test_what_is_no_cluster_of_all_processes_is_refused(dht: shoal.DHT, monkeypa
         join(cluster=lambda: 2)
     with pytest.raises(ValueError, match="needs its process group"):
         join(cluster=shoal.Cluster)
+
+
+def test_a_cluster_has_all_processes_and_no_scaler() -> None:
+    part = object.__new__(shoal.Cluster)
+    part.rank, part.size, part.strands = 1, 2, 1
+    assert not Ranks.of(part, 2, "a launcher").speaks
+    assert Ranks.of(part, 1, "a launcher").cluster is None
+    with pytest.raises(ValueError, match="has 2 of the 4 processes of a launcher, which reduces gradients over all"):
+        Ranks.of(part, 4, "a launcher")
+    refuse_scaler(torch.amp.GradScaler("cpu", enabled=False))
+    with pytest.raises(ValueError, match="cluster= takes none yet: train in bf16"):
+        refuse_scaler(torch.amp.GradScaler("cpu"))
 
 
 def test_a_strategy_of_several_processes_is_one_of_lightnings_ddp(dht: shoal.DHT) -> None:
