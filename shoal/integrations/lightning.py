@@ -186,7 +186,7 @@ class SwarmStrategy(InSwarm, SingleDeviceStrategy):
         target_batch_size: samples of all peers per epoch.
         device: on which this peer trains; the first GPU if there is one, by default. Not with `cluster`, where the
             Trainer chooses.
-        cluster: `shoal.Cluster`, or a function that makes one: the processes of the Trainer are one peer together, with
+        cluster: a function that makes a `shoal.Cluster`, or one: the processes of the Trainer are one peer, with
             DistributedDataParallel. Then this is a `ClusterStrategy`.
         options: arguments of `shoal.Optimizer`, and `on_event`, a function that is called with each event.
 

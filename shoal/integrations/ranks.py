@@ -10,8 +10,9 @@ from torch import distributed as dist
 import shoal
 
 Clusters = shoal.Cluster | Callable[[], shoal.Cluster]
-"""What the user gives as `cluster=`: a cluster, or a function that makes one when the framework's process group is
-there, as the class itself is."""
+"""What the user gives as `cluster=`: a function that makes a cluster when the framework's process group is there, or a
+cluster."""
+MAKES = "lambda: shoal.Cluster(strands=1)"
 
 
 class Ranks:
@@ -49,11 +50,11 @@ class Ranks:
             raise ValueError(several(what, count))
         cluster = given if isinstance(given, shoal.Cluster) else given()
         if not isinstance(cluster, shoal.Cluster):
-            raise ValueError(f"cluster= made a {type(cluster).__name__}: give cluster=shoal.Cluster")
+            raise ValueError(f"cluster= made a {type(cluster).__name__}: give cluster={MAKES}")
         if cluster.size != count:
             raise ValueError(
                 f"{cluster!r} has {cluster.size} of the {count} processes of {what}, which reduces gradients over all: "
-                "give cluster=shoal.Cluster, which takes all of them"
+                f"give cluster={MAKES}, which takes all of them"
             )
         return cls(cluster)
 
@@ -99,7 +100,7 @@ def several(what: str, count: int) -> str:
         count: how many they are.
     """
     return (
-        f"a peer of a run is one process on one device, and {what} asks for {count}: give cluster=shoal.Cluster to all "
-        "processes of a launcher, which are one peer then; or start one process for each device without a launcher, "
-        "each with a shoal.DHT of its own, and let the run be what connects them"
+        f"a peer of a run is one process on one device, and {what} asks for {count}: give cluster={MAKES} to all "
+        "processes of a launcher, which are one peer then; or start one process for each device without a launcher, each "
+        "with a shoal.DHT of its own, and let the run be what connects them"
     )

@@ -57,8 +57,8 @@ def swarm(
             one.
         run_id: names the run.
         target_batch_size: samples of all peers per epoch.
-        cluster: `shoal.Cluster`, or a function that makes one: the processes of the launcher are one peer together.
-            With one process it has no effect.
+        cluster: a function that makes a `shoal.Cluster`, or one: the processes of the launcher are one peer. With one
+            process it has no effect.
         options: arguments of `shoal.Optimizer`, and `on_event`, a function that is called with each event.
 
     Returns:

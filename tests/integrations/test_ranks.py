@@ -107,7 +107,7 @@ def test_several_processes_without_a_cluster_are_refused(framework: str, tmp_pat
     with Ranks(tmp_path, 2, framework=framework, steps=4, run={"cluster": None}) as two:
         assert 0 not in two.wait(), two.log()
         for rank in (0, 1):
-            assert "asks for 2: give cluster=shoal.Cluster to all processes" in two.log(rank)
+            assert "asks for 2: give cluster=lambda: shoal.Cluster(strands=1) to all processes" in two.log(rank)
 
 
 @pytest.mark.parametrize("framework", mostly_long("lightning"))

@@ -63,12 +63,14 @@ def test_what_is_no_cluster_of_all_processes_is_refused(dht: shoal.DHT, monkeypa
     with pytest.raises(ValueError, match=r"dht=None, and this process is in the run .*: give a shoal\.DHT"):
         join(dht=None)
     monkeypatch.setattr(Accelerator, "num_processes", 2)
-    with pytest.raises(ValueError, match=r"asks for 2: give cluster=shoal\.Cluster to all processes of a launcher"):
+    with pytest.raises(
+        ValueError, match=r"asks for 2: give cluster=lambda: shoal\.Cluster\(strands=1\) to all processes of a launcher"
+    ):
         join()
-    with pytest.raises(ValueError, match=r"cluster= made a int: give cluster=shoal\.Cluster"):
+    with pytest.raises(ValueError, match=r"cluster= made a int: give cluster=lambda: shoal\.Cluster\(strands=1\)"):
         join(cluster=lambda: 2)
     with pytest.raises(ValueError, match="needs its process group"):
-        join(cluster=shoal.Cluster)
+        join(cluster=lambda: shoal.Cluster(strands=1))
 
 
 def test_a_cluster_has_all_processes_and_no_scaler() -> None:
@@ -84,7 +86,7 @@ def test_a_cluster_has_all_processes_and_no_scaler() -> None:
 
 
 def test_a_strategy_of_several_processes_is_one_of_lightnings_ddp(dht: shoal.DHT) -> None:
-    run: dict[str, Any] = {"dht": dht, "run_id": "x", "target_batch_size": 8, "cluster": shoal.Cluster}
+    run: dict[str, Any] = {"dht": dht, "run_id": "x", "target_batch_size": 8, "cluster": lambda: 1}
     assert isinstance(SwarmStrategy(**run), ClusterStrategy)
     with pytest.raises(ValueError, match=r"device='cpu' is of one process: with cluster=, the Trainer chooses"):
         SwarmStrategy(device="cpu", **run)

@@ -76,7 +76,7 @@ class Peer:
         """How this peer joins the run."""
         run = {"dht": self.dht, "run_id": "test", "target_batch_size": self.options["target"], "on_event": self.heard}
         if "ranks" in self.options:
-            run["cluster"] = shoal.Cluster
+            run["cluster"] = lambda: shoal.Cluster(strands=1)
         return run | self.options.get("run", {})
 
     def note(self, model: nn.Module) -> None:
