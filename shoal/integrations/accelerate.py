@@ -50,8 +50,8 @@ def swarm(
         run_id: names the run.
         target_batch_size: samples of all peers per epoch.
         max_grad_norm: the norm to which the average is clipped, that of `accelerator.clip_grad_norm_` in the script.
-        cluster: a function that makes a `shoal.Cluster`, or one: the processes of the Accelerator are one peer. With one
-            process it has no effect.
+        cluster: a function that makes a `shoal.Cluster`, or one: the processes of the Accelerator are one peer. With
+            one process it has no effect.
         options: arguments of `shoal.Optimizer`, and `on_event`, a function that is called with each event.
 
     Returns:

@@ -101,6 +101,6 @@ def several(what: str, count: int) -> str:
     """
     return (
         f"a peer of a run is one process on one device, and {what} asks for {count}: give cluster={MAKES} to all "
-        "processes of a launcher, which are one peer then; or start one process for each device without a launcher, each "
-        "with a shoal.DHT of its own, and let the run be what connects them"
+        "processes of a launcher, which are one peer then; or start one process for each device without a launcher, "
+        "each with a shoal.DHT of its own, and let the run be what connects them"
     )
