@@ -271,25 +271,28 @@ class Gang:
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # what has ended this process
-        if error is None:
-            self.leave()
+        if error is None or _is_own(error):
+            self.leave(error)
         else:
             self._wait_for_why(error)
 
-    def leave(self) -> None:
-        """Tell the others that this rank waits for nobody any more."""
-        self._wait_for_why(sys.exc_info()[1])
+    def leave(self, error: BaseException | None = None) -> None:
+        """Tell the others that this rank waits for nobody any more; if an error has ended its training, which."""
+        error = sys.exc_info()[1] if error is None else error
+        self._wait_for_why(error)
         with self._changed:
             if self._closed:
                 return
             self._closed = True
+            is_why = _is_own(error) and self._lost is None
+            goodbye = Bye(f"{type(error).__name__}: {error}"[:4096] if is_why else "")
             self._changed.notify_all()
         self._tell_news()
         atexit.unregister(self._at_exit)
         for tie in self._sockets.values():
             try:
                 with self._sending:
-                    _send(tie, Bye())
+                    _send(tie, goodbye)
             except OSError as error:
                 log.debug("a rank is gone already: %s", error)
         self._wake.shutdown(socket.SHUT_RDWR)  # also where a process that was forked from this one has it, too
@@ -328,7 +331,9 @@ class Gang:
                 is_owed = rank in self._owed and not (self._inbox[rank] and self.rank)
                 self._left.add(rank)
                 self._changed.notify_all()
-            if is_owed:
+            if message.error:
+                self._lose(rank, f"it has raised {message.error}")
+            elif is_owed:
                 self._lose(rank, "it has ended in the middle of a call")
         elif not isinstance(message, Hello):
             with self._changed:
@@ -355,6 +360,11 @@ class Gang:
                 except OSError as error:
                     log.debug("%s is gone, too: %s", self.names[other], error)
         self._call_on_lost()
+
+
+def _is_own(error: BaseException | None) -> bool:
+    """Whether the training of this rank ends by that, and the others do not know."""
+    return isinstance(error, Exception) and not isinstance(error, ClusterError | StopIteration)
 
 
 Introduction = tuple[str, str, str]  # a rank's name, its host, and why it has not made its optimizer

@@ -90,7 +90,9 @@ class Lost(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
 
 class Bye(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """The sender has shut its optimizer down."""
+    """The sender has shut its optimizer down. `error`: what had been raised there; "" if nothing."""
+
+    error: Text = ""
 
 
 Message = Hello | Report | Verdict | Lost | Bye | Go | Do | Done

@@ -18,6 +18,7 @@ from shoal.cluster.gang import ClusterError, Gang, told_to_all
 from shoal.cluster.messages import Do, Done, Go, Report, Verdict
 from shoal.cluster.strands import Strands
 from shoal.optim.crew import Crew
+from shoal.optim.epoch_scheduler import wraps
 from shoal.optim.settings import Settings, check_cluster, make_outer, make_trained, samples_of
 from shoal.optim.share import Share
 from shoal.optim.speaker import parameters_of
@@ -80,6 +81,7 @@ class Follower(torch.optim.Optimizer):
         whole, optimizer, dht = self._whole, given["optimizer"], given["dht"]
         if not isinstance(whole, Strands):
             made, _, _ = make_trained(optimizer, whole.params, None, on_host=False)
+            wraps(self, made)
             return [dict(group) for group in made.param_groups], made.defaults
         host = None
         if settings.outer is None:
@@ -90,6 +92,7 @@ class Follower(torch.optim.Optimizer):
                 settings.outer, optimizer, whole.given, given["scheduler"], on_host=False, pieces=whole.groups
             )
             shared, groups = (outer, None), [dict(group) for group in made.param_groups]
+        wraps(self, made)
         crew = Crew(self._gang)
         replica = replica_of(whole, crew, *shared, self._extras, settings, dht, host)
         self._share = share = Share(crew, replica, strands_of(settings, replica, made, schedule, dht))

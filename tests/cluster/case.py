@@ -184,7 +184,19 @@ def late() -> Any:
     return optimizer.state_dict()["state"]["local_epoch"] if RANK == 0 else optimizer.local_epoch
 
 
-CASES = [two_meshes, other_strides, loaded_later, some_parameters, finished, errors, other_calls, not_made, late]
+def ended() -> Any:
+    """The training of one rank ends by an error between two calls."""
+    optimizer = made(layers())
+    if RANK == 0:
+        return error_of(optimizer.step, None, 0)
+    try:
+        raise KeyError("mine")
+    except KeyError:
+        optimizer.shutdown()
+        return ""
+
+
+CASES = [two_meshes, other_strides, loaded_later, some_parameters, finished, errors, other_calls, not_made, late, ended]
 
 
 def main() -> None:

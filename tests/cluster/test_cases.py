@@ -93,3 +93,9 @@ def test_a_rank_that_can_not_make_its_optimizer_tells_the_others(tmp_path: Path)
 
 def test_an_optimizer_that_was_shut_down_has_its_state(tmp_path: Path) -> None:
     assert found_by("late", 2, tmp_path) == [1, 1]
+
+
+def test_a_rank_whose_training_an_error_ends_says_which(tmp_path: Path) -> None:
+    said, _ = found_by("ended", 2, tmp_path)
+    assert said.startswith("ClusterError: rank 1 ")
+    assert "is lost (it has raised KeyError: 'mine')" in said
