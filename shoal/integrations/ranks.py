@@ -69,8 +69,9 @@ class Ranks:
         found = [-1]
         if self.speaks and dht is not None:
             found = [(torch.initial_seed() + int.from_bytes(dht.peer_id.key[:4])) % 2**32]
-        if self.cluster is not None:
-            dist.broadcast_object_list(found, dist.get_global_rank(self.cluster.group, 0), group=self.cluster.group)
+        group = None if self.cluster is None else self.cluster.group
+        if group is not None:
+            dist.broadcast_object_list(found, dist.get_global_rank(group, 0), group=group)
         if found[0] < 0:
             raise ValueError("dht=None, and this process is in the run (of a cluster, rank 0): give a shoal.DHT")
         return found[0]
@@ -84,7 +85,7 @@ class Ranks:
         return self._reduced(number)
 
     def _reduced(self, number: int) -> int:
-        if self.cluster is None:
+        if self.cluster is None or self.cluster.group is None:
             return number
         is_nccl = "nccl" in dist.get_backend(self.cluster.group)  # which sends the memory of GPUs only
         tensor = torch.tensor(number, device="cuda" if is_nccl else "cpu")

@@ -1,6 +1,6 @@
 """One rank of a cluster in one of the cases below: says what it has found as JSON.
 
-python -m tests.cluster.case CASE RANK SIZE FOLDER
+python -m tests.cluster.case CASE RANK SIZE FOLDER STRANDS
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal
 from shoal.swarm.protocol import peer as protocol_peer
 
-RANK, SIZE = int(sys.argv[2]), int(sys.argv[3])
+RANK, SIZE, STRANDS = int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[5])
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -33,8 +33,9 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 def made(model: nn.Module, **given: Any) -> Any:
     """The optimizer of this rank, in a run of its own."""
-    dht = shoal.DHT(start=True) if RANK == 0 else None
-    usual = {"params": model.parameters(), "optimizer": sgd, "cluster": shoal.Cluster(), "batch_size_per_step": 4}
+    dht = shoal.DHT(start=True) if RANK == 0 or STRANDS > 1 else None
+    usual = {"params": model.parameters(), "optimizer": sgd, "batch_size_per_step": 4}
+    usual["cluster"] = shoal.Cluster(strands=STRANDS)
     return shoal.Optimizer(dht=dht, run_id="r", target_batch_size=4 * SIZE, **{**usual, **given})
 
 

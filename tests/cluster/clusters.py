@@ -57,7 +57,7 @@ class Clusters:
         """After each epoch."""
         return {said["epoch"]: said["digest"] for said in self.said(cluster, rank) if "epoch" in said}
 
-    def wait(self, condition: Any, timeout: float = 40.0) -> None:
+    def wait(self, condition: Any, timeout: float = 90.0) -> None:
         """Poll until it is so: the processes do not report by themselves."""
         deadline = time.monotonic() + timeout
         while not condition():
