@@ -24,7 +24,7 @@ from shoal.optim.grad_averager import AveragerGradients
 from shoal.optim.group_options import structure
 from shoal.optim.reports import EpochReport
 from shoal.optim.run import Run
-from shoal.optim.settings import PLACE_TIMES, Settings
+from shoal.optim.settings import PLACE_TIMES, Settings, Stepped
 from shoal.optim.state import Replica
 from shoal.optim.strand_drift import StrandDrift
 from shoal.optim.strand_gradients import StrandGradients
@@ -67,7 +67,7 @@ def make_gradients(
     if settings.use_local_updates:
         return None
     if isinstance(replica, StrandReplica):
-        return strands_of(settings, replica, optimizer, scheduler, dht)
+        return strands_of(settings, replica, Stepped(optimizer, scheduler), dht)
     if settings.outer is not None:
         trained = replica.trained, replica.stepped
         codec, feedback = settings.grad_compression, settings.error_feedback

@@ -19,10 +19,10 @@ from shoal.cluster.messages import Do, Done, Go, Report, Verdict
 from shoal.cluster.strands import Strands
 from shoal.optim.crew import Crew
 from shoal.optim.epoch_scheduler import wraps
-from shoal.optim.settings import Settings, check_cluster, make_outer, make_trained, samples_of
+from shoal.optim.settings import Settings, Stepped, check_cluster, make_outer, make_trained, samples_of
 from shoal.optim.share import Share
 from shoal.optim.speaker import parameters_of
-from shoal.optim.strand_replica import groups_of_model, replica_of
+from shoal.optim.strand_replica import StrandReplica, groups_of_model
 from shoal.optim.strands_of import strands_of
 from shoal.swarm.gates import admit_to
 
@@ -80,25 +80,24 @@ class Follower(torch.optim.Optimizer):
         """Make what this rank steps. Returns the parameter groups and defaults of its optimizer, as users see them."""
         whole, optimizer, dht = self._whole, given["optimizer"], given["dht"]
         if not isinstance(whole, Strands):
-            made, _, _ = make_trained(optimizer, whole.params, None, on_host=False)
-            wraps(self, made)
-            return [dict(group) for group in made.param_groups], made.defaults
-        host = None
+            shown = make_trained(optimizer, whole.params, None, on_host=False).optimizer
+            wraps(self, shown)
+            return [dict(group) for group in shown.param_groups], shown.defaults
         if settings.outer is None:
-            made, schedule, _ = make_trained(optimizer, whole.params, given["scheduler"], on_host=False)
-            shared, groups = (made, schedule), [dict(group) for group in groups_of_model(made, whole)]
+            made = stepped = make_trained(optimizer, whole.params, given["scheduler"], on_host=False)
+            groups = [dict(group) for group in groups_of_model(made.optimizer, whole)]
         else:
-            made, schedule, _, host, outer = make_outer(
+            made, anchor, outer = make_outer(
                 settings.outer, optimizer, whole.given, given["scheduler"], on_host=False, pieces=whole.groups
             )
-            shared, groups = (outer, None), [dict(group) for group in made.param_groups]
-        wraps(self, made)
+            stepped, groups = Stepped(outer, None, anchor), [dict(group) for group in made.optimizer.param_groups]
+        wraps(self, made.optimizer)
         crew = Crew(self._gang)
-        replica = replica_of(whole, crew, *shared, self._extras, settings, dht, host)
-        self._share = share = Share(crew, replica, strands_of(settings, replica, made, schedule, dht))
+        replica = StrandReplica(stepped, self._extras, settings, whole, crew, dht)
+        self._share = share = Share(crew, replica, strands_of(settings, replica, made, dht))
         self._gang.when_lost(share.stop)
         replica.give()
-        return groups, made.defaults
+        return groups, made.optimizer.defaults
 
     def _call(self, report: Report, collect: Callable[[], object] = lambda: None) -> bool:
         """Make a call with all ranks; `collect` are its collectives before rank 0 acts."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.gang import told_to_all
@@ -40,6 +39,7 @@ from shoal.optim.settings import (
     AnyScheduler,
     Params,
     Settings,
+    Stepped,
     check_cluster,
     make_outer,
     make_trained,
@@ -47,7 +47,7 @@ from shoal.optim.settings import (
 )
 from shoal.optim.speaker import Speaker
 from shoal.optim.state import Replica
-from shoal.optim.strand_replica import StrandReplica, groups_of_model, replica_of
+from shoal.optim.strand_replica import StrandReplica, groups_of_model
 from shoal.optim.vitals import Vitals
 from shoal.swarm.gates import admit_to
 from shoal.swarm.protocol.errors import AveragingError
@@ -289,18 +289,16 @@ class Optimizer(torch.optim.Optimizer):
         settings, dht = self._settings, self.dht
         self._host: HostCopy | None = None  # on which `optimizer` steps, if it does not step the model
         self.outer_optimizer: torch.optim.Optimizer | None = None
-        shared: tuple[torch.optim.Optimizer, LRScheduler | None]
         strands = None if self._speaker is None else self._speaker.strands
         if settings.outer is None:
-            made = make_trained(optimizer, params, scheduler, on_host=settings.offload_optimizer)
-            self.optimizer, self.scheduler, self._host = made
-            host, shared = self._host, (self.optimizer, self.scheduler)
+            inner = stepped = make_trained(optimizer, params, scheduler, on_host=settings.offload_optimizer)
         else:
             given, pieces = (params, None) if strands is None else (strands.given, strands.groups)
-            self.optimizer, self.scheduler, self._host, host, self.outer_optimizer = make_outer(
+            inner, anchor, self.outer_optimizer = make_outer(
                 settings.outer, optimizer, given, scheduler, on_host=settings.offload_optimizer, pieces=pieces
             )
-            shared = self.outer_optimizer, None
+            stepped = Stepped(self.outer_optimizer, None, anchor)
+        self.optimizer, self.scheduler, self._host = inner
         wrapped = self.optimizer
         wraps(self, wrapped)
         scale_by_own_rules(self, self.reuse_grad_buffers)  # so torch's own scaler comes to `step`, which refuses it
@@ -309,9 +307,9 @@ class Optimizer(torch.optim.Optimizer):
         self._ready = True
 
         if self._speaker is None or strands is None:
-            replica = Replica(*shared, extra_tensors, settings, host)
+            replica = Replica(stepped.optimizer, stepped.scheduler, extra_tensors, settings, stepped.host)
         else:
-            replica = replica_of(strands, self._speaker.crew, *shared, extra_tensors, settings, dht, host)
+            replica = StrandReplica(stepped, extra_tensors, settings, strands, self._speaker.crew, dht)
         self._replica = replica
         if replica.placement.unshared and not self.auxiliary:
             layers = ", ".join(f"{count} {kind}" for kind, count in replica.placement.unshared.items())

@@ -9,7 +9,7 @@ import numbers
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -330,9 +330,17 @@ def _averager_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: AVERAGER_OPTIONS[name].check(f"averager_opts[{name!r}]", value) for name, value in used.items()}
 
 
+class Stepped(NamedTuple):
+    """An optimizer, its scheduler, and the copy of the parameters on the host that it steps, if it steps one."""
+
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler | None
+    host: HostCopy | None = None
+
+
 def make_trained(
     optimizer: AnyOptimizer, params: Params | None, scheduler: AnyScheduler | None, *, on_host: bool
-) -> tuple[torch.optim.Optimizer, LRScheduler | None, HostCopy | None]:
+) -> Stepped:
     """The local optimizer and its scheduler; `on_host`, with the copy of the parameters that the optimizer steps.
 
     Raises:
@@ -350,7 +358,7 @@ def make_trained(
     made = _make_optimizer(optimizer, params if host is None else host.groups)
     if host is not None:
         host.check(made)
-    return made, _make_scheduler(scheduler, made), host
+    return Stepped(made, _make_scheduler(scheduler, made), host)
 
 
 def make_outer(
@@ -361,9 +369,9 @@ def make_outer(
     *,
     on_host: bool,
     pieces: Sequence[Any] | None = None,
-) -> tuple[torch.optim.Optimizer, LRScheduler | None, HostCopy | None, HostCopy, torch.optim.Optimizer]:
-    """The inner optimizer, its scheduler and, `on_host`, the copy of the parameters that it steps; the anchor, and the
-    outer optimizer.
+) -> tuple[Stepped, HostCopy, torch.optim.Optimizer]:
+    """The inner optimizer, with the copy of the parameters that it steps if `on_host`; the anchor, and the outer
+    optimizer.
 
     Args:
         pieces: parameter groups of what the anchor is of, if that is not the model as it is.
@@ -371,10 +379,10 @@ def make_outer(
     Raises:
         ValueError: as `make_trained`, and if `outer.optimizer` makes no optimizer.
     """
-    inner, schedule, host = make_trained(optimizer, params, scheduler, on_host=on_host)
+    made = inner, _, host = make_trained(optimizer, params, scheduler, on_host=on_host)
     if pieces is not None:
         anchor = HostCopy([{"params": group["params"]} for group in pieces], precise=True)
-        return inner, schedule, host, anchor, _make_outer(outer, anchor)
+        return made, anchor, _make_outer(outer, anchor)
     model = iter([p for group in inner.param_groups for p in group["params"]] if host is None else host.model)
     groups = []
     for group in inner.param_groups:
@@ -382,7 +390,7 @@ def make_outer(
         names = group.get("param_names")
         groups.append({"params": list(zip(names, tensors, strict=True)) if names else tensors})
     anchor = HostCopy(groups, precise=True, memory=None if host is None else host.memory)
-    return inner, schedule, host, anchor, _make_outer(outer, anchor)
+    return made, anchor, _make_outer(outer, anchor)
 
 
 def _make_outer(outer: DiLoCo, anchor: HostCopy) -> torch.optim.Optimizer:

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.exchange import Vector
 from shoal.cluster.strands import Strands
-from shoal.compression import Compression
 from shoal.optim._torch import foreach_mul_
 from shoal.optim.crew import Crew
-from shoal.optim.diloco import DiLoCo
 from shoal.optim.drift import Drift
+from shoal.optim.settings import Settings, Stepped
 from shoal.optim.strand_averager import StrandAverager
 from shoal.optim.strand_rounds import Strand, StrandRounds
 
@@ -32,13 +30,15 @@ class StrandDrift(StrandRounds, Drift):
     model for `Drift`: they are gathered before its drift is taken, and spread where they were changed.
 
     Args:
-        choice, inner, scheduler, outer, compression, error_feedback: see `Drift`.
+        settings: of the optimizer.
+        inner: the optimizer of the model's own parameters.
         model: the trained pieces of this rank.
         anchors: of each.
+        outer: the optimizer of the anchors.
         turns: for each fragment and each strand of this rank, the numbers of its pieces.
         make_averager: see `MakeAverager`.
         strands: the pieces.
-        crew, max_norm: see `StrandRounds`.
+        crew: see `StrandRounds`.
 
     Attributes:
         schema: which parameters of the model are averaged together, as peers compare it.
@@ -46,23 +46,22 @@ class StrandDrift(StrandRounds, Drift):
 
     def __init__(
         self,
-        choice: DiLoCo,
-        inner: torch.optim.Optimizer,
-        scheduler: LRScheduler | None,
+        settings: Settings,
+        inner: Stepped,
         model: Sequence[Tensor],
         anchors: Sequence[Tensor],
         outer: torch.optim.Optimizer,
-        compression: Compression,
-        error_feedback: float | None,
         *,
         turns: Sequence[Sequence[Sequence[int]]],
         make_averager: MakeAverager,
         strands: Strands,
         crew: Crew,
-        max_norm: float | None,
     ) -> None:
-        StrandRounds.__init__(self, strands.carriers, crew, max_norm)
-        Drift.__init__(self, choice, inner, scheduler, model, anchors, outer, compression, error_feedback, turns=turns)
+        assert settings.outer is not None
+        StrandRounds.__init__(self, strands.carriers, crew, settings.max_grad_norm)
+        codec, feedback = settings.grad_compression, settings.error_feedback
+        parts = inner.optimizer, inner.scheduler, model, anchors, outer
+        Drift.__init__(self, settings.outer, *parts, codec, feedback, turns=turns)
         self.schema = b""
         self._pieces = strands
         self._is_gathered = False  # whether the pieces are what the model is

@@ -11,15 +11,14 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.cluster.strands import Strands
 from shoal.cluster.whole import shared_by_all
 from shoal.dht.dht import DHT
 from shoal.optim.crew import Crew
 from shoal.optim.drift import Drift
-from shoal.optim.host_copy import HostCopy, ModelGroup, check_order
-from shoal.optim.settings import Settings
+from shoal.optim.host_copy import ModelGroup, check_order
+from shoal.optim.settings import Settings, Stepped
 from shoal.optim.state import MANIFEST_BYTES, TENSORS_OF_OPTIMIZER, AsGrad, Part, Replica, hash_of
 from shoal.optim.strand_checkpoint import (
     check_fits,
@@ -57,15 +56,16 @@ class StrandReplica(Replica):
     to it is done at all ranks: it is what `Epoch` knows as the cluster's state.
 
     Args:
-        optimizer, scheduler: of this rank's pieces.
+        stepped: the optimizer of this rank's pieces; with an outer optimizer, that of their anchors on the host.
         extra_tensors: of the model; they go with the first strand.
         settings: of the optimizer.
         strands: the pieces.
         crew: the other ranks.
-        states: given to newcomers and taken from others.
-        host: the anchors of the pieces, with an outer optimizer.
+        dht: of this rank.
 
     Attributes:
+        gradients: with which it is stepped.
+        states: given to newcomers and taken from others.
         state_digest: at rank 0 the hash of all strands' digests.
 
     Raises:
@@ -74,22 +74,24 @@ class StrandReplica(Replica):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        scheduler: LRScheduler | None,
+        stepped: Stepped,
         extra_tensors: Sequence[Tensor],
         settings: Settings,
         strands: Strands,
         crew: Crew,
-        states: StrandStates,
-        host: HostCopy | None = None,
+        dht: DHT,
     ) -> None:
-        self.strands, self.crew, self.states = strands, crew, states
+        self.strands, self.crew = strands, crew
         self.gradients: StrandGradients | StrandDrift | None = None
         self._downloaded: dict[int, Downloaded] = {}
-        if host is None:
-            own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            check_order(optimizer, own, strands.pieces)
-        super().__init__(optimizer, scheduler, extra_tensors, settings, host)
+        size = sum(max(4, piece.element_size()) * piece.numel() for piece in strands.pieces) // len(strands.mine)
+        extras = sum(tensor.element_size() * tensor.numel() for tensor in extra_tensors)
+        at_most = TENSORS_OF_OPTIMIZER * size + extras + MANIFEST_BYTES
+        self.states = StrandStates(dht, settings.run_id, len(strands.carriers), at_most)
+        if stepped.host is None:
+            own = [parameter for group in stepped.optimizer.param_groups for parameter in group["params"]]
+            check_order(stepped.optimizer, own, strands.pieces)
+        super().__init__(stepped.optimizer, stepped.scheduler, extra_tensors, settings, stepped.host)
 
     def digest(self) -> bytes:
         """The hashes of this rank's strands, one after the other; at rank 0 one hash of all."""
@@ -346,21 +348,3 @@ def groups_of_model(optimizer: torch.optim.Optimizer, strands: Strands) -> list[
         of_first = group["params"][: len(group["params"]) // len(strands.mine)]
         groups.append(ModelGroup(group, [strands.of[id(piece)] for piece in of_first]))
     return groups
-
-
-def replica_of(
-    strands: Strands,
-    crew: Crew,
-    optimizer: torch.optim.Optimizer,
-    scheduler: LRScheduler | None,
-    extra_tensors: Sequence[Tensor],
-    settings: Settings,
-    dht: DHT,
-    host: HostCopy | None = None,
-) -> StrandReplica:
-    """A rank's share of the state, given the optimizer of its pieces, or of their anchors on the host."""
-    size = sum(max(4, piece.element_size()) * piece.numel() for piece in strands.pieces) // len(strands.mine)
-    extras = sum(tensor.element_size() * tensor.numel() for tensor in extra_tensors)
-    at_most = TENSORS_OF_OPTIMIZER * size + extras + MANIFEST_BYTES
-    states = StrandStates(dht, settings.run_id, len(strands.carriers), at_most)
-    return StrandReplica(optimizer, scheduler, extra_tensors, settings, strands, crew, states, host)

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import torch
-from torch.optim.lr_scheduler import LRScheduler
-
 from shoal.averaging.exchange import Vector
 from shoal.dht.dht import DHT
 from shoal.optim.accumulator import EpochGradients
 from shoal.optim.drift import fragments_of
-from shoal.optim.settings import Settings
+from shoal.optim.settings import Settings, Stepped
 from shoal.optim.strand_averager import StrandAverager
 from shoal.optim.strand_drift import StrandDrift
 from shoal.optim.strand_gradients import StrandGradients
 from shoal.optim.strand_replica import StrandReplica
 
 
-def strands_of(
-    settings: Settings,
-    replica: StrandReplica,
-    inner: torch.optim.Optimizer,
-    scheduler: LRScheduler | None,
-    dht: DHT,
-) -> StrandGradients | StrandDrift:
+def strands_of(settings: Settings, replica: StrandReplica, inner: Stepped, dht: DHT) -> StrandGradients | StrandDrift:
     """The gradients of this rank's strands, or their drift, with which the replica is stepped.
 
     Args:
-        inner, scheduler: with an outer optimizer, what steps the model.
+        inner: with an outer optimizer, what steps the model.
     """
     strands, crew, codec = replica.strands, replica.crew, settings.grad_compression
     feedback, max_norm = settings.error_feedback, settings.max_grad_norm
@@ -49,21 +40,8 @@ def strands_of(
             for places in strands.numbers
         ]  # for each strand and trained parameter
         turns = [[[own[number] for number in fragment] for own in of_strand] for fragment in fragments]
-        made = StrandDrift(
-            settings.outer,
-            inner,
-            scheduler,
-            replica.trained,
-            replica.stepped,
-            replica.optimizer,
-            codec,
-            feedback,
-            turns=turns,
-            make_averager=averager,
-            strands=strands,
-            crew=crew,
-            max_norm=max_norm,
-        )
+        parts = replica.trained, replica.stepped, replica.optimizer
+        made = StrandDrift(settings, inner, *parts, turns=turns, make_averager=averager, strands=strands, crew=crew)
         made.schema = repr(fragments).encode()
         replica.drift = made
     replica.gradients = made
