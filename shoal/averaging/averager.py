@@ -265,7 +265,7 @@ class DecentralizedAverager:
     async def _start(self) -> None:
         self._check_role()
         compute_serially()
-        swarm = self._make_swarm(self.prefix, DHTDirectory(self.dht.dht_node, self.prefix), self._rules)
+        swarm = self._make_swarm(self.prefix, self._directory(self.prefix), self._rules)
         node, name, allow = self.dht.node, f"state/{self.prefix}", self.allow_state_sharing
         # The donor is there before others meet this peer. The state may change at any time, so it has no name, and no
         # snapshot is offered twice.
@@ -277,6 +277,10 @@ class DecentralizedAverager:
             donor.close()
             raise
         self._swarm = swarm
+
+    def _directory(self, run_id: str) -> Directory:
+        """Where the members of the run of that name are listed."""
+        return DHTDirectory(self.dht.dht_node, run_id)
 
     def _make_vector(self, layout: Layout, infos: Infos | None, error_feedback: float | None) -> Vector:
         """What rounds average."""
@@ -544,7 +548,7 @@ class DecentralizedAverager:
         if not self._bits:
             return contextlib.nullcontext(self._swarm)
         name = f"{self.prefix}.0b{self._bits}"
-        return self._runs.joined(name, DHTDirectory(self.dht.dht_node, name), self._rules)
+        return self._runs.joined(name, self._directory(name), self._rules)
 
     async def _aggregate(self, swarm: Swarm, control: StepControl, hold: Hold, deadline: float) -> Outcome:
         """Join a round of the run, and write its result to the tensors. Subclasses may average otherwise."""

@@ -80,15 +80,21 @@ class Follower(torch.optim.Optimizer):
         """Make what this rank steps. Returns the parameter groups and defaults of its optimizer, as users see them."""
         whole, optimizer, dht = self._whole, given["optimizer"], given["dht"]
         if not isinstance(whole, Strands):
-            shown = make_trained(optimizer, whole.params, None, on_host=False).optimizer
+            shown = make_trained(optimizer, whole.params, None, on_host=False, in_cluster=True).optimizer
             wraps(self, shown)
             return [dict(group) for group in shown.param_groups], shown.defaults
         if settings.outer is None:
-            made = stepped = make_trained(optimizer, whole.params, given["scheduler"], on_host=False)
+            made = stepped = make_trained(optimizer, whole.params, given["scheduler"], on_host=False, in_cluster=True)
             groups = [dict(group) for group in groups_of_model(made.optimizer, whole)]
         else:
             made, anchor, outer = make_outer(
-                settings.outer, optimizer, whole.given, given["scheduler"], on_host=False, pieces=whole.groups
+                settings.outer,
+                optimizer,
+                whole.given,
+                given["scheduler"],
+                on_host=False,
+                in_cluster=True,
+                pieces=whole.groups,
             )
             stepped, groups = Stepped(outer, None, anchor), [dict(group) for group in made.optimizer.param_groups]
         wraps(self, made.optimizer)

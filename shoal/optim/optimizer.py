@@ -290,12 +290,13 @@ class Optimizer(torch.optim.Optimizer):
         self._host: HostCopy | None = None  # on which `optimizer` steps, if it does not step the model
         self.outer_optimizer: torch.optim.Optimizer | None = None
         strands = None if self._speaker is None else self._speaker.strands
+        places = {"on_host": settings.offload_optimizer, "in_cluster": self._speaker is not None}
         if settings.outer is None:
-            inner = stepped = make_trained(optimizer, params, scheduler, on_host=settings.offload_optimizer)
+            inner = stepped = make_trained(optimizer, params, scheduler, **places)
         else:
             given, pieces = (params, None) if strands is None else (strands.given, strands.groups)
             inner, anchor, self.outer_optimizer = make_outer(
-                settings.outer, optimizer, given, scheduler, on_host=settings.offload_optimizer, pieces=pieces
+                settings.outer, optimizer, given, scheduler, **places, pieces=pieces
             )
             stepped = Stepped(self.outer_optimizer, None, anchor)
         self.optimizer, self.scheduler, self._host = inner

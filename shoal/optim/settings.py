@@ -3,6 +3,7 @@ equal in a run, and the torch objects that are made from them."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import numbers
@@ -19,6 +20,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.compression import Compression, NoCompression, check_for_state
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.host_copy import HostCopy
+from shoal.sharding.cut import cut_already
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 AnyOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -339,9 +341,17 @@ class Stepped(NamedTuple):
 
 
 def make_trained(
-    optimizer: AnyOptimizer, params: Params | None, scheduler: AnyScheduler | None, *, on_host: bool
+    optimizer: AnyOptimizer,
+    params: Params | None,
+    scheduler: AnyScheduler | None,
+    *,
+    on_host: bool,
+    in_cluster: bool = False,
 ) -> Stepped:
     """The local optimizer and its scheduler; `on_host`, with the copy of the parameters that the optimizer steps.
+
+    Args:
+        in_cluster: a `ZeroRedundancyOptimizer` divides nothing: the cluster has done so, or rank 0 steps all.
 
     Raises:
         ValueError: if `optimizer` and `params` do not go together, if the optimizer's step needs a closure, or if
@@ -355,7 +365,7 @@ def make_trained(
                 "and params="
             )
         host = HostCopy(params)
-    made = _make_optimizer(optimizer, params if host is None else host.groups)
+    made = _make_optimizer(optimizer, params if host is None else host.groups, in_cluster)
     if host is not None:
         host.check(made)
     return Stepped(made, _make_scheduler(scheduler, made), host)
@@ -368,18 +378,20 @@ def make_outer(
     scheduler: AnyScheduler | None,
     *,
     on_host: bool,
+    in_cluster: bool = False,
     pieces: Sequence[Any] | None = None,
 ) -> tuple[Stepped, HostCopy, torch.optim.Optimizer]:
     """The inner optimizer, with the copy of the parameters that it steps if `on_host`; the anchor, and the outer
     optimizer.
 
     Args:
+        in_cluster: see `make_trained`.
         pieces: parameter groups of what the anchor is of, if that is not the model as it is.
 
     Raises:
         ValueError: as `make_trained`, and if `outer.optimizer` makes no optimizer.
     """
-    made = inner, _, host = make_trained(optimizer, params, scheduler, on_host=on_host)
+    made = inner, _, host = make_trained(optimizer, params, scheduler, on_host=on_host, in_cluster=in_cluster)
     if pieces is not None:
         anchor = HostCopy([{"params": group["params"]} for group in pieces], precise=True)
         return made, anchor, _make_outer(outer, anchor)
@@ -401,7 +413,7 @@ def _make_outer(outer: DiLoCo, anchor: HostCopy) -> torch.optim.Optimizer:
     return made
 
 
-def _make_optimizer(optimizer: AnyOptimizer, params: Params | None) -> torch.optim.Optimizer:
+def _make_optimizer(optimizer: AnyOptimizer, params: Params | None, in_cluster: bool) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ValueError("optimizer= is a ready optimizer, which has its parameters: leave params= out")
@@ -411,7 +423,8 @@ def _make_optimizer(optimizer: AnyOptimizer, params: Params | None) -> torch.opt
     elif params is None:
         raise ValueError("optimizer= is a function, which needs params=: the model's parameters or parameter groups")
     else:
-        made = optimizer(params)
+        with cut_already() if in_cluster else contextlib.nullcontext():
+            made = optimizer(params)
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"optimizer= made {type(made).__name__}, which is not a torch.optim.Optimizer")
     closure = inspect.signature(type(made).step).parameters.get("closure")

@@ -10,8 +10,16 @@ from shoal.averaging.exchange import Infos, Vector
 from shoal.dht.dht import DHT
 from shoal.flat import FlatBuffer, Layout
 from shoal.optim.settings import PLACE_TIMES, Settings
+from shoal.swarm.directory import DHTDirectory, Directory
 from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.swarm import Swarm
+
+
+class _OfStrand(DHTDirectory):
+    """Where those are listed that carry a strand. Who is alone there is alone in the run, which says so."""
+
+    def others(self) -> int:
+        return 0
 
 
 class StrandAverager(DecentralizedAverager):
@@ -44,6 +52,9 @@ class StrandAverager(DecentralizedAverager):
             **options,
         )
         self.in_step = True
+
+    def _directory(self, run_id: str) -> Directory:
+        return _OfStrand(self.dht.dht_node, run_id)
 
     def _make_vector(self, layout: Layout, infos: Infos | None, error_feedback: float | None) -> Vector:
         return self._given

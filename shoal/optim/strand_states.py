@@ -147,6 +147,7 @@ class StrandStates:
             return Reply(carriers)
 
         async def say() -> None:
+            self._dht.node.mates.update(carrier.peer for carrier in carriers.ranks)
             self._dht.node.serve(self._service, answer)
 
         self._dht.submit(say()).result()

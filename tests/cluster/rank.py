@@ -28,6 +28,9 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
 }
 
+# Within the strands of a cluster it is the optimizer that it would make of its share.
+OPTIMIZERS["zero"] = lambda params: shoal.ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01)
+
 MODES: dict[str, Any] = {
     "": {},
     "diloco": {"outer": shoal.DiLoCo(), "grad_compression": shoal.compression.Float16Compression()},
