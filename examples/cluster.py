@@ -7,8 +7,8 @@
 
 Inside a cluster the model is sharded by `fully_shard` (FSDP2), over NCCL where there are GPUs, else over gloo. What is
 Shoal's here: `shoal.Cluster`, a DHT of each rank, and `shoal.Optimizer`, which every rank makes and steps. Each rank
-sends and receives its own strands of the model. With `--drift` clusters send each other every 16 steps how far they have
-moved, instead of every gradient (DiLoCo).
+sends and receives its own strands of the model. With `--drift` clusters send each other every 16 steps how far they
+have moved, instead of every gradient (DiLoCo).
 """
 
 from __future__ import annotations

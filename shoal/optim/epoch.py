@@ -27,6 +27,7 @@ from shoal.optim.run import Run, until
 from shoal.optim.settings import Settings
 from shoal.optim.state import Replica, for_newcomer
 from shoal.optim.strand_replica import StrandReplica
+from shoal.optim.strand_rounds import StrandRounds
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.tip import Tip
@@ -393,7 +394,8 @@ class Epoch:
         self._count_from(averaged.tip)
         if outcome is not None:
             epoch, digest, waiting = self._replica.tip.epoch, self._replica.state_digest, self._tracker.take_waited()
-            self._tell(report_of(outcome, epoch, digest, waiting=waiting, stepping=self._step_seconds))
+            before = self._gradients.moved if isinstance(self._gradients, StrandRounds) else None
+            self._tell(report_of(outcome, epoch, digest, waiting=waiting, stepping=self._step_seconds, before=before))
 
     def _count_from(self, tip: Tip) -> None:
         """Count what is accumulated from now on to the epoch that begins with that state."""

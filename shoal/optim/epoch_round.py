@@ -29,7 +29,7 @@ from shoal.optim.state import Replica
 from shoal.optim.strand_drift import StrandDrift
 from shoal.optim.strand_gradients import StrandGradients
 from shoal.optim.strand_replica import StrandReplica
-from shoal.optim.strand_rounds import StrandRounds
+from shoal.optim.strand_rounds import Moved, StrandRounds
 from shoal.optim.strands_of import strands_of
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.book import RuleBroken
@@ -505,20 +505,27 @@ class EpochRound:
 
 
 def report_of(
-    outcome: Outcome, epoch: int, digest: bytes, *, waiting: float = 0.0, stepping: float = 0.0
+    outcome: Outcome,
+    epoch: int,
+    digest: bytes,
+    *,
+    waiting: float = 0.0,
+    stepping: float = 0.0,
+    before: Moved | None = None,
 ) -> EpochReport:
-    """The report of a round, given the epoch that begins after it, the digest of the parameters, and the seconds of
-    waiting before and of the step after it."""
+    """The report of a round, given the epoch that begins after it, the digest of the parameters, the seconds of waiting
+    before and of the step after it, and what rounds before it have moved."""
+    before = before or Moved()
     return EpochReport(
         epoch=epoch,
         samples=outcome.commit.samples,
         num_peers=len(outcome.begin.members),
         coordinator=str(PeerID(outcome.begin.ballot.coordinator)),
-        round_seconds=outcome.matchmaking_seconds + outcome.allreduce_seconds,
+        round_seconds=before.seconds + outcome.matchmaking_seconds + outcome.allreduce_seconds,
         matchmaking_seconds=outcome.matchmaking_seconds,
-        allreduce_seconds=outcome.allreduce_seconds,
-        bytes_sent=outcome.bytes_sent,
-        bytes_received=outcome.bytes_received,
+        allreduce_seconds=before.seconds + outcome.allreduce_seconds,
+        bytes_sent=before.sent + outcome.bytes_sent,
+        bytes_received=before.received + outcome.bytes_received,
         state_digest=digest.hex(),
         tip=str(outcome.commit.next_tip),
         waiting_seconds=waiting,

@@ -46,9 +46,11 @@ class Follower(torch.optim.Optimizer):
 
     def __init__(self, cluster: Cluster, given: Mapping[str, Any]) -> None:
         with told_to_all(cluster.group):
-            settings = Settings.of({**given, "client_mode": bool(given["client_mode"])})
+            dht, client_mode = given["dht"], given["client_mode"]
+            if client_mode is None:
+                client_mode = dht is not None and dht.client_mode
+            settings = Settings.of({**given, "client_mode": client_mode})
             check_cluster(cluster, settings, given["optimizer"], given["params"])
-            dht = given["dht"]
             if cluster.strands > 1:
                 if dht is None:
                     raise TypeError(
@@ -64,28 +66,29 @@ class Follower(torch.optim.Optimizer):
         self._share: Share | None = None
         try:
             self._whole = whole = parameters_of(cluster, given["params"])
-            groups, defaults = self._make(cluster, settings, given)
-            super().__init__(groups, defaults)
-            for group in self.param_groups:
-                group["params"] = [whole.of.get(id(each), each) for each in group["params"]]
+            groups, defaults = self._make(settings, given)
+            super().__init__([dict(group) for group in groups], defaults)
+            if isinstance(whole, Strands):
+                self.param_groups = groups  # what is written there reaches what this rank steps
+            else:
+                for group in self.param_groups:
+                    group["params"] = [whole.of[id(each)] for each in group["params"]]
             self._ready = True
             self._call(Report("shoal.Optimizer"))
         except BaseException:  # Ctrl-C, too: the others must not wait for a rank that has no optimizer
-            self._gang.leave()
+            self.shutdown()
             raise
 
-    def _make(
-        self, cluster: Cluster, settings: Settings, given: Mapping[str, Any]
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def _make(self, settings: Settings, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Make what this rank steps. Returns the parameter groups and defaults of its optimizer, as users see them."""
         whole, optimizer, dht = self._whole, given["optimizer"], given["dht"]
         if not isinstance(whole, Strands):
             shown = make_trained(optimizer, whole.params, None, on_host=False, in_cluster=True).optimizer
             wraps(self, shown)
-            return [dict(group) for group in shown.param_groups], shown.defaults
+            return shown.param_groups, shown.defaults
         if settings.outer is None:
             made = stepped = make_trained(optimizer, whole.params, given["scheduler"], on_host=False, in_cluster=True)
-            groups = [dict(group) for group in groups_of_model(made.optimizer, whole)]
+            groups: Any = groups_of_model(made.optimizer, whole)
         else:
             made, anchor, outer = make_outer(
                 settings.outer,
@@ -96,7 +99,7 @@ class Follower(torch.optim.Optimizer):
                 in_cluster=True,
                 pieces=whole.groups,
             )
-            stepped, groups = Stepped(outer, None, anchor), [dict(group) for group in made.optimizer.param_groups]
+            stepped, groups = Stepped(outer, None, anchor), made.optimizer.param_groups
         wraps(self, made.optimizer)
         crew = Crew(self._gang)
         replica = StrandReplica(stepped, self._extras, settings, whole, crew, dht)

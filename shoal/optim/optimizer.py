@@ -348,6 +348,8 @@ class Optimizer(torch.optim.Optimizer):
                 run.start(self._epoch.donor)
         except BaseException:  # nobody listens for a peer that is not there
             self._close_metrics()
+            if isinstance(replica, StrandReplica):
+                replica.states.stop()
             raise
         try:
             self.tracker.start()
@@ -540,6 +542,8 @@ class Optimizer(torch.optim.Optimizer):
             self._check_dht()
             self._epoch.load_kept(path)
 
+        if isinstance(self._replica, StrandReplica):
+            raise ValueError("load_kept_state: a cluster whose ranks carry strands keeps no states, and loads none")
         with self._in_trainer("load_kept_state"):
             self._lead("load_kept_state", load)
 

@@ -79,9 +79,14 @@ class StrandDrift(StrandRounds, Drift):
         """See `StrandRounds`."""
         return [strand.averager for made in self._strands for strand in made]
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the other ranks do by themselves what is done here."""
+        return self._quiet > 0
+
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Within, the other ranks do by themselves what is done here."""
+        """Within, that is so."""
         self._quiet += 1
         try:
             yield
@@ -90,7 +95,7 @@ class StrandDrift(StrandRounds, Drift):
 
     @contextlib.contextmanager
     def _at_all(self, what: str, *given: Any) -> Iterator[None]:
-        if not self._quiet:
+        if not self.is_quiet:
             self._crew.tell(what, *given)
         with self.quiet():
             yield

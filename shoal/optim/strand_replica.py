@@ -18,6 +18,7 @@ from shoal.dht.dht import DHT
 from shoal.optim.crew import Crew
 from shoal.optim.drift import Drift
 from shoal.optim.host_copy import ModelGroup, check_order
+from shoal.optim.kept import Kept
 from shoal.optim.settings import Settings, Stepped
 from shoal.optim.state import MANIFEST_BYTES, TENSORS_OF_OPTIMIZER, AsGrad, Part, Replica, hash_of
 from shoal.optim.strand_checkpoint import (
@@ -131,7 +132,8 @@ class StrandReplica(Replica):
     def publish(self) -> None:
         """See `Replica`."""
         if isinstance(self.drift, StrandDrift):
-            self.crew.tell("publish")
+            if not self.drift.is_quiet:
+                self.crew.tell("publish")
             with self.drift.quiet():
                 super().publish()
 
@@ -162,6 +164,10 @@ class StrandReplica(Replica):
             names = [name.rpartition("[")[0] for name in group.get("param_names", ())[:count]]
             groups.append({**group, "params": group["params"][:count]} | ({"param_names": names} if names else {}))
         return groups
+
+    def exact_copy(self) -> Kept:
+        """Raises ValueError: each rank has a part of it only."""
+        raise ValueError("a cluster whose ranks carry strands keeps no state that it leaves")
 
     # -- for newcomers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -35,6 +36,15 @@ class Strand:
     counted: int
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What rounds have moved at this rank: bytes, and the seconds that they took."""
+
+    sent: int = 0
+    received: int = 0
+    seconds: float = 0.0
+
+
 class StrandRounds(ABC):
     """The rounds of the strands that this rank carries. At rank 0, what is done here is done at all ranks.
 
@@ -45,6 +55,9 @@ class StrandRounds(ABC):
         carriers: which rank has each strand of the run.
         crew: the other ranks.
         max_norm: to which norm the average is scaled down, over all strands.
+
+    Attributes:
+        moved: what the last rounds have moved at this rank.
     """
 
     def __init__(self, carriers: Sequence[int], crew: Crew, max_norm: float | None) -> None:
@@ -53,6 +66,8 @@ class StrandRounds(ABC):
         self._in_round: Sequence[Strand] = ()
         self._brought_to_rounds = 0.0  # samples of the cluster
         self._factor = 1.0  # by which the average is scaled down
+        self.moved = Moved()
+        self._began: Moved | None = None  # what the node had moved by then
 
     @property
     @abstractmethod
@@ -74,6 +89,7 @@ class StrandRounds(ABC):
     def begin_here(self, strands: Sequence[Strand], samples: float) -> None:
         """Begin the rounds of these strands, with the weight of so many samples."""
         self._in_round, self._brought_to_rounds = strands, samples
+        self._began = self._so_far()
         self._controls = [
             strand.averager.step(weight=samples, wait=False) if strand.averager.is_alive() else None
             for strand in strands
@@ -112,7 +128,15 @@ class StrandRounds(ABC):
                 strand.vector.use_local()
                 found = blake3(b"own gradients of " + strand.averager.peer_id.key).digest()
             names.append(found)
+        if self._began is not None:
+            now, then = self._so_far(), self._began
+            self.moved = Moved(now.sent - then.sent, now.received - then.received, now.seconds - then.seconds)
+            self._began = None
         return b"".join(names)
+
+    def _so_far(self) -> Moved:
+        node = self.averagers[0].dht.node
+        return Moved(node.bytes_sent, node.bytes_received, time.monotonic())
 
     def use_local(self) -> None:  # noqa: B027 (nothing to do for anyone)
         """Nothing to do: there was no round of the run, and the strands' results are the best there is."""

@@ -208,7 +208,8 @@ class StrandStates:
         async def download() -> Downloaded:
             node = self._dht.node
             for carrier in carriers:
-                node.learn(carrier.peer, _addresses_of(carrier))
+                if not node.known_addresses(carrier.peer):  # what a peer says of itself is newer
+                    node.learn(carrier.peer, _addresses_of(carrier))
             return await download_state(
                 node,
                 self._name(strand),
