@@ -1,4 +1,4 @@
-"""The optimizer of a rank of a cluster that is not rank 0: it holds no state, and does what rank 0 says."""
+"""The optimizer of a rank of a cluster that is not rank 0: it does what rank 0 says, with its share of the state."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Follower(torch.optim.Optimizer):
 
     Args:
         cluster: its ranks.
-        given: the other arguments of `shoal.Optimizer`. Those that are of the run count at rank 0 only.
+        given: the other arguments of `shoal.Optimizer`. Where rank 0 speaks for all, those that are of the run count
+            there only.
 
     Attributes:
         batch_size_per_step: as given; may be set before a step.

@@ -79,8 +79,8 @@ class Optimizer(torch.optim.Optimizer):
     move the model, and change its layers, before; values may be loaded into it afterwards, also with `assign=True`.
 
     Args:
-        dht: this peer's place in the DHT, started. It stays when the optimizer is shut down. Of a cluster, only rank 0
-            needs one.
+        dht: this peer's place in the DHT, started. It stays when the optimizer is shut down. In a cluster
+            every rank needs one; with `strands=1`, rank 0.
         run_id: names the run: peers of one run_id train together.
         target_batch_size: samples of all peers per epoch; may be None only with `DiLoCo(inner_steps=…)`.
         batch_size_per_step: samples behind the gradients of one `step`, unless `step` is given another number.
@@ -159,7 +159,8 @@ class Optimizer(torch.optim.Optimizer):
             arXiv 1901.09847). Takes memory of the gradients' size, twice that during a round. None: nothing.
         cluster: the ranks that are this peer together, see `shoal.Cluster`. All of them make the optimizer, with the
             same arguments, and every call of it, at once; `batch_size` is of each rank. Needs `params`, and an
-            `optimizer` function. Rank 0 is the peer: the other ranks' optimizers hold no state.
+            `optimizer` function. Each rank steps its strands and keeps the optimizer's state of them; with `strands=1`
+            rank 0 does, of the whole model.
         metrics_port: serve this peer's metrics for Prometheus on this port of 127.0.0.1, at `/metrics`; 0 for any free
             one (see `metrics_port`); None for none.
 
