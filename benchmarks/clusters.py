@@ -33,7 +33,7 @@ from benchmarks.report import Figure, describe, environment, figure_table, numbe
 from benchmarks.workers.cluster_rank import SAMPLES, WIDTHS
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PATIENCE = 180.0  # seconds for an answer
+PATIENCE = 100.0  # seconds for an answer
 ALL_REDUCE = "all-reduce"
 PARAMETERS = sum(a * b + b for a, b in itertools.pairwise(WIDTHS))
 
@@ -52,8 +52,8 @@ parameters that the rank steps, with their gradients, beside the model's own, an
 ON_STEPS = """\
 Two ranks on gloo with a model of 2,632 parameters. Sides take turns in blocks; each step begins after a barrier. *Beside*
 is the median over the blocks of the differences of the medians, in the rank where it is larger. *Single peer* is that the
-same processes each are a peer of their own, with the same model and `DistributedDataParallel`; *all-reduce* is one of a
-single number, which a cluster needs at least to know who is there."""
+same processes each are a peer of their own, with the same model; *all-reduce* is one of a single number, which a cluster
+needs at least to know who is there."""
 
 ON_LINKS = """\
 Two clusters, each rank in a network namespace with a line of its own to the other cluster, and a fast bridge to its
@@ -142,6 +142,16 @@ def ask(peers: Sequence[Peer], command: str, **given: Any) -> list[Any]:
     return [rank.receive(PATIENCE) for rank in ranks]
 
 
+def open_all(peers: Sequence[Peer]) -> None:
+    """Have all ranks in one DHT."""
+    first, *others = [rank for peer in peers for rank in peer.ranks]
+    addresses = first.ask("open", PATIENCE, initial_peers=[])
+    for rank in others:
+        rank.send("open", initial_peers=addresses)
+    for rank in others:
+        rank.receive(PATIENCE)
+
+
 class Run:
     """Peers of one run, all of the same size.
 
@@ -164,16 +174,13 @@ class Run:
         line: Callable[[int, int], Line] = lambda _peer, _rank: Line(),
         newcomers: int = 0,
     ) -> None:
-        self.size, self.addresses = size, list[str]()
         self.all = []
         for index in range(2 + newcomers):
             lines = [line(index, rank) for rank in range(size)]
             told = {"kind": kind, "strands": strands, "first": index * size, "ranks": 2 * size, "peers": 2}
             self.all.append(Peer(within, folder / f"{kind} {size} {index}", lines, **told))
         self.peers = self.all[:2]
-        for peer in self.all:
-            found = peer.ask("open", initial_peers=self.addresses)
-            self.addresses = self.addresses or found[0]
+        open_all(self.all)
         ask(self.peers, "make")
 
     def epoch(self) -> float:
@@ -253,7 +260,7 @@ def measure_steps(options: argparse.Namespace) -> tuple[list[str], list[Figure],
     raw: dict[str, list[list[float]]] = {side: [] for side in (*sides, ALL_REDUCE)}  # a median of each rank
     with workers() as (within, folder):
         peer = Peer(within, folder / "steps", [Line(), Line()], kind="cluster", strands=8, first=0, ranks=2, peers=1)
-        peer.ask("open", initial_peers=[])
+        open_all([peer])
         peer.ask("prepare", sides=sides)
         for side in raw:
             peer.ask("steps", side=side, count=options.steps)  # thrown away

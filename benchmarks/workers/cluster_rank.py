@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
+import os
 import sys
 import time
 from contextlib import suppress
@@ -184,7 +186,7 @@ class Rank:
                 cluster=shoal.Cluster(strands=strands) if strands else None,
             )
             self._cleanup.append(optimizer.shutdown)
-            self._sides[name] = DistributedDataParallel(model), optimizer
+            self._sides[name] = DistributedDataParallel(model) if strands else model, optimizer
 
     def steps(self, side: str, count: int) -> list[float]:
         """The seconds of so many calls of `step`, which all ranks begin together; or, with side "all-reduce", of a
@@ -214,6 +216,8 @@ class Rank:
 def main() -> None:
     """Answers until its input ends."""
     torch.set_num_threads(1)
+    if "SHOAL_LOG" in os.environ:
+        logging.basicConfig(level=os.environ["SHOAL_LOG"], format="%(asctime)s %(name)s %(message)s")
     rank = Rank(json.loads(sys.argv[1]))
     answer(rank.handle, rank.close)
 
