@@ -2,12 +2,12 @@
 
     python -m benchmarks.clusters --bed ../shared/linkbed
 
-*bytes*: two clusters of equally many ranks train a model of 4.0 million parameters, then a third one comes and downloads
-the state; beside two and three peers of one rank each. *steps*: what a cluster adds to a `step` that ends no epoch, in
-two ranks with `DistributedDataParallel`, where each rank would else be a peer of its own. *links*: the seconds of an
-epoch's exchange where each rank has a slow line of its own and the ranks of a cluster a fast network between them: needs
-root, gcc and /dev/net/tun, and the FOLDER of `linkbed.py`, which joins network namespaces; without `--bed` it is left
-out.
+*bytes*: two clusters of equally many ranks train a model of 4.0 million parameters, then a third one comes and
+downloads the state; beside two and three peers of one rank each. *steps*: what a cluster adds to a `step` that ends
+no epoch, in two ranks with `DistributedDataParallel`, where each rank would else be a peer of its own. *links*: the
+seconds of an epoch's exchange where each rank has a slow line of its own and the ranks of a cluster a fast network
+between them: needs root, gcc and /dev/net/tun, and the FOLDER of `linkbed.py`, which joins network namespaces;
+without `--bed` it is left out.
 """
 
 from __future__ import annotations
@@ -36,30 +36,32 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PATIENCE = 100.0  # seconds for an answer
 ALL_REDUCE = "all-reduce"
 PARAMETERS = sum(a * b + b for a, b in itertools.pairwise(WIDTHS))
+SHAPE = " x ".join(map(str, WIDTHS))
 
 NOTE = f"""\
 All on one machine, each rank a process with one thread, its group gloo. The model of *bytes* and *links* has
-{PARAMETERS / 1e6:.2f} million float32 parameters in six tensors with {" x ".join(map(str, WIDTHS))} inputs and outputs,
-stepped by AdamW; each rank brings {SAMPLES} samples to an epoch and makes one step in it. A *single peer* is one process
-with `shoal.Cluster(strands=...)`, as peers of a run with clusters are; *no cluster* is one without."""
+{PARAMETERS / 1e6:.2f} million float32 parameters in six tensors with {SHAPE} inputs and outputs, stepped by AdamW;
+each rank brings {SAMPLES} samples to an epoch and makes one step in it. A *single peer* is one process with
+`shoal.Cluster(strands=...)`, as peers of a run with clusters are; *no cluster* is one without."""
 
 ON_BYTES = """\
-*Sent* is what the rank has sent to other peers in an epoch (the largest of all ranks, mean over the epochs), *down* what
-a rank of a newcomer has received for the state: `dht.node.bytes_sent` and `bytes_received`, which count vectors and
-states. *Averaging buffers* are the inputs and outputs of all vectors that live in the process, *pieces* the parts of the
-parameters that the rank steps, with their gradients, beside the model's own, and *state* what AdamW keeps of them."""
+*Sent* is what the rank has sent to other peers in an epoch (the largest of all ranks, mean over the epochs), *down*
+what a rank of a newcomer has received for the state: `dht.node.bytes_sent` and `bytes_received`, which count
+vectors and states. *Averaging buffers* are the inputs and outputs of all vectors that live in the process, *pieces*
+the parts of the parameters that the rank steps, with their gradients, beside the model's own, and *state* what
+AdamW keeps of them."""
 
 ON_STEPS = """\
-Two ranks on gloo with a model of 2,632 parameters. Sides take turns in blocks; each step begins after a barrier. *Beside*
-is the median over the blocks of the differences of the medians, in the rank where it is larger. *Single peer* is that the
-same processes each are a peer of their own, with the same model; *all-reduce* is one of a single number, which a cluster
-needs at least to know who is there."""
+Two ranks on gloo with a model of 2,632 parameters. Sides take turns in blocks; each step begins after a barrier.
+*Beside* is the median over the blocks of the differences of the medians, in the rank where it is larger. *Single
+peer* is that the same processes each are a peer of their own, with the same model; *all-reduce* is one of a single
+number, which a cluster needs at least to know who is there."""
 
 ON_LINKS = """\
 Two clusters, each rank in a network namespace with a line of its own to the other cluster, and a fast bridge to its
-mates. *Seconds*: from a moment at which all ranks have their gradients to the end of the last rank's step, which has the
-new parameters; sides take turns epoch by epoch. *Packets* are the bytes that left on a rank's line, of all layers: the
-most of any rank. *Bytes' time* is what the vector's bytes need on the line."""
+mates. *Seconds*: from a moment at which all ranks have their gradients to the end of the last rank's step, which
+has the new parameters; sides take turns epoch by epoch. *Packets* are the bytes that left on a rank's line, of all
+layers: the most of any rank. *Bytes' time* is what the vector's bytes need on the line."""
 
 
 class Peer:
@@ -189,7 +191,7 @@ class Run:
         told = ask(self.peers, "epoch", at=time.monotonic() + 0.3)
         if len({one["epoch"] for one in told}) > 1:
             raise RuntimeError(f"ranks are in different epochs: {told}")
-        return max(one["seconds"] for one in told)
+        return max(float(one["seconds"]) for one in told)
 
     def check(self) -> None:
         """Raises RuntimeError if ranks have different parameters."""
@@ -244,7 +246,9 @@ def measure_bytes(options: argparse.Namespace) -> tuple[list[str], list[Figure],
             ratio = found[_name(size)][key] / alone[key]
             figures.append(Figure(f"{called} of {_name(size)} x {size}, of a single peer", ratio * size, "<= 1.05"))
     for key in ("sent", "vectors", "received"):
-        figures.append(Figure(f"{keys[key]} of a single peer, of no cluster", alone[key] / found["no cluster"][key], ""))
+        figures.append(
+            Figure(f"{keys[key]} of a single peer, of no cluster", alone[key] / found["no cluster"][key], "")
+        )
     head = ["each rank of", *(f"{called}, MB (of single's)" for called in keys.values())]
     text = ["## Bytes and memory of a rank", ON_BYTES, f"{options.strands} strands.", table(head, rows)]
     return text, figures, found
@@ -289,10 +293,10 @@ def measure_links(options: argparse.Namespace) -> tuple[list[str], list[Figure],
         runs, free = {}, 0
         for size in options.ranks:
 
-            def line(peer: int, rank: int, start: int = free, size: int = size) -> Line:
+            def own(peer: int, rank: int, start: int = free, size: int = size) -> Line:
                 return OwnLine(bed, start + peer * size, rank)
 
-            runs[_name(size)] = Run(within, folder, size, "cluster", options.strands, line)
+            runs[_name(size)] = Run(within, folder, size, "cluster", options.strands, own)
             free += 2 * size
         bed.set(delay=options.delay, rate=options.rate)
         for run in runs.values():

@@ -21,6 +21,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def layers(*widths: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(*pair), nn.Tanh()) for pair in zip(widths, widths[1:], strict=False)))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(*pair), nn.Tanh()) for pair in pairwise(widths)))
 
 
 class Rank:
