@@ -78,7 +78,7 @@ class StrandGradients:
 
     def accumulate(self, batch_size: float) -> None:
         """Add the `.grad` of the pieces, the mean over `batch_size` samples of the cluster."""
-        self._crew.tell("accumulate", batch_size)
+        self._crew.tell("accumulate", batch_size, late=True)
         for strand in self.strands:
             strand.gradients.accumulate(batch_size)
 
