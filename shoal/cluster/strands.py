@@ -123,6 +123,11 @@ class Strands:
         """Whether gradients are to be gathered before a step."""
         return True
 
+    @functools.cached_property
+    def gathers_alone(self) -> bool:
+        """Whether each rank holds all that it carries, so that gathering is no collective."""
+        return not any(self._route(*each).exchanged for each in zip(self._held, self._owned, strict=True))
+
     # -- between the model and the pieces
 
     def gather_for_step(self) -> None:
@@ -154,9 +159,16 @@ class Strands:
                     if piece.grad is None or piece.grad.dtype != gradient.dtype:
                         piece.grad = torch.empty_like(piece, dtype=gradient.dtype)
                 spans = self._spans[number]
-                wants = [Part(s.start, p.grad) for s, p in zip(spans, pieces, strict=True) if p.grad is not None]
                 route = self._route(self._held[number], self._owned[number])
-                exchange.add(route, self._part(number, gradient), wants, parameter.device)
+                has = self._part(number, gradient)
+                if not route.exchanged:  # in every step of DDP: the pieces are neighbours in what this rank holds
+                    owned = has[0].view(self._owned[number][self.rank])
+                    for piece, values in zip(pieces, torch.split(owned, [len(span) for span in spans]), strict=True):
+                        if piece.grad is not None:
+                            piece.grad.copy_(values)
+                    continue
+                wants = [Part(s.start, p.grad) for s, p in zip(spans, pieces, strict=True) if p.grad is not None]
+                exchange.add(route, has, wants, parameter.device)
 
     @torch.no_grad()
     def spread(self, more: Iterable[Tensor]) -> None:

@@ -72,6 +72,11 @@ class Whole:
         """Whether any parameter is."""
         return any(isinstance(parameter, DTensor) for parameter in self.model)
 
+    @property
+    def gathers_alone(self) -> bool:
+        """Whether gathering is no collective."""
+        return not self.is_sharded
+
     def gather_for_step(self) -> None:
         """Gather the gradients; in the first step after the parameters, which may have been loaded since they were
         gathered."""

@@ -114,6 +114,8 @@ class Follower(torch.optim.Optimizer):
         if not self._trainer.acquire(blocking=False):
             raise RuntimeError(f"{report.call}() while another thread is in this optimizer: one thread trains")
         try:
+            if self._whole.gathers_alone:
+                collect()
             self._gang.say(report)
             while not isinstance(verdict := self._gang.hear_verdict(), Verdict):
                 with self._gang.collectives():

@@ -78,18 +78,20 @@ class Speaker:
         try:
             try:
                 samples = prepare()
+                if collect is not None and self.whole.gathers_alone:  # as the others do before they report
+                    collect()
             except Exception as error:
                 self._hear(call, 0, error, moves)
                 raise
             reports = self._hear(call, samples, None, moves)
             samples += sum(report.samples for report in reports)
             try:
-                if collect is not None and self.whole.is_sharded:
+                if collect is not None and not self.whole.gathers_alone:
                     self.gang.say(Go())
                     with self.gang.collectives():
                         collect()
                 result = act(samples)
-                self.crew.hear()
+                self.crew.settle()
             except BaseException as error:  # Ctrl-C, too: the others wait for a verdict
                 self._tell(error, None, moves)
                 raise
@@ -105,6 +107,7 @@ class Speaker:
     def _hear(self, call: str, samples: int, refused: Exception | None, moves: bool) -> list[Report]:
         """The reports of the others, of this call; if it makes no sense, all hear why."""
         try:
+            self.crew.hear()
             reports = self.gang.hear_reports()
             if refused is None:
                 self._compare(call, samples, reports)
@@ -140,7 +143,7 @@ class Speaker:
 
     def _tell(self, error: BaseException | None, result: object, moves: bool) -> None:
         with contextlib.suppress(ClusterError):  # which every call of the gang raises
-            self.crew.hear()
+            self.crew.settle() if error is None else self.crew.hear()
         said = "" if error is None else f"{type(error).__name__}: {error}"[:4096]
         if self.state is None:
             return self.gang.say(Verdict(0, False, error=said))
