@@ -70,7 +70,7 @@ class Follower(torch.optim.Optimizer):
             self._ready = True
             self._call(Report("shoal.Optimizer"))
         except BaseException:  # Ctrl-C, too: the others must not wait for a rank that has no optimizer
-            self._gang.leave()
+            self.shutdown()
             raise
 
     def _make(

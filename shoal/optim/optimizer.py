@@ -349,6 +349,8 @@ class Optimizer(torch.optim.Optimizer):
                 run.start(self._epoch.donor)
         except BaseException:  # nobody listens for a peer that is not there
             self._close_metrics()
+            if isinstance(replica, StrandReplica):
+                replica.states.stop()
             raise
         try:
             self.tracker.start()
