@@ -289,9 +289,12 @@ class Gang:
             self._changed.notify_all()
         self._tell_news()
         atexit.unregister(self._at_exit)
-        for tie in self._sockets.values():
+        lost = self._lost if self.rank == 0 else None
+        for rank, tie in self._sockets.items():
             try:
                 with self._sending:
+                    if lost is not None and rank != lost.rank:  # `_lose` may not have come so far
+                        _send(tie, lost)
                     _send(tie, goodbye)
             except OSError as error:
                 log.debug("a rank is gone already: %s", error)

@@ -519,6 +519,10 @@ class Epoch:
             )
         cost = time.monotonic() - began
         self._run.call(lambda: self._run.swarm.forget_behind(cost))
+        if not self._run.donors() and self._run.swarm.tip != self._replica.tip:
+            # Those with whom this peer was in a round, but whose state it could not follow to, have left.
+            self._accumulation.leave()
+            self._run.follow(self._replica.tip)
 
     def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:
         """Set the replica to the state that most of the donors hold, of those that are not behind this peer's, and

@@ -118,7 +118,8 @@ def make_run(
     in_turn: tuple[tuple[int, ...], ...] = ()
     usual: list[Vector] = [replica.shared]  # what most rounds average
     if isinstance(gradients, StrandGradients | StrandDrift):
-        agreed |= {"strands": str(gradients.count), "machine": name_of_machine(gradients, optimizer)}
+        # Terms are compared in the order of their names: who has other strands is to hear that first.
+        agreed |= {"strands": str(gradients.count), "strands' machine": name_of_machine(gradients, optimizer)}
         if isinstance(gradients, StrandDrift):
             agreed["outer optimizer"] = type(optimizer).__name__
             schemas.append(gradients.schema)

@@ -305,7 +305,10 @@ def check_cluster(cluster: Any, settings: Settings, optimizer: AnyOptimizer, par
         raise ValueError(f"cluster=… does not go together with {unused[0]}=True: leave one out")
     if params is None or isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError("cluster=… needs params=, and optimizer= as a function, which ranks call with what they step")
-    if cluster.strands > 1 and (unused := [name for name in WITHOUT_STRANDS if getattr(settings, name)]):
+    unused = [name for name in WITHOUT_STRANDS if getattr(settings, name)]
+    if settings.outer is not None and settings.outer.is_in_background:
+        unused.append("DiLoCo(overlap=…)")  # rank 0 has one conversation with the others
+    if cluster.strands > 1 and unused:
         raise ValueError(
             f"shoal.Cluster(strands={cluster.strands}) does not go together with {unused[0]} yet: give strands=1, with "
             "which rank 0 speaks for all"

@@ -39,6 +39,7 @@ class Share:
             "enter": gradients.enter_here,
             "leave": gradients.leave_here,
             "take over": replica.take_over_here,
+            "compare": replica.compare,
             "me": lambda: replica.states.me,
             "meet": lambda first: replica.states.meet(msgspec.convert(first, Carrier)),
             "download": self._download,
@@ -65,7 +66,7 @@ class Share:
     def _average(self, timeout: float) -> bytes:
         try:
             return self._gradients.average_here(timeout, self._crew.interrupted())
-        except Behind:  # rank 0 has given it up
+        except Behind:  # rank 0 has given it up, or gives it up when it hears this
             return b""
 
     def _step(self, tip: Any, options: bytes, factor: float) -> None:

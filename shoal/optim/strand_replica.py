@@ -12,11 +12,14 @@ import msgspec
 import torch
 from torch import Tensor
 
+from shoal.averaging.options import term_of
 from shoal.cluster.strands import Strands
 from shoal.cluster.whole import shared_by_all
 from shoal.dht.dht import DHT
+from shoal.flat import Layout
 from shoal.optim.crew import Crew
 from shoal.optim.drift import Drift
+from shoal.optim.group_options import structure
 from shoal.optim.host_copy import ModelGroup, check_order
 from shoal.optim.kept import Kept
 from shoal.optim.settings import Settings, Stepped
@@ -176,8 +179,38 @@ class StrandReplica(Replica):
             compression = self._settings.load_state_compression
             return self.snapshot(self.tip, compression, (), self.options.at_tip, self.part(strand))
 
+    @property
+    def terms(self) -> dict[str, str]:
+        """What the ranks must have alike, for they make one step."""
+        kinds: dict[str, object] = {"optimizer": self.optimizer, "scheduler": self.scheduler}
+        if self.drift is not None:
+            kinds |= {"outer optimizer": self.optimizer, "optimizer": self.drift.inner, "scheduler": None}
+        return self._settings.agreed() | {
+            "strands": str(len(self.strands.carriers)),
+            "param_groups": term_of(structure(self.described_groups)),
+            "tensors": Layout.of([*self.described, *self.extra_tensors]).schema_hash.hex()[:16],
+            **{name: type(each).__name__ for name, each in kinds.items()},
+        }
+
+    def compare(self, of_first: Mapping[str, str]) -> None:
+        """At other ranks: look whether this rank has what rank 0 has. Raises ValueError."""
+        mine = self.terms
+        for name in sorted({*mine, *of_first}):
+            if mine.get(name) != of_first.get(name):
+                raise ValueError(
+                    f"{name} is {mine.get(name)} here, and {of_first.get(name)} at rank 0: give all ranks of a cluster "
+                    "the same arguments"
+                )
+
     def give(self) -> None:
-        """Serve newcomers."""
+        """Serve newcomers.
+
+        Raises:
+            ClusterError: if a rank was made otherwise than rank 0.
+        """
+        if not self.strands.rank:
+            self.crew.tell("compare", self.terms)
+            self.crew.hear()
         allow = self._settings.averager_opts.get("allow_state_sharing", True)
         self.states.give(self.strands.mine, self._copy_strand, lambda: self.tip, self.line.to_wire, allow)
         if not self.strands.rank:

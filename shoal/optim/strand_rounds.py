@@ -103,13 +103,16 @@ class StrandRounds(ABC):
             mine = self.average_here(timeout, ended)
             if not self._crew.has_answered(ended):
                 raise Behind("the others have ended the epoch before this cluster's gradients were there")
+            others = self._crew.hear()
+            if not all(others):
+                raise Behind("others have averaged a strand without the rank that carries it here")
         except AveragingError:
             self._crew.tell("go on")  # they need not wait any more
             self._crew.hear()
             raise
         finally:
             ended.cancel()
-        return name_of(self._carriers, [mine, *self._crew.hear()])
+        return name_of(self._carriers, [mine, *others])
 
     def average_here(self, timeout: float, ended: Future[None]) -> bytes:
         """Wait for the rounds of this rank's strands. If one fails, the average is the cluster's own mean.

@@ -175,6 +175,25 @@ def not_made() -> Any:
     return [found, optimizer.is_alive()]
 
 
+def unlike() -> Any:
+    """Ranks that carry strands compare what they were given; then they try again, with the same DHT."""
+    model, dht = layers(), shoal.DHT(start=True)
+    given: dict[str, Any] = {"params": list(model.parameters()), "cluster": shoal.Cluster(strands=2), "optimizer": sgd}
+
+    def make(norm: float) -> Any:
+        return shoal.Optimizer(
+            dht=dht, run_id="r", target_batch_size=8, batch_size_per_step=4, max_grad_norm=norm, **given
+        )
+
+    found = error_of(make, 1.0 + RANK)
+    optimizer = make(1.0)
+    alive = optimizer.is_alive()
+    dist.barrier()
+    optimizer.shutdown()
+    dht.shutdown()
+    return [found, alive]
+
+
 def late() -> Any:
     """An optimizer that was shut down has its state still."""
     model = layers()
@@ -197,7 +216,10 @@ def ended() -> Any:
         return ""
 
 
-CASES = [two_meshes, other_strides, loaded_later, some_parameters, finished, errors, other_calls, not_made, late, ended]
+CASES = [
+    two_meshes, other_strides, loaded_later, some_parameters, finished, errors, other_calls, not_made, unlike, late,
+    ended,
+]  # fmt: skip
 
 
 def main() -> None:

@@ -98,6 +98,13 @@ def test_a_rank_that_can_not_make_its_optimizer_tells_the_others(tmp_path: Path,
         assert not alive
 
 
+def test_ranks_that_were_made_otherwise_than_rank_0_are_told_in_what(tmp_path: Path) -> None:
+    for found, alive in found_by("unlike", 2, tmp_path):
+        assert "rank 1 " in found
+        assert "max_grad_norm is 2 here, and 1 at rank 0" in found
+        assert alive
+
+
 def test_an_optimizer_that_was_shut_down_has_its_state(tmp_path: Path) -> None:
     assert found_by("late", 2, tmp_path) == [1, 1]
 
