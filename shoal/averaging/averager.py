@@ -272,7 +272,7 @@ class DecentralizedAverager:
         snapshot, priority = partial(self._take_snapshot, swarm), lambda: self.state_sharing_priority
         self._donor = donor = StateDonor(node, name, snapshot, lambda: None, allow, priority, swarm.gate)
         try:
-            await swarm.start()
+            await swarm.start(tip=self._first_tip())
         except BaseException:  # cancelled, too
             donor.close()
             raise
@@ -524,7 +524,7 @@ class DecentralizedAverager:
         """Join a round; if it fails, join another one, as long as there is time."""
         loop = asyncio.get_running_loop()
         if self.in_step and self._swarm is not None:
-            control.tip = self._swarm.catch_up()
+            control.tip = self._next_tip(self._swarm)
         while True:
             control.stage = AveragingStage.LOOKING_FOR_GROUP
             try:
@@ -534,11 +534,23 @@ class DecentralizedAverager:
                     self._bits = next_bits(self._bits, outcome.begin, self.peer_id.key, self._rules.target_group)
                 return outcome
             except AveragingError as error:
-                final = isinstance(error, Rejected | Behind) or not control.allow_retries
+                final = self._is_final(error) or not control.allow_retries
                 if final or loop.time() >= deadline - 2 * RETRY_SECONDS:
                     raise
                 log.debug("%r: %s: trying again", self.peer_id, error)
             await asyncio.sleep(RETRY_SECONDS)
+
+    def _first_tip(self) -> Tip | None:
+        """Where the run begins for this peer; None: where it begins for all."""
+        return None
+
+    def _next_tip(self, swarm: Swarm) -> Tip:
+        """Where the next round begins, if all members make their steps together."""
+        return swarm.catch_up()
+
+    def _is_final(self, error: AveragingError) -> bool:
+        """Whether another round can't help."""
+        return isinstance(error, Rejected | Behind)
 
     def _run_of_step(self) -> contextlib.AbstractAsyncContextManager[Swarm]:
         """The run in which this peer averages: that of its group bits."""

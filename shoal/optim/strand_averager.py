@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from shoal.averaging.averager import DecentralizedAverager
@@ -12,7 +13,11 @@ from shoal.flat import FlatBuffer, Layout
 from shoal.optim.settings import PLACE_TIMES, Settings
 from shoal.swarm.directory import DHTDirectory, Directory
 from shoal.swarm.protocol.contribution import Outcome
+from shoal.swarm.protocol.errors import AveragingError, Behind
+from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.swarm import Swarm
+
+MORE_THAN_A_ROUND = 2.0**60  # samples
 
 
 class _OfStrand(DHTDirectory):
@@ -26,16 +31,22 @@ class StrandAverager(DecentralizedAverager):
     """A rank's part in the rounds of a strand. It is in the strand's run from `run_in_background` to `shutdown`, as
     often as need be.
 
+    The states of a strand's run follow from those of the run (`of_strand`). So who comes to a round when it is over
+    fetches its result, as the others have it, and no rank averages with those of another epoch.
+
     Args:
         vector: what rounds average: its inputs are read, and its outputs written.
         strand, of: the strand, and how many there are.
         fragment: of the model, with an outer optimizer that averages it in several.
+        tip: of the cluster's state.
         settings: of the optimizer.
         dht: of this rank.
     """
 
-    def __init__(self, vector: Vector, strand: int, of: int, fragment: int, settings: Settings, dht: DHT) -> None:
-        self._given, self._agreed = vector, settings.agreed()
+    def __init__(
+        self, vector: Vector, strand: int, of: int, fragment: int, tip: Callable[[], Tip], settings: Settings, dht: DHT
+    ) -> None:
+        self._given, self._agreed, self._tip = vector, settings.agreed(), tip
         same = ("allreduce_timeout", "next_chunk_timeout", "shutdown_timeout", "client_mode")
         options: dict[str, Any] = {name: getattr(settings, name) for name in same}
         options |= {name: value for name, value in settings.averager_opts.items() if name in PLACE_TIMES}
@@ -62,6 +73,22 @@ class StrandAverager(DecentralizedAverager):
     def _adopt(self) -> FlatBuffer:
         return self._given.inputs
 
+    def _first_tip(self) -> Tip:
+        return of_strand(self._tip())
+
+    def _next_tip(self, swarm: Swarm) -> Tip:
+        tip = self._first_tip()
+        if swarm.tip != tip:
+            swarm.move(tip)
+        return tip
+
+    def _is_final(self, error: AveragingError) -> bool:
+        """Others may have made the round of this epoch, whose result has not been told here yet."""
+        if isinstance(error, Behind) and self._swarm is not None:
+            behind = self._swarm.behind
+            return behind is not None and behind.epoch > self._first_tip().epoch + 1
+        return super()._is_final(error)
+
     def agreed_options(self) -> dict[str, str]:
         """See `DecentralizedAverager`; the terms of the run, too."""
         return super().agreed_options() | self._agreed
@@ -72,3 +99,10 @@ class StrandAverager(DecentralizedAverager):
         await self._hold_until(deadline, control, hold)
         self._vector.settle(outcome)
         return outcome
+
+
+def of_strand(tip: Tip) -> Tip:
+    """The state of each strand's run from which the round is made that leads on from that state of the run. Half an
+    epoch later the strand's round is made, and the run's is not."""
+    # That of the next epoch outranks both, whatever the rounds weigh.
+    return Tip(2 * tip.epoch, tip.lineage, tip.epoch * MORE_THAN_A_ROUND)

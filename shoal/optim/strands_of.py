@@ -23,7 +23,7 @@ def strands_of(settings: Settings, replica: StrandReplica, inner: Stepped, dht: 
     feedback, max_norm = settings.error_feedback, settings.max_grad_norm
 
     def averager(vector: Vector, fragment: int, strand: int) -> StrandAverager:
-        return StrandAverager(vector, strand, len(strands.carriers), fragment, settings, dht)
+        return StrandAverager(vector, strand, len(strands.carriers), fragment, lambda: replica.tip, settings, dht)
 
     made: StrandGradients | StrandDrift
     if settings.outer is None:
