@@ -175,13 +175,11 @@ class StrandRounds(ABC):
     # -- life
 
     def enter(self, called: Callable[[], bool]) -> None:
-        """From now on the others wait for this cluster. See `AveragerGradients.enter`."""
-        if not all(averager.is_alive() for averager in self.averagers) and not called():
+        """From now on the others wait for this cluster. If their rounds have begun, it gets the results of these."""
+        if not all(averager.is_alive() for averager in self.averagers):
             self._crew.tell("enter")
             self.enter_here()
             self._crew.hear()
-            if called():
-                self.leave()
 
     def enter_here(self) -> None:
         """Be in the runs of this rank's strands."""
