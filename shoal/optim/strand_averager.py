@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from shoal.averaging.averager import DecentralizedAverager
@@ -63,6 +64,7 @@ class StrandAverager(DecentralizedAverager):
             **options,
         )
         self.in_step = True
+        self._place = replace(self._place, keeps_state=True)  # who misses a round fetches its result
 
     def _directory(self, run_id: str) -> Directory:
         return _OfStrand(self.dht.dht_node, run_id)
@@ -79,7 +81,7 @@ class StrandAverager(DecentralizedAverager):
     def _next_tip(self, swarm: Swarm) -> Tip:
         tip = self._first_tip()
         if swarm.tip != tip:
-            swarm.move(tip)
+            swarm.move(tip, made=swarm.tip.epoch + 1 == tip.epoch)
         return tip
 
     def _is_final(self, error: AveragingError) -> bool:
@@ -94,6 +96,8 @@ class StrandAverager(DecentralizedAverager):
         return super().agreed_options() | self._agreed
 
     async def _aggregate(self, swarm: Swarm, control: StepControl, hold: Hold, deadline: float) -> Outcome:
+        if swarm.behind is not None:
+            await swarm.learn_of_round()
         contribution = self._contribution(self._vector, control, hold, self._read)
         outcome = await self._average(swarm, control, contribution, deadline)
         await self._hold_until(deadline, control, hold)
