@@ -155,18 +155,17 @@ class Strands:
                 gradient = _dense(parameter.grad)
                 if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
                     gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-                for piece in pieces:
-                    if piece.grad is None or piece.grad.dtype != gradient.dtype:
-                        piece.grad = torch.empty_like(piece, dtype=gradient.dtype)
                 spans = self._spans[number]
                 route = self._route(self._held[number], self._owned[number])
                 has = self._part(number, gradient)
-                if not route.exchanged:  # in every step of DDP: the pieces are neighbours in what this rank holds
+                if not route.exchanged:  # the pieces are neighbours in what this rank holds: nothing is copied
                     owned = has[0].view(self._owned[number][self.rank])
                     for piece, values in zip(pieces, torch.split(owned, [len(span) for span in spans]), strict=True):
-                        if piece.grad is not None:
-                            piece.grad.copy_(values)
+                        piece.grad = values
                     continue
+                for piece in pieces:
+                    if piece.grad is None or piece.grad.dtype != gradient.dtype:
+                        piece.grad = torch.empty_like(piece, dtype=gradient.dtype)
                 wants = [Part(s.start, p.grad) for s, p in zip(spans, pieces, strict=True) if p.grad is not None]
                 exchange.add(route, has, wants, parameter.device)
 
@@ -316,12 +315,14 @@ def _places(parameter: Tensor, ranks: Sequence[int], name: str | None, number: i
     mesh = parameter.device_mesh.mesh
     shards = [(dim, placed) for dim, placed in enumerate(parameter.placements) if not isinstance(placed, Replicate)]
     is_usual = len(shards) <= 1 and all(type(placed) is Shard and placed.dim == 0 for _, placed in shards)
+    # Torch itself is wrong where the ranks of a dimension are not in their order.
+    is_usual = is_usual and all(bool((mesh.diff(dim=dim) > 0).all()) for dim in range(mesh.ndim))
     if not is_usual or sorted(mesh.flatten().tolist()) != sorted(ranks):
         called = name or _name_in_module(parameter) or f"parameter {number}"
         raise ValueError(
             f"{called} of shape {tuple(parameter.shape)} has the placements {parameter.placements} on the ranks "
-            f"{mesh.tolist()}: strands need Shard(0) on one dimension of a mesh of exactly the cluster's ranks, "
-            f"{sorted(ranks)}: give Cluster(strands=1)"
+            f"{mesh.tolist()}: strands need Shard(0) on one dimension of a mesh of exactly the cluster's ranks, in "
+            f"their order, {sorted(ranks)}: give Cluster(strands=1)"
         )
     if not shards:
         return None

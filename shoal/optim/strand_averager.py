@@ -10,6 +10,7 @@ from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import Hold, StepControl
 from shoal.averaging.exchange import Infos, Vector
 from shoal.dht.dht import DHT
+from shoal.dht.records import get_dht_time
 from shoal.flat import FlatBuffer, Layout
 from shoal.optim.settings import PLACE_TIMES, Settings
 from shoal.swarm.directory import DHTDirectory, Directory
@@ -18,6 +19,7 @@ from shoal.swarm.protocol.errors import AveragingError, Behind
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.swarm import Swarm
 
+LEAST_PATIENCE = 1.0  # seconds that a round waits at least for a member that may come
 MORE_THAN_A_ROUND = 2.0**60  # samples
 
 
@@ -63,7 +65,7 @@ class StrandAverager(DecentralizedAverager):
             allow_state_sharing=False,
             **options,
         )
-        self.in_step = True
+        self.in_step, self._patience = True, settings.matchmaking_time
         self._place = replace(self._place, keeps_state=True)  # who misses a round fetches its result
 
     def _directory(self, run_id: str) -> Directory:
@@ -95,11 +97,19 @@ class StrandAverager(DecentralizedAverager):
         """See `DecentralizedAverager`; the terms of the run, too."""
         return super().agreed_options() | self._agreed
 
+    def begin(self, weight: float) -> StepControl:
+        """Join the next round with that weight."""
+        return self.step(weight=weight, scheduled_time=get_dht_time() + self._patience, wait=False)
+
     async def _aggregate(self, swarm: Swarm, control: StepControl, hold: Hold, deadline: float) -> Outcome:
         if swarm.behind is not None:
             await swarm.learn_of_round()
         contribution = self._contribution(self._vector, control, hold, self._read)
         outcome = await self._average(swarm, control, contribution, deadline)
+        # A member that stands still is connected, and does not come: each wait for it is half of the last.
+        was_long = outcome.matchmaking_seconds > 0.9 * self._patience
+        patience = self._patience / 2 if was_long else 2 * self._patience
+        self._patience = min(max(patience, LEAST_PATIENCE), self.min_matchmaking_time)
         await self._hold_until(deadline, control, hold)
         self._vector.settle(outcome)
         return outcome

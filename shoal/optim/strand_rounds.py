@@ -90,10 +90,7 @@ class StrandRounds(ABC):
         """Begin the rounds of these strands, with the weight of so many samples."""
         self._in_round, self._brought_to_rounds = strands, samples
         self._began = self._so_far()
-        self._controls = [
-            strand.averager.step(weight=samples, wait=False) if strand.averager.is_alive() else None
-            for strand in strands
-        ]
+        self._controls = [strand.averager.begin(samples) if strand.averager.is_alive() else None for strand in strands]
 
     def average(self, timeout: float, over: Callable[[], Future[None]]) -> bytes:
         """Wait for these rounds at all ranks. See `AveragerGradients.average`."""

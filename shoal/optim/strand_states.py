@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 ASK_SECONDS = 10.0  # that a peer may take to say who carries its strands
 MOST = 1024  # strands, and ranks of a cluster
 MOST_ADDRESSES = 8  # of a rank
+MOST_ASKED = 16  # peers from which strands are downloaded
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
 Address = Annotated[str, msgspec.Meta(max_length=256)]
@@ -186,8 +187,10 @@ class StrandStates:
             failed[donor] = f"does not say who carries each of {self._count} strands"
             return None
 
+        asked = self._random.sample(list(donors), min(len(donors), MOST_ASKED))
+
         async def ask_all() -> list[Carriers | None]:
-            return await asyncio.gather(*map(ask, donors))
+            return await asyncio.gather(*map(ask, asked))
 
         found = [said for said in self._dht.submit(ask_all()).result() if said is not None]
         if not found:

@@ -182,9 +182,7 @@ def check_gradients(strands: Strands) -> None:
     for factor in (1.5, -3.0):
         for number, parameter in enumerate(strands.model):
             parameter.grad = None if number % 3 == 2 else gradient(parameter, factor)
-        memory = [piece.grad for piece in strands.pieces]
         strands.gather_gradients()
-        assert factor > 0 or all(was is piece.grad for was, piece in zip(memory, strands.pieces, strict=True))
         bits = int.from_bytes(strands.gradients, "little")
         for number in range(len(strands.model)):
             places = [places[number] for places in strands.numbers]
