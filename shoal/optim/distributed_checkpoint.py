@@ -191,10 +191,10 @@ class StrandCheckpoint:
         replica, drift = self._replica, self._replica.drift
         if [(list(shape), dtype) for shape, dtype in common.parameters] != self._parameters:
             raise ValueError("the checkpoint is of other parameters than this model's")
-        if (common.scheduler is None) != (replica.scheduler is None):
-            raise ValueError("the checkpoint has a scheduler and this optimizer has none, or the other way round")
         if (common.inner is None) != (drift is None):
             raise ValueError("the checkpoint is of a run with outer=, and this one is without, or the other way round")
+        if (common.scheduler is None) != (replica.scheduler is None):
+            raise ValueError("the checkpoint has a scheduler and this optimizer has none, or the other way round")
         if not self._strands.rank and common.extras != len(state.get("extra tensors", ())):
             raise ValueError(f"the checkpoint has {common.extras} extra tensors, this optimizer another number")
         options_of(common.stepped, replica.optimizer)

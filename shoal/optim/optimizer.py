@@ -612,6 +612,8 @@ class Optimizer(torch.optim.Optimizer):
                 return self._lead("strand_state().state_dict", give)
 
         def take(state: dict[str, Any]) -> None:
+            if not self._closed:
+                self._check_dht()
             checkpoint.check(state)
             self._epoch.continue_from(lambda: checkpoint.take(state))
 

@@ -34,16 +34,17 @@ def loaded(made: Clusters) -> tuple[int, str]:
     return found.pop()
 
 
-@pytest.mark.parametrize("mode", ["", "diloco"])
-def test_it_goes_on_as_if_there_had_been_no_end(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize(("kind", "mode"), [("fsdp2", ""), ("ddp", ""), ("fsdp2", "diloco"), ("ddp", "diloco")])
+def test_it_goes_on_as_if_there_had_been_no_end(tmp_path: Path, kind: str, mode: str) -> None:
+    """Saved by two ranks, loaded and saved by one, then by four, and loaded by two again."""
     files = [str(tmp_path / f"checkpoint {number}") for number in range(3)]
-    whole = trained(tmp_path / "0", "fsdp2", 2, epochs=6, mode=mode).digests(0, 0)
-    first = trained(tmp_path / "1", "fsdp2", 2, epochs=3, save_strands=files[0], mode=mode)
+    whole = trained(tmp_path / "0", kind, 2, epochs=6, mode=mode).digests(0, 0)
+    first = trained(tmp_path / "1", kind, 2, epochs=3, save_strands=files[0], mode=mode)
     sizes = [sum(file.stat().st_size for file in Path(files[0]).glob(f"__{rank}_*")) for rank in range(2)]
     assert 0.7 < sizes[0] / sizes[1] < 1.4
     alone = trained(tmp_path / "2", "plain", 1, epochs=3, load_strands=files[0], save_strands=files[1], mode=mode)
     more = trained(tmp_path / "3", "fsdp2", 4, epochs=3, load_strands=files[1], save_strands=files[2], mode=mode)
-    again = trained(tmp_path / "4", "fsdp2", 2, epochs=6, load_strands=files[2], mode=mode)
+    again = trained(tmp_path / "4", kind, 2, epochs=6, load_strands=files[2], mode=mode)
     assert loaded(alone) == loaded(more) == loaded(again) == (3, first.digests(0, 0)[3]) == (3, whole[3])
     assert [again.digests(0, rank) for rank in range(2)] == [{e: whole[e] for e in (4, 5, 6)}] * 2
 
