@@ -114,7 +114,7 @@ class StrandCheckpoint:
         self.own: dict[str, Any] = {}
 
     @property
-    def _parameters(self) -> list[tuple[list[int], str]]:
+    def _described(self) -> list[tuple[list[int], str]]:
         return [(list(parameter.shape), str(parameter.dtype)) for parameter in self._replica.described]
 
     def _common(self) -> Common:
@@ -123,7 +123,7 @@ class StrandCheckpoint:
         return Common(
             replica.tip.epoch,
             replica.names(),
-            self._parameters,
+            self._described,
             len(replica.extra_tensors),
             scheduler_state(replica.scheduler),
             rest_of(replica.optimizer, replica.part(self._strands.mine[0]).parameters),
@@ -189,7 +189,7 @@ class StrandCheckpoint:
 
     def _check(self, state: dict[str, Any], common: Common) -> None:
         replica, drift = self._replica, self._replica.drift
-        if [(list(shape), dtype) for shape, dtype in common.parameters] != self._parameters:
+        if [(list(shape), dtype) for shape, dtype in common.parameters] != self._described:
             raise ValueError("the checkpoint is of other parameters than this model's")
         if (common.inner is None) != (drift is None):
             raise ValueError("the checkpoint is of a run with outer=, and this one is without, or the other way round")
