@@ -34,7 +34,15 @@ def loaded(made: Clusters) -> tuple[int, str]:
     return found.pop()
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("fsdp2", ""), ("ddp", ""), ("fsdp2", "diloco"), ("ddp", "diloco")])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("fsdp2", ""),
+        ("ddp", "diloco"),
+        pytest.param("ddp", "", marks=pytest.mark.long),
+        pytest.param("fsdp2", "diloco", marks=pytest.mark.long),
+    ],
+)
 def test_it_goes_on_as_if_there_had_been_no_end(tmp_path: Path, kind: str, mode: str) -> None:
     """Saved by two ranks, loaded and saved by one, then by four, and loaded by two again."""
     files = [str(tmp_path / f"checkpoint {number}") for number in range(3)]

@@ -158,8 +158,11 @@ def test_torch_names_the_number_of_strands(alone: Alone, tmp_path: Path) -> None
     first, second = Net(), Net()
     save(made(alone, first), first, tmp_path)
     other = made(alone, second, run_id="s", cluster=shoal.Cluster(strands=8))
+    train(second, other, 1)
+    before = everything(other), values(second), other.tip
     with pytest.raises(CheckpointException, match="cut into 8 strands"):
         load(other, second, tmp_path)
+    assert (everything(other), values(second), other.tip) == before
 
 
 def test_without_strands_it_names_the_way_out(alone: Alone) -> None:
