@@ -195,6 +195,9 @@ class StrandCheckpoint:
             raise ValueError("the checkpoint is of a run with outer=, and this one is without, or the other way round")
         if (common.scheduler is None) != (replica.scheduler is None):
             raise ValueError("the checkpoint has a scheduler and this optimizer has none, or the other way round")
+        known = {} if replica.scheduler is None else replica.scheduler.state_dict()
+        if unknown := set(common.scheduler or ()) - set(known):
+            raise ValueError(f"this optimizer's scheduler has no {', '.join(sorted(unknown))}")
         if not self._strands.rank and common.extras != len(state.get("extra tensors", ())):
             raise ValueError(f"the checkpoint has {common.extras} extra tensors, this optimizer another number")
         options_of(common.stepped, replica.optimizer)

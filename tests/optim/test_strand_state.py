@@ -128,6 +128,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(alone: Alone, tmp_path
         "not cut into 2 strands": (Net(), {"cluster": shoal.Cluster(strands=2)}),
         "of other parameters": (Net(width=5), {}),
         "a scheduler": (Net(), {"scheduler": None}),
+        "scheduler has no": (
+            Net(),
+            {"scheduler": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)},
+        ),
         "outer=": (Net(), {"outer": shoal.DiLoCo(), "scheduler": None}),
         "keeps exp_avg": (Net(), {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}),
         "strand 2 is not in the state": (Net(), {}),
