@@ -464,14 +464,24 @@ class Epoch:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Optimizer`."""
+
+        def load() -> None:
+            if self.state is not EpochState.CLOSED:
+                given = state_dict.get("shoal", {}).get("grad_averager", {})
+                self._accumulation.load_averager_state(given)
+            self._replica.load_state_dict(state_dict)
+
+        self.continue_from(load)
+
+    def continue_from(self, load: Callable[[], None]) -> None:
+        """Continue from the state that `load` gives the replica."""
         self.take_result(wait=True)
         if self.state is EpochState.CLOSED:
-            self._replica.load_state_dict(state_dict)
+            load()
             self.applied = self._replica.tip
             return
         self._accumulation.leave()
-        self._accumulation.load_averager_state(state_dict.get("shoal", {}).get("grad_averager", {}))
-        self._replica.load_state_dict(state_dict)
+        load()
         if not self._run.swarm.believes(self._replica.tip):  # it was pinned in another run
             self._replica.tip = replace(self._replica.tip, pin=0)
         self._run.follow(self._replica.tip)

@@ -18,6 +18,7 @@ from shoal.cluster.gang import ClusterError, Gang, told_to_all
 from shoal.cluster.messages import Do, Done, Go, Report, Verdict
 from shoal.cluster.strands import Strands
 from shoal.optim.crew import Crew
+from shoal.optim.distributed_checkpoint import NO_STRANDS, StrandState
 from shoal.optim.epoch_scheduler import wraps
 from shoal.optim.settings import Settings, Stepped, check_cluster, make_outer, make_trained, samples_of
 from shoal.optim.share import Share
@@ -198,6 +199,26 @@ class Follower(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing of the dict is used here: rank 0 loads it, and sends the parameters."""
         self._call(Report("load_state_dict"), self._whole.gather_parameters)
+
+    def strand_state(self) -> StrandState:
+        """See `shoal.Optimizer.strand_state`."""
+        if self._share is None:
+            raise ValueError(NO_STRANDS)
+        checkpoint = self._share.checkpoint
+
+        def give() -> dict[str, Any]:
+            self._call(Report("strand_state().state_dict"))
+            given, checkpoint.own = checkpoint.own, {}
+            return given
+
+        def take(state: dict[str, Any]) -> None:
+            checkpoint.own = state
+            try:
+                self._call(Report("strand_state().load_state_dict"))
+            finally:
+                checkpoint.own = {}
+
+        return StrandState(give, take)
 
     def report(self, *, loss: float | Tensor) -> None:
         """Nothing: rank 0 tells those who watch the run."""

@@ -21,6 +21,7 @@ from shoal.membership.holder import Source
 from shoal.optim._torch import scale_by_own_rules
 from shoal.optim.accumulation import Accumulation
 from shoal.optim.diloco import DiLoCo
+from shoal.optim.distributed_checkpoint import NO_STRANDS, StrandCheckpoint, StrandState
 from shoal.optim.epoch import Epoch
 from shoal.optim.epoch_round import make_gradients, make_run
 from shoal.optim.epoch_scheduler import wraps
@@ -588,6 +589,45 @@ class Optimizer(torch.optim.Optimizer):
                 collect = self._speaker.whole.gather_parameters if self._speaker.strands is None else None
             self._lead("load_state_dict", load, collect)
         self.param_groups, self.state = self._groups(), self.optimizer.state
+
+    def strand_state(self) -> StrandState:
+        """The state for `torch.distributed.checkpoint`, to which each rank of a cluster gives its own strands:
+
+        >>> state = {"model": get_model_state_dict(model), "optimizer": optimizer.strand_state()}
+        >>> dcp.save(state, checkpoint_id=path)
+        >>> dcp.load(state, checkpoint_id=path)
+
+        All ranks make these calls at once. A cluster of any number of ranks loads it that has as many strands; one that
+        has others gets torch's error, and nothing has changed. Otherwise as `state_dict`. With `outer`, load the
+        model's parameters in the same call, or before.
+
+        Raises:
+            ValueError: if this optimizer has no strands.
+        """
+        if not isinstance(self._replica, StrandReplica):
+            raise ValueError(NO_STRANDS)
+        checkpoint = StrandCheckpoint(self._replica)
+
+        def give() -> dict[str, Any]:
+            self._epoch.take_result(wait=True)
+            return checkpoint.give()
+
+        def give_all() -> dict[str, Any]:
+            with self._in_trainer("strand_state().state_dict"):
+                return self._lead("strand_state().state_dict", give)
+
+        def take(state: dict[str, Any]) -> None:
+            if not self._closed:
+                self._check_dht()
+            checkpoint.check(state)
+            self._epoch.continue_from(lambda: checkpoint.take(state))
+
+        def take_all(state: dict[str, Any]) -> None:
+            with self._in_trainer("strand_state().load_state_dict"):
+                self._lead("strand_state().load_state_dict", lambda: take(state))
+            self.param_groups, self.state = self._groups(), self.optimizer.state
+
+        return StrandState(give_all, take_all)
 
     def _groups(self) -> Any:
         """The parameter groups as users see them: with the model's parameters."""

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from shoal.optim.crew import Crew
+from shoal.optim.distributed_checkpoint import StrandCheckpoint
 from shoal.optim.strand_drift import StrandDrift
 from shoal.optim.strand_gradients import StrandGradients
 from shoal.optim.strand_replica import StrandReplica
@@ -22,10 +23,14 @@ class Share:
     Args:
         crew: to hear whether it is still wanted what this rank waits for.
         replica, gradients: of these strands.
+
+    Attributes:
+        checkpoint: of these strands.
     """
 
     def __init__(self, crew: Crew, replica: StrandReplica, gradients: StrandGradients | StrandDrift) -> None:
         self._gradients, self._crew, self._replica = gradients, crew, replica
+        self.checkpoint = StrandCheckpoint(replica)
         self._known: dict[str, Callable[..., Any]] = {
             "accumulate": gradients.accumulate,
             "reset": gradients.reset,
@@ -47,6 +52,9 @@ class Share:
             "publish": replica.publish,
             "state dict": replica.state_dict_here,
             "load state dict": lambda: replica.load_state_here(None, None),
+            "give strands": self.checkpoint.give_here,
+            "check strands": self.checkpoint.check_here,
+            "take strands": self.checkpoint.take_here,
         }
         if isinstance(gradients, StrandDrift):
             self._known |= {

@@ -184,7 +184,7 @@ class TrainingState:
                 groups=[plain(group) for group in (self._options() if groups is None else groups)],
                 statistics=[(index, name) for index, name, _ in statistics],
                 values=[(i, name, plain(v)) for i, name, v in held if not isinstance(v, Tensor)],
-                scheduler=_scheduler_state(self.scheduler),
+                scheduler=scheduler_state(self.scheduler),
                 extras=len(part.extras),
             )
         except TypeError as error:
@@ -216,6 +216,14 @@ class TrainingState:
             tensors, scalars = state.tensors(), _scalars.decode(state.scalars)
         except RecursionError as error:
             raise ValueError(f"the state is nested too deeply: {error}") from error
+        self.load_tensors(tensors, scalars, part)
+
+    def load_tensors(self, tensors: Sequence[Tensor], scalars: Scalars, part: Part) -> None:
+        """Take over a state of that part: its tensors as they are in a snapshot, and the rest.
+
+        Raises:
+            ValueError: if it does not fit this model; then nothing has changed.
+        """
         count, extras, mine = len(part.parameters), len(part.extras), self._options()
         if len(tensors) != count + len(scalars.statistics) + scalars.extras or scalars.extras != extras:
             parameters = len(tensors) - len(scalars.statistics) - scalars.extras
@@ -347,6 +355,10 @@ class Replica(TrainingState):
     def tip(self, tip: Tip) -> None:
         self._tip = tip
         self.line.went_to(tip)
+
+    def locked(self) -> AbstractContextManager[object]:
+        """Within, nobody else changes the state or copies it."""
+        return self._lock
 
     @property
     def in_backward(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -657,7 +669,7 @@ def hash_of(tensors: Iterable[Tensor]) -> bytes:
     return hasher.digest()
 
 
-def _scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any] | None:
+def scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any] | None:
     """The plain data in a scheduler's state. Functions that torch leaves in it are each peer's own."""
     if scheduler is None:
         return None

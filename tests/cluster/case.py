@@ -138,6 +138,25 @@ def spill() -> Tensor:
     raise ValueError("spilt coffee")
 
 
+def own_strands() -> Any:
+    """Each rank in turn has lost what it saved."""
+    model: Any = fully_shard(layers(), mesh=init_device_mesh("cpu", (SIZE,)))
+    optimizer = made(model)
+    backward(model)
+    optimizer.step()
+    before, saved = values(model), optimizer.strand_state().state_dict()
+    optimizer.step()
+    found = []
+    for culprit in range(SIZE):
+        left = {name: value for name, value in saved.items() if culprit != RANK or not name.startswith("strand ")}
+        found.append(error_of(optimizer.strand_state().load_state_dict, left))
+    moved = values(model) != before
+    optimizer.step()
+    epoch = optimizer.local_epoch
+    optimizer.strand_state().load_state_dict(saved)
+    return [found, moved, epoch, optimizer.local_epoch, values(model) == before]
+
+
 def errors() -> Any:
     """What one rank raises is raised at all; then they go on."""
     model: Any = fully_shard(layers(), mesh=init_device_mesh("cpu", (SIZE,)))
@@ -217,8 +236,8 @@ def ended() -> Any:
 
 
 CASES = [
-    two_meshes, other_strides, loaded_later, some_parameters, finished, errors, other_calls, not_made, unlike, late,
-    ended,
+    two_meshes, other_strides, loaded_later, some_parameters, finished, own_strands, errors, other_calls, not_made,
+    unlike, late, ended,
 ]  # fmt: skip
 
 

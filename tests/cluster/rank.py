@@ -15,6 +15,9 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -88,6 +91,11 @@ def wrapped(model: nn.Module, kind: str, size: int) -> Any:
     return model
 
 
+def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """For `torch.distributed.checkpoint`."""
+    return {"model": get_model_state_dict(model), "optimizer": optimizer.strand_state()}
+
+
 def main() -> None:
     told = json.loads(sys.argv[1])
     rank, size, folder = told["rank"], told["size"], Path(told["folder"])
@@ -119,6 +127,10 @@ def main() -> None:
         optimizer.load_state_dict(kept["optimizer"])
     print(json.dumps({"made": True}), flush=True)
     try:
+        if "load_strands" in told:
+            dcp.load(state_of(model, optimizer), checkpoint_id=told["load_strands"])
+            said = {"loaded": optimizer.local_epoch, "digest": digest_of(model), "time": time.monotonic()}
+            print(json.dumps(said), flush=True)
         while optimizer.local_epoch < told["epochs"]:
             epoch = optimizer.local_epoch
             optimizer.zero_grad()
@@ -139,9 +151,11 @@ def main() -> None:
             if rank == 0:
                 tensors["again.weight"] = tensors["tied.weight"]
                 torch.save({"model": tensors, "optimizer": state}, told["save"])
+        if "save_strands" in told:
+            dcp.save(state_of(model, optimizer), checkpoint_id=told["save_strands"])
         optimizer.finish()
         print(json.dumps({"parameters": [p.tolist() for p in whole(model)]}), flush=True)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, CheckpointException) as error:
         said = {"kind": type(error).__name__, "error": str(error), "time": time.monotonic()}
         print(json.dumps(said), flush=True)
         optimizer.shutdown()

@@ -444,7 +444,7 @@ def refused_meshes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("one", "two"))
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     fully_shard(model[1], mesh=mesh["two"])
-    refused(model.parameters(), "1.weight of shape (3, 7) has", "cluster's ranks, [0, 1, 2, 3]")
+    refused(model.parameters(), "1.weight of shape (3, 7) has", "cluster's ranks, in their order, [0, 1, 2, 3]")
     tensors: Any = parallelize_module(nn.Sequential(nn.Linear(5, 8)), mesh["two"], {"0": ColwiseParallel()})
     fully_shard(tensors, mesh=mesh["one"])
     refused(tensors.parameters(), "0.weight of shape (8, 5) has", "StridedShard")

@@ -59,6 +59,14 @@ def test_finish_applies_the_last_step_everywhere(tmp_path: Path) -> None:
     assert first[0] == 3
 
 
+def test_what_one_rank_can_not_load_is_loaded_by_none(tmp_path: Path) -> None:
+    for rank, (errors, *rest) in enumerate(found_by("own_strands", 2, tmp_path, 4)):
+        assert rest == [True, 3, 1, True]
+        assert [error.partition(" ")[0] for error in errors] == ["ClusterError:" if rank else "ValueError:"] * 2
+        assert "strand 0 is not in the state" in errors[0]
+        assert "strand 2 is not in the state" in errors[1]
+
+
 @of_both_kinds
 def test_what_one_rank_raises_is_raised_at_all_and_they_go_on(tmp_path: Path, strands: int) -> None:
     first, second = found_by("errors", 2, tmp_path, strands)
