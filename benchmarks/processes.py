@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,22 +130,32 @@ class PeakMemory:
 
 class Worker:
     """One worker process that answers JSON lines (see `benchmarks.workers.link`); its stderr goes to `log`. It runs in
-    `tree`, a checkout or what `tree_with` has made."""
+    `tree`, a checkout or what `tree_with` has made; `within` is a command that starts it elsewhere, as `ip netns exec`
+    does, and becomes the worker itself."""
 
-    def __init__(self, python: str, module: str, arguments: Sequence[str], log: Path, tree: Path = ROOT) -> None:
+    def __init__(
+        self,
+        python: str,
+        module: str,
+        arguments: Sequence[str],
+        log: Path,
+        tree: Path = ROOT,
+        within: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = f"{module.rpartition('.')[2]} {' '.join(arguments)}"
         self._log = log
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         with log.open("w") as stderr:
             self._process = subprocess.Popen(
-                [python, "-m", module, *arguments],
+                [*within, python, "-m", module, *arguments],
                 cwd=tree,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
                 start_new_session=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},  # the peers fill the cores already
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})},  # the peers fill the cores already
             )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

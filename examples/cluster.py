@@ -6,8 +6,9 @@
 (Two on one machine: give the second torchrun another --master-port.)
 
 Inside a cluster the model is sharded by `fully_shard` (FSDP2), over NCCL where there are GPUs, else over gloo. What is
-Shoal's here: `shoal.Cluster`, the DHT of rank 0, and `shoal.Optimizer`, which every rank makes and steps. With
-`--drift` clusters send each other every 16 steps how far they have moved, instead of every gradient (DiLoCo).
+Shoal's here: `shoal.Cluster`, a DHT of each rank, and `shoal.Optimizer`, which every rank makes and steps. Each rank
+sends and receives its own strands of the model. With `--drift` clusters send each other every 16 steps how far they
+have moved, instead of every gradient (DiLoCo).
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def main() -> None:
     ).to(mesh.device_type)
     fully_shard(model, mesh=mesh)
 
-    dht = shoal.DHT(initial_peers=given.initial_peers, start=True) if rank == 0 else None
-    if dht is not None:
+    dht = shoal.DHT(initial_peers=given.initial_peers, start=True)
+    if rank == 0:
         print("join with: --initial-peers", *map(str, dht.get_visible_maddrs()), flush=True)
     how: dict[str, Any] = {"target_batch_size": 4 * BATCH}
     if given.drift:
@@ -68,7 +69,7 @@ def main() -> None:
         batch_size_per_step=BATCH,
         params=model.parameters(),
         optimizer=lambda params: torch.optim.AdamW(params, lr=2e-3),
-        cluster=shoal.Cluster(mesh, strands=1),
+        cluster=shoal.Cluster(mesh, strands=8),
         **how,
     )
     torch.seed()  # each rank draws other samples
@@ -83,8 +84,7 @@ def main() -> None:
             epoch = optimizer.local_epoch
             print(f"epoch {epoch}: loss {loss.item():.3f}", flush=True)
     optimizer.finish()
-    if dht is not None:
-        dht.shutdown()
+    dht.shutdown()
     dist.destroy_process_group()
 
 

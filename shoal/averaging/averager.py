@@ -183,8 +183,7 @@ class DecentralizedAverager:
         admit_to(lambda: dht.node, prefix, membership)
         layout = Layout.of(averaged_tensors).on("cpu")
         self._compression = compression or NoCompression()
-        codecs = plan_of(self._compression, layout, tensor_infos)
-        self._vector = Vector(layout, codecs, error_feedback=error_feedback)
+        self._vector = self._make_vector(layout, tensor_infos, error_feedback)
         self._rules = Rules(
             sizes=layout.sizes,
             matchmaking_time=min_matchmaking_time,
@@ -204,9 +203,7 @@ class DecentralizedAverager:
         self.last_round: RoundReport | None = None
         self.lock_averaged_tensors = threading.Lock()
         self._tensors = tuple(averaged_tensors)
-        self._memory = FlatBuffer.adopt(self._tensors)
-        if self._memory.layout == layout:  # on the host
-            self._vector.inputs = self._memory
+        self._memory = self._adopt()
         names = [info.key if isinstance(info.key, str) else "" for info in tensor_infos or ()]
         self._place = Place(  # but for the role
             bandwidth=bandwidth,
@@ -268,18 +265,33 @@ class DecentralizedAverager:
     async def _start(self) -> None:
         self._check_role()
         compute_serially()
-        swarm = self._make_swarm(self.prefix, DHTDirectory(self.dht.dht_node, self.prefix), self._rules)
+        swarm = self._make_swarm(self.prefix, self._directory(self.prefix), self._rules)
         node, name, allow = self.dht.node, f"state/{self.prefix}", self.allow_state_sharing
         # The donor is there before others meet this peer. The state may change at any time, so it has no name, and no
         # snapshot is offered twice.
         snapshot, priority = partial(self._take_snapshot, swarm), lambda: self.state_sharing_priority
         self._donor = donor = StateDonor(node, name, snapshot, lambda: None, allow, priority, swarm.gate)
         try:
-            await swarm.start()
+            await swarm.start(tip=self._first_tip())
         except BaseException:  # cancelled, too
             donor.close()
             raise
         self._swarm = swarm
+
+    def _directory(self, run_id: str) -> Directory:
+        """Where the members of the run of that name are listed."""
+        return DHTDirectory(self.dht.dht_node, run_id)
+
+    def _make_vector(self, layout: Layout, infos: Infos | None, error_feedback: float | None) -> Vector:
+        """What rounds average."""
+        return Vector(layout, plan_of(self._compression, layout, infos), error_feedback=error_feedback)
+
+    def _adopt(self) -> FlatBuffer:
+        """The flat memory of the tensors: they move there."""
+        memory = FlatBuffer.adopt(self._tensors)
+        if memory.layout == self._vector.layout:  # on the host
+            self._vector.inputs = memory
+        return memory
 
     def _make_swarm(self, run_id: str, directory: Directory, rules: Rules) -> Swarm:
         """This peer's part in the run of that name."""
@@ -512,7 +524,7 @@ class DecentralizedAverager:
         """Join a round; if it fails, join another one, as long as there is time."""
         loop = asyncio.get_running_loop()
         if self.in_step and self._swarm is not None:
-            control.tip = self._swarm.catch_up()
+            control.tip = self._next_tip(self._swarm)
         while True:
             control.stage = AveragingStage.LOOKING_FOR_GROUP
             try:
@@ -522,11 +534,23 @@ class DecentralizedAverager:
                     self._bits = next_bits(self._bits, outcome.begin, self.peer_id.key, self._rules.target_group)
                 return outcome
             except AveragingError as error:
-                final = isinstance(error, Rejected | Behind) or not control.allow_retries
+                final = self._is_final(error) or not control.allow_retries
                 if final or loop.time() >= deadline - 2 * RETRY_SECONDS:
                     raise
                 log.debug("%r: %s: trying again", self.peer_id, error)
             await asyncio.sleep(RETRY_SECONDS)
+
+    def _first_tip(self) -> Tip | None:
+        """Where the run begins for this peer; None: where it begins for all."""
+        return None
+
+    def _next_tip(self, swarm: Swarm) -> Tip:
+        """Where the next round begins, if all members make their steps together."""
+        return swarm.catch_up()
+
+    def _is_final(self, error: AveragingError) -> bool:
+        """Whether another round can't help."""
+        return isinstance(error, Rejected | Behind)
 
     def _run_of_step(self) -> contextlib.AbstractAsyncContextManager[Swarm]:
         """The run in which this peer averages: that of its group bits."""
@@ -536,7 +560,7 @@ class DecentralizedAverager:
         if not self._bits:
             return contextlib.nullcontext(self._swarm)
         name = f"{self.prefix}.0b{self._bits}"
-        return self._runs.joined(name, DHTDirectory(self.dht.dht_node, name), self._rules)
+        return self._runs.joined(name, self._directory(name), self._rules)
 
     async def _aggregate(self, swarm: Swarm, control: StepControl, hold: Hold, deadline: float) -> Outcome:
         """Join a round of the run, and write its result to the tensors. Subclasses may average otherwise."""

@@ -2,50 +2,68 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+MOST_STRANDS = 1024
+
 
 class Cluster:
-    """The ranks that train one model together (DDP, FSDP2, tensor parallel) and are one peer of a run.
+    """The ranks that train one model together (DDP, FSDP2, HSDP) and are one peer of a run.
 
     >>> torch.distributed.init_process_group()
     >>> model = DistributedDataParallel(model)
-    >>> optimizer = shoal.Optimizer(..., params=model.parameters(), cluster=shoal.Cluster(strands=1))
+    >>> optimizer = shoal.Optimizer(..., params=model.parameters(), cluster=shoal.Cluster(strands=8))
 
-    Make it, and the optimizer, in all of its ranks at once.
+    Make it, and the optimizer, in all of its ranks at once. A process that is alone makes one, too, to be a peer of a
+    run whose other peers are clusters.
 
     Args:
-        group: a process group, or a device mesh (all of its ranks); None: all ranks.
-        strands: into how many shares the vector of the run is cut, each carried by one rank. With 1, rank 0 speaks for
-            the cluster: it averages and steps the whole model, and sends the others the new parameters. That takes the
-            memory and the network of one rank, and works with any placement of DTensors. More are not built yet.
+        group: a process group, or a device mesh (all of its ranks); None: all ranks, or this process alone where
+            `torch.distributed` is not initialised.
+        strands: into how many shares the vector of the run is cut; the same at all peers of the run, and a multiple of
+            the number of ranks. Each rank carries as many: it averages them with those that carry them elsewhere, on
+            its own connections, steps them, and keeps the optimizer's state of them. With 1, rank 0 speaks for the
+            cluster: it averages and steps the whole model, and sends the others the new parameters. That takes the
+            memory and the network of one rank, and works with any placement of DTensors.
 
     Attributes:
-        group: the process group of exactly its ranks.
+        group: the process group of exactly its ranks; None for a process that is alone.
         rank, size: of this process, and how many there are.
 
     Raises:
-        ValueError: for `strands` other than 1, for what is no group, in a process that is none of the ranks, and where
-            `torch.distributed` is not initialised.
+        ValueError: for `strands` that the ranks cannot share, for what is no group, in a process that is none of the
+            ranks, and in one of several processes (`torchrun`) where `torch.distributed` is not initialised.
     """
 
-    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None, *, strands: int = 1) -> None:
-        if type(strands) is not int or strands != 1:
-            raise ValueError(f"strands={strands!r}: only strands=1 is built so far: rank 0 speaks for all")
-        if not (dist.is_available() and dist.is_initialized()):
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None, *, strands: int = 8) -> None:
+        if type(strands) is not int or not 1 <= strands <= MOST_STRANDS:
+            raise ValueError(f"strands={strands!r}: give a whole number from 1 to {MOST_STRANDS}")
+        self.group: dist.ProcessGroup | None = None
+        self.strands, self.rank, self.size = strands, 0, 1
+        is_there = dist.is_available() and dist.is_initialized()
+        if not is_there and (group is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1):
             raise ValueError("a Cluster needs its process group: call torch.distributed.init_process_group first")
-        found: Any = dist.group.WORLD if group is None else group
-        if isinstance(group, DeviceMesh):
-            found = _group_of(group)
-        if not isinstance(found, dist.ProcessGroup):
-            raise ValueError(f"group={group!r}: give a process group or a device mesh of which this process is a rank")
-        self.group, self.strands = found, strands
-        self.rank, self.size = dist.get_rank(found), dist.get_world_size(found)
+        if is_there:
+            found: Any = dist.group.WORLD if group is None else group
+            if isinstance(group, DeviceMesh):
+                found = _group_of(group)
+            if not isinstance(found, dist.ProcessGroup):
+                raise ValueError(
+                    f"group={group!r}: give a process group or a device mesh of which this process is a rank"
+                )
+            self.group, self.rank, self.size = found, dist.get_rank(found), dist.get_world_size(found)
         if self.rank < 0:
             raise ValueError("this process is not a rank of the group")
+        if strands > 1 and strands % self.size:
+            more = self.size * -(-strands // self.size)
+            raise ValueError(
+                f"strands={strands} cannot be shared by {self.size} ranks: give strands={more}, here and at all peers "
+                "of the run, or strands=1: then rank 0 speaks for all"
+            )
 
     def __repr__(self) -> str:
         return f"shoal.Cluster(rank {self.rank} of {self.size}, strands={self.strands})"

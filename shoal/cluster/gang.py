@@ -22,12 +22,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
 from torch import distributed as dist
 
-from shoal.cluster.messages import Bye, Go, Hello, Lost, Message, Report, Verdict
+from shoal.cluster.messages import Bye, Do, Done, Go, Hello, Lost, Message, Report, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -46,30 +47,34 @@ class ClusterError(RuntimeError):
     """This cluster cannot go on: a rank is lost, has left, or has raised an error. It says which."""
 
 
+Said = Report | Verdict | Go | Do | Done
+
+
 class Gang:
     """This rank's part in the ties of its cluster. Made by all ranks at once.
 
     Args:
-        group: the process group.
+        group: the process group; None for a process that is alone.
 
     Attributes:
         rank, size: of this process, and of the group.
         names: of all ranks, for people.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        found = _introduced(group)
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        found = [("this process", "", "")] if group is None else _introduced(group)
         self.names = [name for name, _, _ in found]
         self._changed = threading.Condition()
-        self._inbox: dict[int, deque[Report | Verdict | Go]] = {rank: deque() for rank in range(self.size)}
+        self._inbox: dict[int, deque[Said]] = {rank: deque() for rank in range(self.size)}
+        self._news: list[Future[None]] = []  # of those who wait for whatever comes next
         self._left: set[int] = set()
         self._lost: Lost | None = None
         self._closed = False
         self._owed: set[int] = set()  # at rank 0: who has reported, and has no verdict; else rank 0, if this one waits
         self._sending = threading.Lock()  # a loss is told from the thread that sees it
         self._on_lost: Callable[[], object] = lambda: None
-        self._sockets = self._meet(group, [host for _, host, _ in found])
+        self._sockets = {} if group is None else self._meet(group, [host for _, host, _ in found])
         self._wake, self._woken = socket.socketpair()
         threading.Thread(target=self._listen, name="shoal-cluster", daemon=True).start()
         atexit.register(self._at_exit)
@@ -132,7 +137,7 @@ class Gang:
 
     # -- what they tell each other
 
-    def say(self, message: Report | Verdict | Go) -> None:
+    def say(self, message: Said) -> None:
         """Tell rank 0, or all others as rank 0. Raises ClusterError."""
         self.check()
         with self._changed:
@@ -166,13 +171,52 @@ class Gang:
         heard = [self._hear(rank) for rank in sorted(self._sockets)]
         return [message for message in heard if isinstance(message, Report)]
 
-    def hear_verdict(self) -> Verdict | Go:
-        """What rank 0 has done, or that all are to make the collectives of the call. Raises ClusterError."""
+    def hear_answers(self) -> list[Done]:
+        """The answer of each other rank to the oldest `Do` that they have not answered. Raises ClusterError."""
+        heard = [self._hear(rank) for rank in sorted(self._sockets)]
+        return [message for message in heard if isinstance(message, Done)]
+
+    def wait_for_answers(self, count: int, over: Future[None]) -> bool:
+        """Wait until each other rank has answered so often, at most until `over` is done. Returns whether they have.
+        Raises ClusterError."""
+
+        def are_here() -> bool:
+            return all(len(self._inbox[rank]) >= count for rank in self._sockets)
+
+        over.add_done_callback(lambda _: self._tell_change())
+        with self._changed:
+            self._changed.wait_for(lambda: are_here() or over.done() or self._lost is not None or self._closed)
+        self.check()
+        return are_here()
+
+    def _tell_change(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def news(self) -> Future[None]:
+        """A future that is done when there is a message that was not heard, or a rank is lost."""
+        future: Future[None] = Future()
+        with self._changed:
+            self._news.append(future)
+        self._tell_news()
+        return future
+
+    def _tell_news(self) -> None:
+        with self._changed:
+            if not (any(self._inbox.values()) or self._lost is not None or self._closed):
+                return
+            news, self._news = self._news, []
+        for future in news:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
+
+    def hear_verdict(self) -> Verdict | Go | Do:
+        """What rank 0 has done, or what all are to do in the call. Raises ClusterError."""
         message = self._hear(0)
-        assert not isinstance(message, Report)
+        assert not isinstance(message, Report | Done)
         return message
 
-    def _hear(self, rank: int) -> Report | Verdict | Go:
+    def _hear(self, rank: int) -> Said:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._inbox[rank] or self._lost is not None or self._closed or rank in self._left
@@ -227,24 +271,31 @@ class Gang:
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # what has ended this process
-        if error is None:
-            self.leave()
+        if error is None or _is_own(error):
+            self.leave(error)
         else:
             self._wait_for_why(error)
 
-    def leave(self) -> None:
-        """Tell the others that this rank waits for nobody any more."""
-        self._wait_for_why(sys.exc_info()[1])
+    def leave(self, error: BaseException | None = None) -> None:
+        """Tell the others that this rank waits for nobody any more; if an error has ended its training, which."""
+        error = sys.exc_info()[1] if error is None else error
+        self._wait_for_why(error)
         with self._changed:
             if self._closed:
                 return
             self._closed = True
+            is_why = _is_own(error) and self._lost is None
+            goodbye = Bye(f"{type(error).__name__}: {error}"[:4096] if is_why else "")
             self._changed.notify_all()
+        self._tell_news()
         atexit.unregister(self._at_exit)
-        for tie in self._sockets.values():
+        lost = self._lost if self.rank == 0 else None
+        for rank, tie in self._sockets.items():
             try:
                 with self._sending:
-                    _send(tie, Bye())
+                    if lost is not None and rank != lost.rank:  # `_lose` may not have come so far
+                        _send(tie, lost)
+                    _send(tie, goodbye)
             except OSError as error:
                 log.debug("a rank is gone already: %s", error)
         self._wake.shutdown(socket.SHUT_RDWR)  # also where a process that was forked from this one has it, too
@@ -283,14 +334,17 @@ class Gang:
                 is_owed = rank in self._owed and not (self._inbox[rank] and self.rank)
                 self._left.add(rank)
                 self._changed.notify_all()
-            if is_owed:
+            if message.error:
+                self._lose(rank, f"it has raised {message.error}")
+            elif is_owed:
                 self._lose(rank, "it has ended in the middle of a call")
-        elif isinstance(message, Report | Verdict | Go):
+        elif not isinstance(message, Hello):
             with self._changed:
                 if isinstance(message, Report):
                     self._owed.add(rank)
                 self._inbox[rank].append(message)
                 self._changed.notify_all()
+            self._tell_news()
         return True
 
     def _lose(self, rank: int, reason: str) -> None:
@@ -299,6 +353,7 @@ class Gang:
                 return
             self._lost = Lost(rank, reason)
             self._changed.notify_all()
+        self._tell_news()
         log.error("%s of this cluster is lost: %s; all of its ranks end", self.names[rank], reason)
         for other, tie in self._sockets.items():
             if self.rank == 0 and other != rank:
@@ -308,6 +363,11 @@ class Gang:
                 except OSError as error:
                     log.debug("%s is gone, too: %s", self.names[other], error)
         self._call_on_lost()
+
+
+def _is_own(error: BaseException | None) -> bool:
+    """Whether the training of this rank ends by that, and the others do not know."""
+    return isinstance(error, Exception) and not isinstance(error, ClusterError | StopIteration)
 
 
 Introduction = tuple[str, str, str]  # a rank's name, its host, and why it has not made its optimizer

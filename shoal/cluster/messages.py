@@ -1,4 +1,5 @@
-"""What the ranks of a cluster tell each other: one report of each rank, and one verdict of rank 0, in every step."""
+"""What the ranks of a cluster tell each other: in every step one report of each rank, then what rank 0 has all do, and
+one verdict of rank 0."""
 
 from __future__ import annotations
 
@@ -39,6 +40,30 @@ class Go(msgspec.Struct, tag=5, array_like=True, frozen=True):
     """All ranks are there: now all make the collectives of the call."""
 
 
+class Do(msgspec.Struct, tag=6, array_like=True, frozen=True):
+    """Rank 0 has all ranks do something with their shares of the state, in a call of all.
+
+    Attributes:
+        what: its name.
+        given: what belongs to it, in msgpack.
+    """
+
+    what: Text
+    given: bytes
+
+
+class Done(msgspec.Struct, tag=7, array_like=True, frozen=True):
+    """A rank has done it.
+
+    Attributes:
+        answer: in msgpack.
+        error: what it has raised; "" if nothing.
+    """
+
+    answer: bytes
+    error: Text = ""
+
+
 class Verdict(msgspec.Struct, tag=2, array_like=True, frozen=True):
     """What rank 0 has done in a call.
 
@@ -65,7 +90,9 @@ class Lost(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
 
 class Bye(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """The sender has shut its optimizer down."""
+    """The sender has shut its optimizer down. `error`: what had been raised there; "" if nothing."""
+
+    error: Text = ""
 
 
-Message = Hello | Report | Verdict | Lost | Bye | Go
+Message = Hello | Report | Verdict | Lost | Bye | Go | Do | Done

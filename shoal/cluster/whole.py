@@ -1,9 +1,10 @@
-"""The parameters of a model that ranks hold together, in one piece at rank 0. The only file that knows DTensor."""
+"""The parameters of a model that ranks hold together, in one piece at rank 0. With `strands`, the only file that
+knows DTensor."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from blake3 import blake3
@@ -12,6 +13,8 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from shoal.flat import bytes_of
+
+T = TypeVar("T")
 
 
 class Whole:
@@ -60,14 +63,19 @@ class Whole:
     def _in_one_piece(self, parameter: Tensor) -> Tensor:
         if not isinstance(parameter, DTensor):
             return parameter
-        full = parameter.full_tensor().detach()
-        kept = full.clone() if self._is_first else torch.empty_like(full, device="meta")
+        found = parameter.full_tensor().detach()
+        kept = found.clone() if self._is_first else torch.empty_like(found, device="meta")
         return nn.Parameter(kept, requires_grad=parameter.requires_grad)
 
     @property
     def is_sharded(self) -> bool:
         """Whether any parameter is."""
         return any(isinstance(parameter, DTensor) for parameter in self.model)
+
+    @property
+    def gathers_alone(self) -> bool:
+        """Whether gathering is no collective."""
+        return not self.is_sharded
 
     def gather_for_step(self) -> None:
         """Gather the gradients; in the first step after the parameters, which may have been loaded since they were
@@ -82,7 +90,7 @@ class Whole:
         """Give the whole parameters at rank 0 the gradients of those that are sharded."""
         for parameter, whole in zip(self.model, self._whole, strict=True):
             if isinstance(parameter, DTensor):
-                gradient = None if parameter.grad is None else _full(parameter.grad)
+                gradient = None if parameter.grad is None else full(parameter.grad)
                 whole.grad = gradient if self._is_first else None
 
     @torch.no_grad()
@@ -90,22 +98,17 @@ class Whole:
         """Set the whole parameters at rank 0 to what the model has: others may have loaded it."""
         for parameter, whole in zip(self.model, self._whole, strict=True):
             if isinstance(parameter, DTensor):
-                full = parameter.full_tensor()
+                found = parameter.full_tensor()
                 if self._is_first:
-                    whole.copy_(full)
+                    whole.copy_(found)
 
     @torch.no_grad()
     def spread(self, more: Iterable[Tensor]) -> None:
         """Copy the parameters of rank 0 to all ranks, and `more` tensors, which each rank holds whole."""
         for parameter, whole in zip(self.model, self._whole, strict=True):
             if isinstance(parameter, DTensor):
-                source = whole.detach() if self._is_first else torch.empty(whole.shape, dtype=whole.dtype)
-                full = source.to(parameter.device).contiguous()
-                dist.broadcast(full, self._source, group=self._group)
-                mesh, placements = parameter.device_mesh, parameter.placements
-                # Each rank cuts its own: a mesh may be of a part of the ranks, and has a rank 0 of its own.
-                copies = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-                parameter.to_local().copy_(copies.redistribute(mesh, placements).to_local())
+                made = cut(self._group, whole.detach() if self._is_first else None, whole.dtype, parameter)
+                parameter.to_local().copy_(local(made))
             else:
                 self._broadcast(parameter.detach())
         for tensor in more:
@@ -145,5 +148,40 @@ class Whole:
         return hasher.digest()
 
 
-def _full(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+def full(tensor: Tensor) -> Tensor:
+    """The tensor in one piece; a collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def cut(group: dist.ProcessGroup | None, whole: object, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """A tensor that rank 0 has in one piece, placed as another one of its shape. A collective.
+
+    Args:
+        group: the ranks; None for a process that is alone.
+        whole: at rank 0 the tensor.
+        like: the other one.
+    """
+    source = whole if isinstance(whole, Tensor) else torch.empty(like.shape, dtype=dtype)
+    copy = source.to(like.device).contiguous()
+    if group is not None:
+        dist.broadcast(copy, dist.get_global_rank(group, 0), group=group)
+    if not isinstance(like, DTensor):
+        return copy
+    mesh, placements = like.device_mesh, like.placements
+    # Each rank cuts its own: a mesh may be of a part of the ranks, and has a rank 0 of its own.
+    copies = DTensor.from_local(copy, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return copies.redistribute(mesh, placements)
+
+
+def shared_by_all(group: dist.ProcessGroup | None, value: T) -> T:
+    """What rank 0 gives, at all ranks. A collective."""
+    if group is None:
+        return value
+    found = [value]
+    dist.broadcast_object_list(found, dist.get_global_rank(group, 0), group=group)
+    return found[0]

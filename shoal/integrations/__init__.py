@@ -8,9 +8,9 @@ What this room promises to its users:
 - what does not work in a framework is refused, with the way out.
 
 How to read it: `transformers.py`, `lightning.py` and `accelerate.py` are one file for each framework. They share
-`terms.py` (what the user gives, and what is refused), `member.py` (the optimizer of a peer in a framework's hands) and
-`samples.py` (how many samples are behind a step); `_frameworks.py` has the private names of the frameworks. Importing
-this package imports none of them.
+`terms.py` (what the user gives, and what is refused), `ranks.py` (the processes that are one peer), `member.py` (the
+optimizer of a peer in a framework's hands) and `samples.py` (how many samples are behind a step); `_frameworks.py` has
+the private names of the frameworks. Importing this package imports none of them.
 """
 
 from __future__ import annotations

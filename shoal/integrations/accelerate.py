@@ -10,10 +10,11 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 import shoal
-from shoal.integrations.member import Member, own_scaler, own_seed
+from shoal.integrations.member import Member, own_scaler
 from shoal.integrations.mixing import mix, refuse_mixed
+from shoal.integrations.ranks import Clusters, Ranks
 from shoal.integrations.samples import Samples, size_of
-from shoal.integrations.terms import Terms, refuse_many, refuse_plateau, refuse_processes
+from shoal.integrations.terms import Terms, refuse_many, refuse_plateau, refuse_scaler
 
 try:
     from accelerate import Accelerator
@@ -26,10 +27,11 @@ except ImportError as error:
 def swarm(
     accelerator: Accelerator,
     *args: Any,
-    dht: shoal.DHT,
+    dht: shoal.DHT | None,
     run_id: str,
     target_batch_size: int,
     max_grad_norm: float | None = None,
+    cluster: Clusters | None = None,
     **options: Any,
 ) -> tuple[Any, ...]:
     """Join a run, in place of `accelerator.prepare(model, optimizer, data, scheduler)`.
@@ -44,37 +46,43 @@ def swarm(
     Args:
         accelerator: of the script.
         args: as for `prepare`: one optimizer, the data loader, and what else there is.
-        dht: this peer's place in the DHT, started.
+        dht: this peer's place in the DHT, started. With `cluster`, only the main process needs one.
         run_id: names the run.
         target_batch_size: samples of all peers per epoch.
         max_grad_norm: the norm to which the average is clipped, that of `accelerator.clip_grad_norm_` in the script.
+        cluster: a function that makes a `shoal.Cluster`, or one: the processes of the Accelerator are one peer. With
+            one process it has no effect.
         options: arguments of `shoal.Optimizer`, and `on_event`, a function that is called with each event.
 
     Returns:
         `args`, prepared, in their order.
 
     Raises:
-        ValueError: if Accelerate is set up for several processes, or was given before; for none or several
-            optimizers; for ReduceLROnPlateau; for options that the script gives, or that need a loop without
-            Accelerate.
+        ValueError: if Accelerate is set up for several processes without `cluster`, or was given before; for none or
+            several optimizers; for ReduceLROnPlateau; for options that the script gives, or that need a loop without
+            Accelerate; with `cluster`, for fp16.
+        ClusterError: if another process of the cluster is lost, or has raised an error.
     """
     terms = Terms(dht, run_id, target_batch_size, options)
     refuse_mixed(accelerator, InSwarm)
-    refuse_processes(accelerator.num_processes, "`accelerate launch` (--num_processes)")
-    if accelerator.distributed_type != DistributedType.NO:
+    ranks = Ranks.of(cluster, accelerator.num_processes, "`accelerate launch` (--num_processes)")
+    if accelerator.distributed_type not in _REPLICATES:
         raise ValueError(f"{accelerator.distributed_type} owns the optimizer, and a run needs it: leave it out")
     optimizers = [given for given in args if isinstance(given, torch.optim.Optimizer)]
     refuse_many(optimizers)
     refuse_plateau(*(given for given in args if isinstance(given, LRScheduler)))
+    if ranks.cluster is not None:
+        refuse_scaler(accelerator.scaler)
+    seed = ranks.seed(dht)
     if accelerator.scaler is not None:
         accelerator.scaler = own_scaler(accelerator.scaler, accelerator.device.type)
     accelerator.step_scheduler_with_optimizer = False  # the schedule knows by itself when the epoch has moved
     # First the model, which goes to its device; what is left of the order does not matter.
     prepared = {id(given): accelerator.prepare(given) for given in args if not isinstance(given, _LATER)}
-    member = Member(terms, optimizers[0], max_grad_norm)
+    member = Member(terms, optimizers[0], max_grad_norm, ranks)
     try:
         mix(accelerator, InSwarm)
-        accelerator._member, accelerator._samples = member, Samples()
+        accelerator._member, accelerator._samples = member, Samples(ranks)
         accelerator._max_grad_norm = None if terms.clips_locally else max_grad_norm
         accelerator._clips_locally = terms.clips_locally
         stepped = prepared[id(optimizers[0])] = accelerator.prepare(member.optimizer)
@@ -88,11 +96,12 @@ def swarm(
     except BaseException:  # the others must not wait for a peer that does not train
         member.leave()
         raise
-    torch.manual_seed(own_seed(dht))
+    torch.manual_seed(seed)
     return tuple(prepared[id(given)] for given in args)
 
 
 _LATER = (torch.optim.Optimizer, LRScheduler)
+_REPLICATES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class InSwarm(Accelerator):

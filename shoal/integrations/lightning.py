@@ -11,14 +11,15 @@ from torch.distributed import is_torchelastic_launched
 
 import shoal
 from shoal.integrations._frameworks import devices_of
-from shoal.integrations.member import Member, own_scaler, own_seed
+from shoal.integrations.member import Member, own_scaler
+from shoal.integrations.ranks import Clusters, Ranks
 from shoal.integrations.samples import Samples
-from shoal.integrations.terms import Terms, refuse_many, refuse_plateau, refuse_processes, trained_before
+from shoal.integrations.terms import Terms, refuse_many, refuse_plateau, refuse_scaler, trained_before
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
-    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.data import extract_batch_size
 except ImportError as error:
@@ -50,51 +51,25 @@ class Ends(Callback):
         self._member.finish()
 
 
-class SwarmStrategy(SingleDeviceStrategy):
-    """Makes a Lightning `Trainer` a peer of a run, from the beginning of `fit` to its end.
+class InSwarm(Strategy):
+    """What strategies do that make a Trainer a peer: the methods that both of this file share."""
 
-    >>> with shoal.DHT(initial_peers=[...], start=True) as dht:
-    ...     strategy = SwarmStrategy(dht=dht, run_id="my run", target_batch_size=4096)
-    ...     Trainer(max_steps=1000, strategy=strategy).fit(module, data)
-
-    A step of the Trainer is an epoch of the run: `max_steps`, `every_n_train_steps` and schedulers with
-    `interval="step"` count epochs, and so does `global_step`. A pass over the data, which Lightning calls an epoch, is
-    this peer's own, and so are `max_epochs` and `val_check_interval`. The optimizer, the schedulers and
-    `gradient_clip_val` are those of the script.
-
-    Args:
-        dht: this peer's place in the DHT, started. It stays when training ends.
-        run_id: names the run.
-        target_batch_size: samples of all peers per epoch.
-        device: on which this peer trains; the first GPU if there is one, by default.
-        options: arguments of `shoal.Optimizer`, and `on_event`, a function that is called with each event.
-
-    Raises:
-        ValueError: for options that the script gives, or that need a loop of the user's own; in `fit`, for several
-            devices or optimizers, manual optimization, schedulers that do not follow steps, and where it has trained
-            before.
-    """
-
-    strategy_name = "swarm"
     optimizers: list[torch.optim.Optimizer]
 
-    def __init__(
-        self,
-        *,
-        dht: shoal.DHT,
-        run_id: str,
-        target_batch_size: int,
-        device: torch.device | str | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-        if "max_grad_norm" in options:
+    def _set_terms(self, terms: Terms) -> None:
+        """Raises ValueError for options that the script gives."""
+        if "max_grad_norm" in terms.options:
             raise ValueError("max_grad_norm= comes from the training script: set the Trainer's gradient_clip_val")
-        self._terms = Terms(dht, run_id, target_batch_size, options)
+        self._terms, self._ranks = terms, Ranks()
         self._member: Member | None = None
-        self._samples = Samples()
+        self._samples = Samples(self._ranks)
+        self._seed = 0  # of this peer's shuffle
         self._clip_val: float | None = None  # the Trainer's, while this peer is in the run
         self._has_trained = False
+
+    def _count(self, trainer: Trainer) -> Ranks:
+        """The processes that are this peer. Raises ValueError if they can not be one."""
+        raise NotImplementedError
 
     def setup(self, trainer: Trainer) -> None:
         """As any strategy's, for a `fit` that begins as a run does, or from a checkpoint."""
@@ -109,9 +84,7 @@ class SwarmStrategy(SingleDeviceStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Join the run with the optimizer and the schedulers that the script makes."""
-        refuse_processes(devices_of(trainer), "the Trainer (devices= and num_nodes=)")
-        if is_torchelastic_launched():  # Lightning itself does not look at that, where a strategy has one device
-            refuse_processes(int(os.environ.get("WORLD_SIZE", "1")), "`torchrun` (--nproc-per-node)")
+        self._ranks = ranks = self._count(trainer)
         super().setup_optimizers(trainer)
         refuse_many(self.optimizers)
         if not self.lightning_module.automatic_optimization:
@@ -133,14 +106,16 @@ class SwarmStrategy(SingleDeviceStrategy):
                     'peer\'s own batches: give it interval="step" and frequency=1, which follow the epochs of the run'
                 )
         plugin = self.precision_plugin
+        if ranks.cluster is not None:
+            refuse_scaler(getattr(plugin, "scaler", None))
         if getattr(plugin, "scaler", None) is not None:
             plugin.scaler = own_scaler(plugin.scaler, plugin.device)
-        self._samples = Samples()
-        self._member = Member(self._terms, self.optimizers[0], self._clip_val)
+        self._seed, self._samples = ranks.seed(self._terms.dht), Samples(ranks)
+        self._member = Member(self._terms, self.optimizers[0], self._clip_val, ranks)
         self.optimizers = [self._member.optimizer]
         for config in self.lr_scheduler_configs:
             config.scheduler = shoal.EpochScheduler(config.scheduler)
-        torch.manual_seed(own_seed(self._terms.dht))
+        torch.manual_seed(self._seed)
         others = [callback for callback in trainer.callbacks if not isinstance(callback, Ends)]
         trainer.callbacks = [Ends(self._member), *others]
 
@@ -190,3 +165,100 @@ class SwarmStrategy(SingleDeviceStrategy):
         if self._clip_val is not None:
             self.lightning_module.trainer.gradient_clip_val, self._clip_val = self._clip_val, None
         super().teardown()
+
+
+class SwarmStrategy(InSwarm, SingleDeviceStrategy):
+    """Makes a Lightning `Trainer` a peer of a run, from the beginning of `fit` to its end.
+
+    >>> with shoal.DHT(initial_peers=[...], start=True) as dht:
+    ...     strategy = SwarmStrategy(dht=dht, run_id="my run", target_batch_size=4096)
+    ...     Trainer(max_steps=1000, strategy=strategy).fit(module, data)
+
+    A step of the Trainer is an epoch of the run: `max_steps`, `every_n_train_steps` and schedulers with
+    `interval="step"` count epochs, and so does `global_step`. A pass over the data, which Lightning calls an epoch, is
+    this peer's own, and so are `max_epochs` and `val_check_interval`. The optimizer, the schedulers and
+    `gradient_clip_val` are those of the script.
+
+    Args:
+        dht: this peer's place in the DHT, started. It stays when training ends. With `cluster`, only process 0 needs
+            one.
+        run_id: names the run.
+        target_batch_size: samples of all peers per epoch.
+        device: on which this peer trains; the first GPU if there is one, by default. Not with `cluster`, where the
+            Trainer chooses.
+        cluster: a function that makes a `shoal.Cluster`, or one: the processes of the Trainer are one peer, with
+            DistributedDataParallel. Then this is a `ClusterStrategy`.
+        options: arguments of `shoal.Optimizer`, and `on_event`, a function that is called with each event.
+
+    Raises:
+        ValueError: for options that the script gives, or that need a loop of the user's own; in `fit`, for several
+            devices without `cluster`, several optimizers, manual optimization, schedulers that do not follow steps,
+            where it has trained before, and with `cluster` for fp16.
+        ClusterError: in `fit`, if another process of the cluster is lost, or has raised an error.
+    """
+
+    strategy_name = "swarm"
+
+    def __new__(cls, *, cluster: Clusters | None = None, **given: Any) -> Any:
+        """With `cluster`, a `ClusterStrategy`: Lightning has a class for each way to use devices."""
+        if cluster is None:
+            return super().__new__(cls)
+        if cls is not SwarmStrategy:
+            raise ValueError(f"cluster= makes a ClusterStrategy: let {cls.__name__} inherit from that")
+        return ClusterStrategy(cluster=cluster, **given)
+
+    def __init__(
+        self,
+        *,
+        dht: shoal.DHT | None,
+        run_id: str,
+        target_batch_size: int,
+        device: torch.device | str | None = None,
+        cluster: Clusters | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+        self._set_terms(Terms(dht, run_id, target_batch_size, options))
+
+    def _count(self, trainer: Trainer) -> Ranks:
+        ranks = Ranks.of(None, devices_of(trainer), "the Trainer (devices= and num_nodes=)")
+        if is_torchelastic_launched():  # Lightning itself does not look at that, where a strategy has one device
+            Ranks.of(None, int(os.environ.get("WORLD_SIZE", "1")), "`torchrun` (--nproc-per-node)")
+        return ranks
+
+
+class ClusterStrategy(InSwarm, DDPStrategy):
+    """What `SwarmStrategy` makes with `cluster`: the processes of the Trainer are one peer.
+
+    Args:
+        cluster, dht, run_id, target_batch_size, options: of `SwarmStrategy`.
+        device: is refused, since `Trainer(accelerator=…, devices=…)` chooses.
+
+    Raises:
+        ValueError: as `SwarmStrategy`.
+        ClusterError: as `SwarmStrategy`.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: Clusters,
+        dht: shoal.DHT | None,
+        run_id: str,
+        target_batch_size: int,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if device is not None:
+            raise ValueError(f"device={device!r} is of one process: with cluster=, the Trainer chooses (devices=…)")
+        self._set_terms(Terms(dht, run_id, target_batch_size, options))
+        self._given = cluster
+
+    def _count(self, trainer: Trainer) -> Ranks:
+        return Ranks.of(self._given, self.world_size, "the Trainer (devices= and num_nodes=)")
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """With this peer's own shuffle, which its ranks share out."""
+        return {**super().distributed_sampler_kwargs, "seed": self._seed}

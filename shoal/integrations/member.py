@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import shoal
+from shoal.integrations.ranks import Ranks
 from shoal.integrations.terms import Terms, refuse_many
 
 
@@ -18,30 +19,33 @@ class Member:
         terms: of the run.
         optimizer: a torch optimizer of this peer's parameters, which are on their device by now.
         max_grad_norm: the norm to which the average is clipped; None or 0: it is not.
+        ranks: that are the peer together. All of them make it at once, and all calls but `logs` and `saw`.
 
     Attributes:
         optimizer: the `shoal.Optimizer` around it, for the framework to step.
-        num_peers: the number of members of the last round.
+        num_peers: the number of members of the last round, in the process that speaks.
 
     Raises:
         ValueError: as `shoal.Optimizer`.
         AveragingError: if the run refuses this peer.
     """
 
-    def __init__(self, terms: Terms, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
+    def __init__(
+        self, terms: Terms, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, ranks: Ranks
+    ) -> None:
         refuse_many([optimizer])
         options = dict(terms.options)
         self._tell: Callable[[Any], None] | None = options.pop("on_event", None)
         if max_grad_norm and not terms.clips_locally:
             options["max_grad_norm"] = float(max_grad_norm)
-        self.num_peers = 1
+        self.num_peers, self._speaks = 1, ranks.speaks
         self._losses: torch.Tensor | float = 0.0  # the sum of those since the last epoch
         self._batches = 0  # how many they are
         self.optimizer = shoal.Optimizer(
             dht=terms.dht,
             run_id=terms.run_id,
             target_batch_size=terms.target_batch_size,
-            optimizer=optimizer,
+            **_as_given(optimizer, ranks),
             **options,
         )
         self.optimizer.on_event = self._heard
@@ -61,20 +65,22 @@ class Member:
         return self.optimizer.local_epoch
 
     def logs(self) -> dict[str, float]:
-        """What is logged beside the framework's own values: the run's epoch and the number of peers."""
-        return {"run_epoch": float(self.epoch), "run_peers": float(self.num_peers)}
+        """What is logged beside the framework's own values: the run's epoch and, in the process that speaks, the number
+        of peers."""
+        return {"run_epoch": float(self.epoch)} | ({"run_peers": float(self.num_peers)} if self._speaks else {})
 
     def saw(self, loss: torch.Tensor) -> None:
         """Count the loss of a batch. At the end of each epoch the mean is told to whoever watches the run; a GPU is
         waited for then only."""
-        self._losses = self._losses + loss.detach()
-        self._batches += 1
+        if self._speaks:
+            self._losses = self._losses + loss.detach()
+            self._batches += 1
 
     def begin_at(self, epoch: int) -> None:
         """Take the present state for the run's after so many epochs of `target_batch_size` samples, where a checkpoint
         does not say more."""
         state = self.optimizer.state_dict()
-        del state["shoal"]
+        state.pop("shoal", None)  # which the other ranks of a cluster do not have
         state["state"]["local_epoch"] = epoch
         self.optimizer.load_state_dict(state)
 
@@ -87,10 +93,23 @@ class Member:
         self.optimizer.shutdown()
 
 
-def own_seed(dht: shoal.DHT) -> int:
-    """A seed that differs between peers, and follows from torch's seed and this peer's identity: peers that are seeded
-    alike, for the same first parameters, would otherwise draw the same batches."""
-    return (torch.initial_seed() + int.from_bytes(dht.peer_id.key[:4])) % 2**32
+def _as_given(optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any]:
+    """The arguments of `shoal.Optimizer` for an optimizer that is made. In a cluster each rank makes it of the
+    parameters that it gets: with DistributedDataParallel, those are the ones that it has."""
+    if ranks.cluster is None:
+        return {"optimizer": optimizer}
+    groups = optimizer.param_groups
+
+    def make(params: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        for mine, theirs in zip(groups, params, strict=True):
+            if any(one is not other for one, other in zip(mine["params"], theirs["params"], strict=True)):
+                raise ValueError(
+                    "the framework's optimizer has other parameters than the cluster steps, which are not whole in "
+                    "each rank: let the framework wrap the model in DistributedDataParallel, and give strands=1"
+                )
+        return optimizer
+
+    return {"optimizer": make, "params": groups, "cluster": ranks.cluster}
 
 
 def own_scaler(scaler: torch.amp.GradScaler, device: str) -> shoal.GradScaler:

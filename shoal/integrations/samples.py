@@ -7,26 +7,35 @@ from typing import Any
 
 import torch
 
+from shoal.integrations.ranks import Ranks
+
 
 class Samples:
     """Counts the samples of the batches since the last step, and makes the step's gradient the mean over them.
 
     Lightning and Accelerate divide the loss of each batch by the number of batches that a step should have. That is the
     mean over the samples only if all batches are of one size and none is missing, which the last ones of a pass over
-    the data are not. So the loss of each batch is weighted by its size, and the sum is divided by the size of all.
+    the data are not. So the loss of each batch is weighted by its size, and the sum is divided by the size of all. In a
+    cluster that is the size of all ranks' batches: the gradient is the mean of the ranks' by then.
+
+    Args:
+        ranks: that are this peer together. All of them make each call at once.
 
     Attributes:
         size: the number of samples in the present batch; 0 once it was counted.
         batches: how many batches were counted since the last step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._unit = ranks, 0  # the size of a batch whose loss has the weight 1.0
         self.size = 0
         self.forget()
 
     def forget(self) -> None:
         """Count no batch that came before: its gradients were cleared."""
-        self._first = self._total = self.batches = 0
+        self._total = self.batches = 0
+        if self._ranks.size == 1:
+            self._unit = 0
 
     def weight(self) -> float:
         """Count the present batch; returns the factor for its loss: 1.0 where all are of one size.
@@ -40,10 +49,10 @@ class Samples:
                 "nobody knows how many samples are behind this backward(): call it once for each batch of the data "
                 "loader that swarm() has returned"
             )
-        self._first = self._first or size
+        self._unit = self._unit or self._ranks.of_first(size)
         self._total += size
         self.batches += 1
-        return size / self._first
+        return size / self._unit
 
     @torch.no_grad()
     def finish(self, parameters: Iterable[torch.Tensor], batches: int) -> int:
@@ -53,15 +62,15 @@ class Samples:
             batches: by which the framework has divided each loss.
 
         Returns:
-            The number of samples.
+            The number of samples, in this process.
         """
-        total = self._total
-        if total and (factor := batches * self._first / total) != 1.0:
+        mine, total = self._total, self._ranks.total(self._total)
+        if total and (factor := self._ranks.size * batches * self._unit / total) != 1.0:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
         self.forget()
-        return total
+        return mine
 
 
 def size_of(batch: Any) -> int:

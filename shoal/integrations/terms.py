@@ -20,7 +20,7 @@ class Terms:
     """How a framework's optimizer joins a run.
 
     Attributes:
-        dht: this peer's place in the DHT, started.
+        dht: this peer's place in the DHT, started; None in a process that is not the first of its peer.
         run_id: names the run.
         target_batch_size: samples of all peers per epoch.
         options: further arguments of `shoal.Optimizer`, and `on_event`.
@@ -29,7 +29,7 @@ class Terms:
         ValueError: for an option that the framework gives, or that needs a training loop of the user's own.
     """
 
-    dht: shoal.DHT
+    dht: shoal.DHT | None
     run_id: str
     target_batch_size: int
     options: Mapping[str, Any]
@@ -51,20 +51,15 @@ class Terms:
         return bool(self.options.get("use_local_updates") or self.options.get("outer"))
 
 
-def refuse_processes(count: int, what: str) -> None:
-    """A peer is one process.
-
-    Args:
-        count: the number of processes, or of devices that get one each.
-        what: where that was asked for.
+def refuse_scaler(scaler: Any) -> None:
+    """Several processes that are one peer train without a scaler of the loss.
 
     Raises:
-        ValueError: for more than one.
+        ValueError: for one that is enabled.
     """
-    if count > 1:
+    if scaler is not None and scaler.is_enabled():
         raise ValueError(
-            f"a peer of a run is one process on one device, and {what} asks for {count}: start one process for each "
-            "device, each with a shoal.DHT of its own, and let the run be what connects them"
+            "fp16 needs a scaler of the loss, and cluster= takes none yet: train in bf16, which needs none"
         )
 
 

@@ -14,9 +14,10 @@ import torch
 
 import shoal
 from shoal.integrations._frameworks import add_loss
-from shoal.integrations.member import Member, own_scaler, own_seed
+from shoal.integrations.member import Member, own_scaler
 from shoal.integrations.mixing import mix, refuse_mixed
-from shoal.integrations.terms import Terms, refuse_plateau, refuse_processes, trained_before
+from shoal.integrations.ranks import Clusters, Ranks, several
+from shoal.integrations.terms import Terms, refuse_plateau, refuse_scaler, trained_before
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerState
@@ -30,7 +31,15 @@ except ImportError as error:
 log = logging.getLogger(__name__)
 
 
-def swarm(trainer: Trainer, *, dht: shoal.DHT, run_id: str, target_batch_size: int, **options: Any) -> Trainer:
+def swarm(
+    trainer: Trainer,
+    *,
+    dht: shoal.DHT | None,
+    run_id: str,
+    target_batch_size: int,
+    cluster: Clusters | None = None,
+    **options: Any,
+) -> Trainer:
     """Make a `Trainer` a peer of a run, from the beginning of each `train` to its end.
 
     >>> with shoal.DHT(initial_peers=[...], start=True) as dht:
@@ -44,35 +53,45 @@ def swarm(trainer: Trainer, *, dht: shoal.DHT, run_id: str, target_batch_size: i
 
     Args:
         trainer: a `Trainer` or one of a subclass, as the script makes it.
-        dht: this peer's place in the DHT, started. It stays when training ends.
+        dht: this peer's place in the DHT, started. It stays when training ends. With `cluster`, only process 0 needs
+            one.
         run_id: names the run.
         target_batch_size: samples of all peers per epoch.
+        cluster: a function that makes a `shoal.Cluster`, or one: the processes of the launcher are one peer. With one
+            process it has no effect.
         options: arguments of `shoal.Optimizer`, and `on_event`, a function that is called with each event.
 
     Returns:
         `trainer`, whose class is one that inherits from its class now.
 
     Raises:
-        ValueError: if the Trainer is set up for several processes or GPUs, has a `shoal.Optimizer`, or was given
-            before; for ReduceLROnPlateau; for options that the Trainer gives, or that need a loop of the user's own.
-            In `train`, if it has trained before, and gets neither a checkpoint nor a new model (`model_init`).
+        ValueError: if the Trainer is set up for several processes without `cluster`, or for several GPUs in one, has a
+            `shoal.Optimizer`, or was given before; for ReduceLROnPlateau; for options that the Trainer gives, or that
+            need a loop of the user's own; with `cluster`, for fp16. In `train`, if it has trained before, and gets
+            neither a checkpoint nor a new model (`model_init`).
+        ClusterError: in `train`, if another process of the cluster is lost, or has raised an error.
     """
     terms = Terms(dht, run_id, target_batch_size, options)
     if "max_grad_norm" in options:
         raise ValueError("max_grad_norm= comes from the training script: set it in the TrainingArguments")
     refuse_mixed(trainer, InSwarm)
     accelerator = trainer.accelerator
-    refuse_processes(accelerator.num_processes, "the launcher of this Trainer (world_size)")
-    refuse_processes(trainer.args.n_gpu, "this Trainer (it trains on all GPUs that it sees; set CUDA_VISIBLE_DEVICES)")
+    if trainer.args.n_gpu > 1:
+        asks = "this Trainer (it trains on all GPUs that it sees; set CUDA_VISIBLE_DEVICES)"
+        raise ValueError(several(asks, trainer.args.n_gpu))
+    ranks = Ranks.of(cluster, accelerator.num_processes, "the launcher of this Trainer (world_size)")
     refuse_plateau(trainer.lr_scheduler, trainer.args.lr_scheduler_type)
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise ValueError("DeepSpeed and FSDP own the optimizer, and a run needs it: leave them out")
+    if ranks.cluster is not None:
+        refuse_scaler(accelerator.scaler)
+    seed = ranks.seed(dht)
     mix(trainer, InSwarm)
-    trainer._terms, trainer._member = terms, None
+    trainer._terms, trainer._ranks, trainer._member = terms, ranks, None
     trainer._given = trainer.optimizer, trainer.lr_scheduler
     trainer._losses, trainer._steps, trainer._kept, trainer._has_trained = 0.0, 0, [], False
     trainer._of_step = 0.0
-    accelerator.dataloader_config.data_seed = own_seed(dht)
+    accelerator.dataloader_config.data_seed = seed
     if accelerator.scaler is not None:
         accelerator.scaler = own_scaler(accelerator.scaler, accelerator.device.type)
     trainer.add_callback(Ends(trainer))
@@ -84,6 +103,7 @@ class InSwarm(Trainer):
     """The methods of a Trainer that is a peer. `swarm` adds it to the class of a Trainer."""
 
     _terms: Terms
+    _ranks: Ranks
     _member: Member | None
     _given: tuple[torch.optim.Optimizer | None, Any]
     _losses: torch.Tensor | float  # the sum of this epoch's losses
@@ -117,7 +137,7 @@ class InSwarm(Trainer):
         """Join the run with the optimizer that the Trainer makes."""
         if self._member is None or not self._member.optimizer.is_alive():
             made = super().create_optimizer(*args, **kwargs)
-            self._member = Member(self._terms, made, self.args.max_grad_norm)
+            self._member = Member(self._terms, made, self.args.max_grad_norm, self._ranks)
             self.optimizer = self._member.optimizer
         return self.optimizer
 
@@ -129,6 +149,13 @@ class InSwarm(Trainer):
         # Before and after all others, also those of the script and of a checkpoint.
         self.callback_handler.callbacks.sort(key=lambda each: isinstance(each, Epochs) - isinstance(each, Ends))
         return made
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """As the Trainer's, which asks the process that saves alone for the state: where a step is in the background,
+        all processes of a cluster give it at once."""
+        if self._member is not None and not self.args.should_save:
+            self._member.optimizer.state_dict()
+        super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As the Trainer's. A checkpoint that does not name a state of a run, since it has no optimizer or is from
@@ -245,7 +272,7 @@ class Epochs(TrainerCallback):
         self._trainer._losses, self._trainer._steps, self._trainer._kept = 0.0, 0, []
         self._trainer._of_step = 0.0
         self._trainer._has_trained = True
-        torch.manual_seed(own_seed(self._trainer._terms.dht))
+        torch.manual_seed(self._trainer._ranks.seed(self._trainer._terms.dht))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """All batches of the step are done."""

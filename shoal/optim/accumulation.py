@@ -12,12 +12,12 @@ from shoal.flat import grad_of
 from shoal.health.record import FaultKind
 from shoal.optim.accumulator import lost_gradient
 from shoal.optim.drift import Drift
-from shoal.optim.epoch_round import Gradients
-from shoal.optim.grad_averager import AveragerGradients
+from shoal.optim.epoch_round import Gradients, OwnRounds
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.run import Run
 from shoal.optim.settings import Settings
 from shoal.optim.state import Replica
+from shoal.optim.strand_gradients import StrandGradients
 from shoal.swarm.protocol.errors import Behind
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Accumulation:
         self._optimizer, self._replica, self._run = optimizer, replica, run
         self._reuse = settings.reuse_grad_buffers
         self.gradients = gradients
-        self._own = gradients if isinstance(gradients, AveragerGradients) else None  # with rounds of their own
+        self._own = gradients if isinstance(gradients, OwnRounds) else None
         self.drift = replica.drift = gradients if isinstance(gradients, Drift) else None
         self._local_samples = 0.0  # with local updates
         self._scaler: GradScaler | None = None  # of the gradients that are accumulated in `.grad`
@@ -75,7 +75,8 @@ class Accumulation:
                 accumulated in `.grad` were lost.
         """
         replica = self._replica
-        if any(grad is not None for grad in map(grad_of, replica.frozen)):
+        trained, frozen = replica.in_backward
+        if any(grad is not None for grad in map(grad_of, frozen)):
             raise ValueError(
                 "a parameter that was frozen (requires_grad=False) when the optimizer was made has a gradient now; the "
                 "peers do not average it: make a new optimizer, under a new run_id, after thawing parameters"
@@ -83,7 +84,7 @@ class Accumulation:
         if not self.samples:  # once an epoch, before anything is computed with parameters that do not fit
             replica.placement.check()
         self._check_held()
-        if all(grad is None for grad in map(grad_of, replica.trained)):
+        if all(grad is None for grad in map(grad_of, trained)):
             replica.placement.check()  # modules may have other parameters now
             if not self._warned:
                 self._warned = True
@@ -109,7 +110,7 @@ class Accumulation:
 
     def _check_held(self) -> None:
         gradients = self.gradients
-        if not self._reuse or gradients is None or isinstance(gradients, Drift):
+        if not self._reuse or gradients is None or isinstance(gradients, Drift | StrandGradients):
             return
         if (index := gradients.accumulator.lost()) is not None:
             self.restart()
@@ -185,7 +186,7 @@ class Accumulation:
 
     def averager_state(self) -> dict[str, Any]:
         """What the averager carries from one epoch to the next."""
-        return {} if self._own is None else self._own.averager.state_dict()
+        return {} if self._own is None else self._own.carried()
 
     def load_averager_state(self, state: Mapping[str, Any]) -> None:
         """Continue from what `averager_state` returned; from {} as if the averager had averaged nothing.
@@ -195,7 +196,7 @@ class Accumulation:
         """
         try:
             if self._own is not None:
-                self._own.averager.load_state_dict(state)
+                self._own.load_carried(state)
             elif state:
                 raise ValueError("this optimizer has none")
         except ValueError as error:
@@ -207,4 +208,4 @@ class Accumulation:
     def stop(self) -> None:
         """Leave for good. Waiting for an average fails."""
         if self._own is not None:
-            self._own.averager.shutdown()
+            self._own.stop()

@@ -235,10 +235,6 @@ class EpochGradients(Vector):
         """Nothing to do before the run's round, which averages what was closed and names the average."""
         return b""
 
-    def use_local(self) -> None:
-        """Take this peer's own mean as the average: there was no round."""
-        foreach_copy_(self.outputs.flat, self.inputs.flat)
-
     @contextlib.contextmanager
     def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[None]:
         """Within, the `.grad` of `targets`, one for each parameter, are a copy of the average, which hooks and kernels

@@ -17,7 +17,7 @@ from shoal.averaging.exchange import Vector
 from shoal.averaging.residual import Residual
 from shoal.compression import Compression, TensorRole, plan_codecs
 from shoal.flat import Layout, holders_of, is_finite, pick_kernels
-from shoal.optim._torch import foreach_copy_, mark_as_stepped, writes_of
+from shoal.optim._torch import mark_as_stepped, writes_of
 from shoal.optim.accumulator import clip, in_grad
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.exact_norm import norm_of
@@ -72,6 +72,9 @@ class Drift:
         outer: the optimizer of the anchors.
         compression: how drifts travel.
         error_feedback: see `Vector`.
+        on_host: with an inner optimizer on the host, what it steps in place of the model.
+        turns: for each fragment, the numbers of the parameters in each of its vectors; by default the fragments of
+            `choice`, each in one vector.
 
     Attributes:
         fragments: the numbers of the parameters that are averaged together, for each vector.
@@ -89,28 +92,33 @@ class Drift:
         outer: torch.optim.Optimizer,
         compression: Compression,
         error_feedback: float | None = None,
+        *,
+        on_host: Sequence[Tensor] = (),
+        turns: Sequence[Sequence[Sequence[int]]] | None = None,
     ) -> None:
         self.choice, self.inner, self._model, self._anchors = choice, inner, list(model), list(anchors)
         self.schedule = None if scheduler is None else InnerSchedule(scheduler)
         self.is_exact = isinstance(outer, ExactSGD)
-        self.fragments = fragments_of(choice.fragments, self._model)
+        if turns is None:
+            turns = [[numbers] for numbers in fragments_of(choice.fragments, self._model)]
+        self.fragments = [list(numbers) for turn in turns for numbers in turn]
+        places = iter(range(len(self.fragments)))
+        self._turns = [[next(places) for _ in turn] for turn in turns]
         pinned = any(tensor.device.type == "cuda" for tensor in model)
         self.vectors: list[Vector] = []
         for numbers in self.fragments:
             layout = Layout.of([self._anchors[number] for number in numbers]).on("cpu")
             codecs = plan_codecs(compression, layout, TensorRole.GRADIENT)
             self.vectors.append(Vector(layout, codecs, pinned=pinned, error_feedback=error_feedback))
-        stepped = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
-        # With an inner optimizer on the host: what it steps in place of the model, from which it is taken when stale.
-        self._on_host = [] if all(a is b for a, b in zip(stepped, self._model, strict=True)) else stepped
-        self._is_stale = True
+        self._on_host = list(on_host)
+        self._is_stale = True  # what is on the host
         self._written: list[tuple[int, int]] = []  # where the model's parameters are, and how often they were written
         self._is_apart = False  # whether the model may be elsewhere than at the anchors without inner steps
         self.samples, self.steps = 0.0, 0
         self._brought = self._in_flight = (0.0, 0)
         self._epoch = 0
-        self._closed = 0  # the number of the fragment whose drift was taken last
-        self._taken: list[Tensor] = []  # the fragment's model then, on the host, if it is to be kept
+        self._closed = self._turns[0]  # the numbers of the vectors into which the drift was taken last
+        self._taken: dict[int, Tensor] = {}  # the fragment's model then, on the host, if it is to be kept
         self._before: list[Tensor] | None = None  # the anchors that the model still is at, if they have gone on
 
     # -- inner steps
@@ -173,34 +181,52 @@ class Drift:
 
     def vector(self, epoch: int) -> Vector:
         """What the round that ends this epoch averages."""
-        return self.vectors[epoch % len(self.vectors)]
+        (place,) = self._turns[epoch % len(self._turns)]
+        return self.vectors[place]
 
-    @torch.no_grad()
     def close(self, scale: float = 1.0) -> float:
         """Take the drift of this epoch's fragment for its round.
 
         Returns:
             The number of samples behind it: 0, with zeros in its place, if the model is not finite any more; then it
-            goes back to the anchor. An inner optimizer whose state is not finite either begins anew, for it would make
-            the next model so, too.
+            goes back to the anchor.
         """
-        self._closed = self._epoch % len(self.vectors)
-        vector, numbers = self.vectors[self._closed], self.fragments[self._closed]
-        for drift, number in zip(vector.inputs.views(), numbers, strict=True):
-            model = self._model[number]
-            drift.copy_(model)
-            torch.sub(as_model_has(self._anchors[number], model), drift, out=drift)
-        if not all(is_finite(flat) for flat in vector.inputs.flat):
-            for flat in vector.inputs.flat:
-                flat.zero_()
-            self.reset()
-            self.publish()
-            if not all(map(_has_finite_values, self.inner.state.values())):
-                self.inner.state.clear()
-        keeps = self.choice.is_in_background and self.choice.mix == "keep"
-        self._taken = [self._model[number].detach().to("cpu", copy=True) for number in numbers] if keeps else []
-        self._brought = self.samples, self.steps
+        if not self.take():
+            self.go_back()
         return self.samples
+
+    @torch.no_grad()
+    def take(self) -> bool:
+        """Take the drift of this epoch's fragment; whether it is finite."""
+        self._closed = self._turns[self._epoch % len(self._turns)]
+        for place in self._closed:
+            for drift, number in zip(self.vectors[place].inputs.views(), self.fragments[place], strict=True):
+                model = self._model[number]
+                drift.copy_(model)
+                torch.sub(as_model_has(self._anchors[number], model), drift, out=drift)
+        keeps = self.choice.is_in_background and self.choice.mix == "keep"
+        self._taken = {number: self._model[number].detach().to("cpu", copy=True) for number in self._numbers if keeps}
+        self._brought = self.samples, self.steps
+        return all(is_finite(flat) for place in self._closed for flat in self.vectors[place].inputs.flat)
+
+    @torch.no_grad()
+    def go_back(self) -> None:
+        """The model is not finite any more: take zeros, and set it to the anchor. An inner optimizer whose state is not
+        finite either begins anew, for it would make the next model so, too."""
+        for place in self._closed:
+            for flat in self.vectors[place].inputs.flat:
+                flat.zero_()
+        self.reset()
+        self.publish()
+        if not all(map(_has_finite_values, self.inner.state.values())):
+            self.inner.state.clear()
+        self._taken = {number: self._model[number].detach().to("cpu", copy=True) for number in self._taken}
+        self._brought = self.samples, self.steps
+
+    @property
+    def _numbers(self) -> list[int]:
+        """Of the parameters whose drift was taken last."""
+        return [number for place in self._closed for number in self.fragments[place]]
 
     def go_on(self) -> None:
         """What was taken is in a round now, and the next inner steps belong to the next epoch."""
@@ -222,8 +248,8 @@ class Drift:
 
     def use_local(self) -> None:
         """Take this peer's own drift as the average: there was no round."""
-        vector = self.vectors[self._closed]
-        foreach_copy_(vector.outputs.flat, vector.inputs.flat)
+        for place in self._closed:
+            self.vectors[place].use_local()
 
     # -- the way out
 
@@ -236,9 +262,9 @@ class Drift:
             max_norm: if the norm of the average is larger, it is scaled down to that.
         """
         gradients: list[Tensor | None] = [None] * len(targets)
-        averages = self.vectors[self._closed].outputs.views()
-        for number, average in zip(self.fragments[self._closed], averages, strict=True):
-            gradients[number] = average.clone()
+        for place in self._closed:
+            for number, average in zip(self.fragments[place], self.vectors[place].outputs.views(), strict=True):
+                gradients[number] = average.clone()
         if max_norm is not None:
             clip([gradient for gradient in gradients if gradient is not None], max_norm, norm=norm_of)
         with in_grad(targets, gradients):
@@ -278,18 +304,18 @@ class Drift:
             self.publish()
             return
         self._is_stale, self._before = True, None
-        mix, numbers = self.choice.mix, self.fragments[self._closed]
-        self._is_apart = len(self.fragments) > 1 or (mix != "keep" and mix > 0)
-        for place, number in enumerate(numbers):
+        mix = self.choice.mix
+        self._is_apart = len(self._turns) > 1 or (mix != "keep" and mix > 0)
+        for number in self._numbers:
             model, anchor = self._model[number], self._anchors[number]
             if isinstance(mix, int | float) and mix > 0:
                 model.copy_(torch.lerp(anchor, model.to("cpu", anchor.dtype), float(mix)))
             elif self._taken:
-                moved = model.to("cpu", anchor.dtype) - self._taken[place].to(anchor.dtype)
+                moved = model.to("cpu", anchor.dtype) - self._taken[number].to(anchor.dtype)
                 model.copy_(moved.add_(anchor))
             else:
                 model.copy_(anchor)
-        self._taken = []
+        self._taken = {}
         if not self.choice.is_in_background:
             self.samples, self.steps = 0.0, 0
         self._in_flight = 0.0, 0

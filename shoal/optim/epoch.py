@@ -26,11 +26,13 @@ from shoal.optim.reports import DownloadReport, Event
 from shoal.optim.run import Run, until
 from shoal.optim.settings import Settings
 from shoal.optim.state import Replica, for_newcomer
+from shoal.optim.strand_replica import StrandReplica
+from shoal.optim.strand_rounds import StrandRounds
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import EncodedState, StateDonor
-from shoal.transfer.transfer import DownloadFailed, NothingWanted
+from shoal.transfer.transfer import Downloaded, DownloadFailed, NothingWanted
 
 log = logging.getLogger(__name__)
 
@@ -392,7 +394,8 @@ class Epoch:
         self._count_from(averaged.tip)
         if outcome is not None:
             epoch, digest, waiting = self._replica.tip.epoch, self._replica.state_digest, self._tracker.take_waited()
-            self._tell(report_of(outcome, epoch, digest, waiting=waiting, stepping=self._step_seconds))
+            before = self._gradients.moved if isinstance(self._gradients, StrandRounds) else None
+            self._tell(report_of(outcome, epoch, digest, waiting=waiting, stepping=self._step_seconds, before=before))
 
     def _count_from(self, tip: Tip) -> None:
         """Count what is accumulated from now on to the epoch that begins with that state."""
@@ -461,14 +464,24 @@ class Epoch:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Optimizer`."""
+
+        def load() -> None:
+            if self.state is not EpochState.CLOSED:
+                given = state_dict.get("shoal", {}).get("grad_averager", {})
+                self._accumulation.load_averager_state(given)
+            self._replica.load_state_dict(state_dict)
+
+        self.continue_from(load)
+
+    def continue_from(self, load: Callable[[], None]) -> None:
+        """Continue from the state that `load` gives the replica."""
         self.take_result(wait=True)
         if self.state is EpochState.CLOSED:
-            self._replica.load_state_dict(state_dict)
+            load()
             self.applied = self._replica.tip
             return
         self._accumulation.leave()
-        self._accumulation.load_averager_state(state_dict.get("shoal", {}).get("grad_averager", {}))
-        self._replica.load_state_dict(state_dict)
+        load()
         if not self._run.swarm.believes(self._replica.tip):  # it was pinned in another run
             self._replica.tip = replace(self._replica.tip, pin=0)
         self._run.follow(self._replica.tip)
@@ -516,6 +529,10 @@ class Epoch:
             )
         cost = time.monotonic() - began
         self._run.call(lambda: self._run.swarm.forget_behind(cost))
+        if not self._run.donors() and self._run.swarm.tip != self._replica.tip:
+            # Those with whom this peer was in a round, but whose state it could not follow to, have left.
+            self._accumulation.leave()
+            self._run.follow(self._replica.tip)
 
     def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:
         """Set the replica to the state that most of the donors hold, of those that are not behind this peer's, and
@@ -535,7 +552,7 @@ class Epoch:
             return tip.outranks(mine) if is_behind else not mine.outranks(tip)
 
         try:
-            state = self._run.download(donors, timeout, self._replica.max_nbytes, wanted, is_awaited)
+            state = self._fetch(donors, timeout, wanted, is_awaited)
         except NothingWanted as error:
             log.info("%s", error)
             return False
@@ -565,6 +582,15 @@ class Epoch:
         self._restart(tip, keeps_drift=keeps)
         self._tell(DownloadReport(tip.epoch, state.seconds, state.nbytes, len(state.chunks_from), digest))
         return True
+
+    def _fetch(
+        self, donors: Sequence[PeerID], timeout: float, wanted: Callable[[Tip], bool], is_awaited: bool
+    ) -> Downloaded:
+        """Raises DownloadFailed."""
+        if not isinstance(self._replica, StrandReplica):
+            return self._run.download(donors, timeout, self._replica.max_nbytes, wanted, is_awaited)
+        reserve = self._run.swarm.be_awaited if is_awaited else None
+        return self._replica.download(donors, timeout, wanted, reserve)
 
     # -- what the owner has pinned
 

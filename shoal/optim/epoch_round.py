@@ -24,8 +24,13 @@ from shoal.optim.grad_averager import AveragerGradients
 from shoal.optim.group_options import structure
 from shoal.optim.reports import EpochReport
 from shoal.optim.run import Run
-from shoal.optim.settings import PLACE_TIMES, Settings
+from shoal.optim.settings import PLACE_TIMES, Settings, Stepped
 from shoal.optim.state import Replica
+from shoal.optim.strand_drift import StrandDrift
+from shoal.optim.strand_gradients import StrandGradients
+from shoal.optim.strand_replica import StrandReplica
+from shoal.optim.strand_rounds import Moved, StrandRounds
+from shoal.optim.strands_of import strands_of
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.book import RuleBroken
 from shoal.swarm.protocol.contribution import Contribution, Fault, Outcome, SendTo
@@ -39,7 +44,12 @@ from shoal.swarm.swarm import Place
 
 log = logging.getLogger(__name__)
 
-Gradients = EpochGradients | AveragerGradients | Drift
+EXACT = "exact"
+
+OwnRounds = AveragerGradients | StrandGradients | StrandDrift
+"""Gradients that are averaged in rounds of their own, before the round of the run."""
+
+Gradients = EpochGradients | OwnRounds | Drift
 """Averaged in the round of the run, or in rounds of their own; or what is averaged in their place."""
 
 
@@ -56,10 +66,16 @@ def make_gradients(
     """
     if settings.use_local_updates:
         return None
+    if isinstance(replica, StrandReplica):
+        return strands_of(settings, replica, Stepped(optimizer, scheduler), dht)
     if settings.outer is not None:
         trained = replica.trained, replica.stepped
         codec, feedback = settings.grad_compression, settings.error_feedback
-        return Drift(settings.outer, optimizer, scheduler, *trained, replica.optimizer, codec, feedback)
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        on_host = [] if all(a is b for a, b in zip(stepped, replica.trained, strict=True)) else stepped
+        return Drift(
+            settings.outer, optimizer, scheduler, *trained, replica.optimizer, codec, feedback, on_host=on_host
+        )
     parameters = replica.trained
     if settings.grad_averager_factory is None:
         apart, reuse = settings.delay_optimizer_step, settings.reuse_grad_buffers
@@ -89,16 +105,25 @@ def make_run(
     what the user gave."""
     optimizer, extras, given = replica.optimizer, replica.extra_tensors, settings.averager_opts
     layouts = [replica.buffers.layout, replica.shared.layout]
-    schemas = [replica.shared.layout.schema_hash, Layout.of(extras).schema_hash]
+    has_strands = isinstance(gradients, StrandRounds)
+    state = Layout.of(replica.described) if has_strands else replica.shared.layout
+    schemas = [state.schema_hash, Layout.of(extras).schema_hash]
     agreed = settings.agreed() | {
         "optimizer": type(wrapped).__name__,
         "scheduler": type(scheduler).__name__,
-        "param_groups": term_of(structure(optimizer.param_groups)),
+        "param_groups": term_of(structure(replica.described_groups)),
+        "strands": "1",
     }
     sizes: tuple[int, ...] = ()  # the run's rounds average no gradients that have rounds of their own
     in_turn: tuple[tuple[int, ...], ...] = ()
     usual: list[Vector] = [replica.shared]  # what most rounds average
-    if isinstance(gradients, Drift):
+    if isinstance(gradients, StrandGradients | StrandDrift):
+        # Terms are compared in the order of their names: who has other strands is to hear that first.
+        agreed |= {"strands": str(gradients.count), "strands' machine": name_of_machine(gradients, optimizer)}
+        if isinstance(gradients, StrandDrift):
+            agreed["outer optimizer"] = type(optimizer).__name__
+            schemas.append(gradients.schema)
+    elif isinstance(gradients, Drift):
         usual = list(gradients.vectors)
         layouts += [vector.layout for vector in gradients.vectors]
         schemas += [vector.layout.schema_hash for vector in gradients.vectors]
@@ -112,6 +137,8 @@ def make_run(
         sizes = gradients.sizes
     elif gradients is not None:
         agreed["grad_averager_factory"] = term_of(gradients.terms)
+    # Where all make the same bits, there is no state to average.
+    is_alike = has_strands or (is_exact(gradients) and not _is_lossy(settings, replica))
     rules = Rules(
         sizes=sizes,
         matchmaking_time=settings.matchmaking_time,
@@ -123,15 +150,16 @@ def make_run(
         ahead=0.0 if settings.outer is None else float(settings.outer.delay),
         in_turn=in_turn,
         due_sizes=replica.buffers.sizes,
-        state_sizes=() if is_exact(gradients) and not _is_lossy(settings, replica) else replica.shared.sizes,
+        state_sizes=() if is_alike else replica.shared.sizes,
         state_every=settings.average_state_every,
         state_always=settings.use_local_updates,
         options_fit=replica.options.fits,
         chunk_elements=largest_chunk(spec.dtype.itemsize for layout in layouts for spec in layout.buffers),
         element_bytes=encoded_bytes(usual),
     )
-    names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
-    trained = [name for name, tensor in zip(names, replica.parameters, strict=False) if tensor.requires_grad]
+    names = [name for group in replica.described_groups for name in group.get("param_names", ())]
+    trained = [name for name, tensor in zip(names, replica.described, strict=False) if tensor.requires_grad]
+    of_model = [tensor for tensor in replica.described if tensor.requires_grad] if has_strands else replica.trained
     place = Place(
         role=Role.CLIENT if settings.client_mode else Role.AUXILIARY if settings.auxiliary else Role.NODE,
         bandwidth=given.get("bandwidth"),
@@ -139,8 +167,8 @@ def make_run(
         **{name: given.get(name) for name in PLACE_TIMES},
         keeps_state=not settings.auxiliary,
         tensors=[
-            described("parameters", replica.parameters, names),
-            described("trained parameters", replica.trained, trained),
+            described("parameters", replica.described, names),
+            described("trained parameters", of_model, trained),
             described("extra_tensors", extras),
         ],
     )
@@ -162,14 +190,14 @@ class Machine:
 
     Args:
         me: this peer's key.
-        exact: whether all machines make the same bits.
+        own: its name before any download, by default `this_machine`; `EXACT` where all machines make the same bits.
 
     Attributes:
         name: at most 256 characters; may change between epochs.
     """
 
-    def __init__(self, me: bytes, *, exact: bool = False) -> None:
-        self._me, self._own, self._is_exact = me, "exact" if exact else this_machine(), exact
+    def __init__(self, me: bytes, own: str = "") -> None:
+        self._me, self._own, self._is_exact = me, own or this_machine(), own == EXACT
         self._lossy_epoch = -1  # of the last state that was downloaded through a lossy codec
         self.name = self._own
 
@@ -185,6 +213,16 @@ class Machine:
         # exact outer optimizer keeps does not depend on the parameters.)
         if whole or self._is_exact or epoch == self._lossy_epoch + 1:
             self.name = self._own
+
+
+def name_of_machine(gradients: Gradients | None, optimizer: torch.optim.Optimizer) -> str:
+    """How this peer computes, before any download."""
+    if is_exact(gradients):
+        return EXACT
+    if not isinstance(gradients, StrandGradients) or "fused" not in optimizer.defaults:
+        return this_machine()
+    # torch's fused kernels make the same bits with any number of threads.
+    return ", ".join(part for part in this_machine().split(", ") if not part.endswith(" threads"))
 
 
 def this_machine() -> str:
@@ -241,7 +279,7 @@ class EpochRound:
     def __init__(self, settings: Settings, run: Run, replica: Replica, gradients: Gradients | None) -> None:
         self._settings, self._run, self._rules, self._replica = settings, run, run.rules, replica
         self._gradients = gradients
-        self.machine = Machine(run.me, exact=is_exact(gradients))
+        self.machine = Machine(run.me, name_of_machine(gradients, replica.optimizer))
         self._opened: Begin | None = None  # of the last round that this peer was in
         self._options = b""
         self._told_cost = False
@@ -329,7 +367,7 @@ class EpochRound:
                 log.warning("%s: trying again", error, extra=fields)
                 continue
             self._tell_cost(outcome)
-            if self._gradients is not None and not isinstance(self._gradients, AveragerGradients):
+            if self._gradients is not None and not isinstance(self._gradients, OwnRounds):
                 self._gradients.vector(before.epoch).settle(outcome)
             donors = (
                 self._of_other_gradients(outcome, gradients.hex())
@@ -353,7 +391,7 @@ class EpochRound:
         if begin.with_state and not self._rules.state_always:
             self._replica.shared.take()  # otherwise it was taken before the JOIN
         parts: list[Vector] = []
-        if self._gradients is not None and not isinstance(self._gradients, AveragerGradients):
+        if self._gradients is not None and not isinstance(self._gradients, OwnRounds):
             parts.append(self._gradients.vector(epoch))
         if self._rules.due_sizes and self._rules.is_due(epoch):
             parts.append(self._replica.buffers)
@@ -468,20 +506,27 @@ class EpochRound:
 
 
 def report_of(
-    outcome: Outcome, epoch: int, digest: bytes, *, waiting: float = 0.0, stepping: float = 0.0
+    outcome: Outcome,
+    epoch: int,
+    digest: bytes,
+    *,
+    waiting: float = 0.0,
+    stepping: float = 0.0,
+    before: Moved | None = None,
 ) -> EpochReport:
-    """The report of a round, given the epoch that begins after it, the digest of the parameters, and the seconds of
-    waiting before and of the step after it."""
+    """The report of a round, given the epoch that begins after it, the digest of the parameters, the seconds of waiting
+    before and of the step after it, and what rounds before it have moved."""
+    before = before or Moved()
     return EpochReport(
         epoch=epoch,
         samples=outcome.commit.samples,
         num_peers=len(outcome.begin.members),
         coordinator=str(PeerID(outcome.begin.ballot.coordinator)),
-        round_seconds=outcome.matchmaking_seconds + outcome.allreduce_seconds,
+        round_seconds=before.seconds + outcome.matchmaking_seconds + outcome.allreduce_seconds,
         matchmaking_seconds=outcome.matchmaking_seconds,
-        allreduce_seconds=outcome.allreduce_seconds,
-        bytes_sent=outcome.bytes_sent,
-        bytes_received=outcome.bytes_received,
+        allreduce_seconds=before.seconds + outcome.allreduce_seconds,
+        bytes_sent=before.sent + outcome.bytes_sent,
+        bytes_received=before.received + outcome.bytes_received,
         state_digest=digest.hex(),
         tip=str(outcome.commit.next_tip),
         waiting_seconds=waiting,

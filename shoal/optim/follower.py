@@ -1,21 +1,33 @@
-"""The optimizer of a rank of a cluster that is not rank 0: it holds no state, and does what rank 0 says."""
+"""The optimizer of a rank of a cluster that is not rank 0: it does what rank 0 says, with its share of the state."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 from torch import Tensor
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.gang import ClusterError, Gang, told_to_all
-from shoal.cluster.messages import Go, Report, Verdict
-from shoal.cluster.whole import Whole
-from shoal.optim.settings import Settings, check_cluster, make_trained, samples_of
+from shoal.cluster.messages import Do, Done, Go, Report, Verdict
+from shoal.cluster.strands import Strands
+from shoal.optim.crew import Crew
+from shoal.optim.distributed_checkpoint import NO_STRANDS, StrandState
+from shoal.optim.epoch_scheduler import wraps
+from shoal.optim.settings import Settings, Stepped, check_cluster, make_outer, make_trained, samples_of
+from shoal.optim.share import Share
+from shoal.optim.speaker import parameters_of
+from shoal.optim.strand_replica import StrandReplica, groups_of_model
+from shoal.optim.strands_of import strands_of
+from shoal.swarm.gates import admit_to
+
+log = logging.getLogger(__name__)
 
 AT_RANK_0 = ("tip", "tracker", "local_progress", "on_event", "dht", "outer_optimizer", "metrics_port", "scheduler")
 
@@ -26,7 +38,8 @@ class Follower(torch.optim.Optimizer):
 
     Args:
         cluster: its ranks.
-        given: the other arguments of `shoal.Optimizer`. Those that are of the run count at rank 0 only.
+        given: the other arguments of `shoal.Optimizer`. Where rank 0 speaks for all, those that are of the run count
+            there only.
 
     Attributes:
         batch_size_per_step: as given; may be set before a step.
@@ -35,38 +48,82 @@ class Follower(torch.optim.Optimizer):
 
     def __init__(self, cluster: Cluster, given: Mapping[str, Any]) -> None:
         with told_to_all(cluster.group):
-            settings = Settings.of({**given, "client_mode": bool(given["client_mode"])})
+            dht, client_mode = given["dht"], given["client_mode"]
+            if client_mode is None:
+                client_mode = dht is not None and dht.client_mode
+            settings = Settings.of({**given, "client_mode": client_mode})
             check_cluster(cluster, settings, given["optimizer"], given["params"])
+            if cluster.strands > 1:
+                if dht is None:
+                    raise TypeError(
+                        f"shoal.Cluster(strands={cluster.strands}) needs dht= in every rank: a shoal.DHT, started"
+                    )
+                admit_to(lambda: dht.node, settings.run_id, given["membership"])
         self.batch_size_per_step, self.local_epoch = settings.batch_size_per_step, 0
         self._in_background = settings.in_background
         self._extras = list(given["extra_tensors"])
         self._compared = self._ready = False
         self._trainer = threading.Lock()
         self._gang = Gang(cluster.group)
+        self._share: Share | None = None
         try:
-            self._whole = Whole(cluster.group, given["params"])
-            made, _, _ = make_trained(given["optimizer"], self._whole.params, None, on_host=False)
-            super().__init__([dict(group) for group in made.param_groups], made.defaults)
-            for group in self.param_groups:
-                group["params"] = [self._whole.of[id(whole)] for whole in group["params"]]
+            self._whole = whole = parameters_of(cluster, given["params"])
+            groups, defaults = self._make(settings, given)
+            super().__init__([dict(group) for group in groups], defaults)
+            if isinstance(whole, Strands):
+                self.param_groups = groups  # what is written there reaches what this rank steps
+            else:
+                for group in self.param_groups:
+                    group["params"] = [whole.of[id(each)] for each in group["params"]]
             self._ready = True
             self._call(Report("shoal.Optimizer"))
         except BaseException:  # Ctrl-C, too: the others must not wait for a rank that has no optimizer
-            self._gang.leave()
+            self.shutdown()
             raise
+
+    def _make(self, settings: Settings, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Make what this rank steps. Returns the parameter groups and defaults of its optimizer, as users see them."""
+        whole, optimizer, dht = self._whole, given["optimizer"], given["dht"]
+        if not isinstance(whole, Strands):
+            shown = make_trained(optimizer, whole.params, None, on_host=False, in_cluster=True).optimizer
+            wraps(self, shown)
+            return shown.param_groups, shown.defaults
+        if settings.outer is None:
+            made = stepped = make_trained(optimizer, whole.params, given["scheduler"], on_host=False, in_cluster=True)
+            groups: Any = groups_of_model(made.optimizer, whole)
+        else:
+            made, anchor, outer = make_outer(
+                settings.outer,
+                optimizer,
+                whole.given,
+                given["scheduler"],
+                on_host=False,
+                in_cluster=True,
+                pieces=whole.groups,
+            )
+            stepped, groups = Stepped(outer, None, anchor), made.optimizer.param_groups
+        wraps(self, made.optimizer)
+        crew = Crew(self._gang)
+        replica = StrandReplica(stepped, self._extras, settings, whole, crew, dht)
+        self._share = share = Share(crew, replica, strands_of(settings, replica, made, dht))
+        self._gang.when_lost(share.stop)
+        replica.give()
+        return groups, made.optimizer.defaults
 
     def _call(self, report: Report, collect: Callable[[], object] = lambda: None) -> bool:
         """Make a call with all ranks; `collect` are its collectives before rank 0 acts."""
         if not self._trainer.acquire(blocking=False):
             raise RuntimeError(f"{report.call}() while another thread is in this optimizer: one thread trains")
         try:
+            if self._whole.gathers_alone:
+                collect()
             self._gang.say(report)
-            verdict = self._gang.hear_verdict()
-            if isinstance(verdict, Go):
+            while not isinstance(verdict := self._gang.hear_verdict(), Verdict):
                 with self._gang.collectives():
-                    collect()
-                verdict = self._gang.hear_verdict()
-            assert isinstance(verdict, Verdict)
+                    if isinstance(verdict, Go):
+                        collect()
+                    else:
+                        self._gang.say(self._done(verdict))
             self.local_epoch = verdict.epoch
             for group, options in zip(self.param_groups, verdict.options, strict=False):
                 group.update(options)
@@ -81,6 +138,14 @@ class Follower(torch.optim.Optimizer):
         if verdict.error:
             raise ClusterError(f"{self._gang.names[0]} has raised {verdict.error}")
         return verdict.value
+
+    def _done(self, do: Do) -> Done:
+        assert self._share is not None
+        try:
+            return Done(msgspec.msgpack.encode(self._share.do(do.what, msgspec.msgpack.decode(do.given))))
+        except Exception as error:
+            log.debug("%s", error, exc_info=error)
+            return Done(msgspec.msgpack.encode(None), f"{type(error).__name__}: {error}"[:4096])
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -125,15 +190,35 @@ class Follower(torch.optim.Optimizer):
         self._call(Report("load_kept_state"))
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch alone: rank 0 has the state of the whole cluster, and saves it for all. Where steps are delayed,
-        all ranks call it at once, since the step that rank 0 waits for moves the parameters."""
-        if self._in_background:
+        """The epoch alone: rank 0 has the state of the whole cluster, and saves it for all. Where ranks carry strands,
+        or steps are delayed, all ranks call it at once."""
+        if self._in_background or self._share is not None:
             self._call(Report("state_dict"))
         return {"state": {"local_epoch": self.local_epoch}, "param_groups": []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing of the dict is used here: rank 0 loads it, and sends the parameters."""
         self._call(Report("load_state_dict"), self._whole.gather_parameters)
+
+    def strand_state(self) -> StrandState:
+        """See `shoal.Optimizer.strand_state`."""
+        if self._share is None:
+            raise ValueError(NO_STRANDS)
+        checkpoint = self._share.checkpoint
+
+        def give() -> dict[str, Any]:
+            self._call(Report("strand_state().state_dict"))
+            given, checkpoint.own = checkpoint.own, {}
+            return given
+
+        def take(state: dict[str, Any]) -> None:
+            checkpoint.own = state
+            try:
+                self._call(Report("strand_state().load_state_dict"))
+            finally:
+                checkpoint.own = {}
+
+        return StrandState(give, take)
 
     def report(self, *, loss: float | Tensor) -> None:
         """Nothing: rank 0 tells those who watch the run."""
@@ -168,6 +253,8 @@ class Follower(torch.optim.Optimizer):
     def shutdown(self) -> None:
         """Leave the cluster now; the parameters stay usable. Calling it again does nothing."""
         self._gang.leave()
+        if self._share is not None:
+            self._share.stop()
 
     def __getattr__(self, name: str) -> Any:
         if name in AT_RANK_0:

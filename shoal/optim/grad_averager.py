@@ -275,6 +275,41 @@ class GradientAverager(DecentralizedAverager):
             raise ValueError(f"{type(self).__name__} carries nothing on, and was given {', '.join(state_dict)}")
 
 
+def average_of(
+    averager: DecentralizedAverager, control: StepControl, timeout: float, ended: Future[None]
+) -> bytes | None:
+    """Wait for a round before that of an epoch. If it fails, say so.
+
+    Args:
+        timeout: seconds without any progress.
+        ended: is done when the others have ended the epoch.
+
+    Returns:
+        The name of the average; None if there is none.
+
+    Raises:
+        Behind: if the others have ended the epoch.
+        Rejected: if they have other terms.
+    """
+    try:
+        either: list[Future[Any]] = [control, ended]
+        until = time.monotonic() + timeout
+        while time.monotonic() < until and not wait(either, until - time.monotonic(), FIRST_COMPLETED).done:
+            until = max(until, averager.got_on_at + timeout)
+        if not control.done() and ended.done() and not ended.cancelled():
+            control.cancel()
+            raise Behind("the others have ended the epoch before this peer's gradients were there")
+        control.result(0.0)
+    except (Rejected, Behind):
+        raise
+    except (AveragingError, TimeoutError, CancelledError) as error:
+        control.cancel()
+        log.warning("the gradients were not averaged (%s): going on with this peer's own", error)
+        return None
+    assert averager.last_round is not None
+    return bytes.fromhex(averager.last_round.digest)
+
+
 GradientAveragerFactory = Callable[..., GradientAverager]
 """What `shoal.Optimizer` takes as `grad_averager_factory`."""
 
@@ -385,31 +420,16 @@ class AveragerGradients:
             Rejected: if they have another averager.
         """
         own = blake3(b"own gradients of " + self._me).digest()
-        control, ended = self._control, None
-        if control is None:
+        if self._control is None:
             return own
+        ended = over()
         try:
-            ended = over()
-            either: list[Future[Any]] = [control, ended]
-            until = time.monotonic() + timeout
-            while time.monotonic() < until and not wait(either, until - time.monotonic(), FIRST_COMPLETED).done:
-                until = max(until, self.averager.got_on_at + timeout)
-            if not control.done() and ended.done() and not ended.cancelled():
-                control.cancel()
-                raise Behind("the others have ended the epoch before this peer's gradients were there")
-            control.result(0.0)
-        except (Rejected, Behind):
-            raise
-        except (AveragingError, TimeoutError, CancelledError) as error:
-            control.cancel()
-            self._control = None
-            log.warning("the gradients were not averaged (%s): going on with this peer's own", error)
-            return own
+            found = average_of(self.averager, self._control, timeout, ended)
         finally:
-            if ended is not None:
-                ended.cancel()
-        assert self.averager.last_round is not None
-        return bytes.fromhex(self.averager.last_round.digest)
+            ended.cancel()
+        if found is None:
+            self._control = None
+        return found or own
 
     def enter(self, called: Callable[[], bool]) -> None:
         """From now on the others wait for this peer's gradients.
@@ -427,6 +447,18 @@ class AveragerGradients:
         """Have nobody wait for this peer's gradients: they are of a state that it leaves."""
         self.averager.shutdown()  # which ends its round
         self._control = None
+
+    def stop(self) -> None:
+        """Leave for good."""
+        self.averager.shutdown()
+
+    def carried(self) -> dict[str, Any]:
+        """What the averager carries from one epoch to the next."""
+        return self.averager.state_dict()
+
+    def load_carried(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `carried` returned. Raises ValueError if it is another averager's."""
+        self.averager.load_state_dict(state)
 
     def use_local(self) -> None:
         """Nothing to do: there was no round of the run, and the averager's result is the best there is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -62,17 +62,9 @@ class HostCopy:
         return copy
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look whether that optimizer has the parameters of `groups` as they are there.
-
-        Raises:
-            ValueError: if it has left some out, or has them in another order.
-        """
+        """Look whether that optimizer has the parameters of `groups` as they are there, see `check_order`."""
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if list(map(id, own)) != list(map(id, self._copies)):
-            raise ValueError(
-                f"the function made a {type(optimizer).__name__} that does not have all parameters, or has them in "
-                "another order than they were given: divide them into groups before, in params="
-            )
+        check_order(optimizer, own, self._copies)
 
     @torch.no_grad()
     def copy(self, source: FlatBuffer, target: FlatBuffer) -> None:
@@ -89,7 +81,7 @@ class HostCopy:
         """The parameter groups of the optimizer that was made from `groups`, with the model's parameters in them."""
         made, first = [], 0
         for index, group in enumerate(optimizer.param_groups):
-            made.append(ModelGroup(self, index, group, self.model[first : first + len(group["params"])]))
+            made.append(ModelGroup(group, self.model[first : first + len(group["params"])], self, index))
             first += len(group["params"])
         return made
 
@@ -109,16 +101,38 @@ class HostCopy:
                 self.aside = None
 
 
-class ModelGroup(MutableMapping[str, Any]):
-    """A parameter group of the optimizer on the host as users see it: with the same options, which may be changed, and
-    the model's parameters."""
+def check_order(optimizer: torch.optim.Optimizer, own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Look whether an optimizer that a function has made has the parameters that the function was given.
 
-    def __init__(self, host: HostCopy, index: int, group: dict[str, Any], params: list[Tensor]) -> None:
+    Raises:
+        ValueError: if it has left some out, or has them in another order.
+    """
+    if list(map(id, own)) != list(map(id, given)):
+        raise ValueError(
+            f"the function made a {type(optimizer).__name__} that does not have all parameters, or has them in "
+            "another order than they were given: divide them into groups before, in params="
+        )
+
+
+class ModelGroup(MutableMapping[str, Any]):
+    """A parameter group of an optimizer of copies, as users see it: with the same options, which may be changed,
+    and the model's parameters.
+
+    Args:
+        group: of the optimizer.
+        params: of the model.
+        host: has the copies, if the optimizer may be stepping in another thread.
+        index: of the group.
+    """
+
+    def __init__(
+        self, group: dict[str, Any], params: list[Tensor], host: HostCopy | None = None, index: int = 0
+    ) -> None:
         self._host, self._index, self._group, self._params = host, index, group, params
 
     @property
     def _options(self) -> dict[str, Any]:
-        aside = self._host.aside
+        aside = None if self._host is None else self._host.aside
         return self._group if aside is None else aside[self._index]
 
     def __getitem__(self, key: str) -> Any:
@@ -127,7 +141,7 @@ class ModelGroup(MutableMapping[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params":
             raise ValueError("the parameters of a run are fixed")
-        with self._host.lock:
+        with contextlib.nullcontext() if self._host is None else self._host.lock:
             self._options[key] = value
 
     def __delitem__(self, key: str) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.gang import told_to_all
@@ -22,6 +21,7 @@ from shoal.membership.holder import Source
 from shoal.optim._torch import scale_by_own_rules
 from shoal.optim.accumulation import Accumulation
 from shoal.optim.diloco import DiLoCo
+from shoal.optim.distributed_checkpoint import NO_STRANDS, StrandCheckpoint, StrandState
 from shoal.optim.epoch import Epoch
 from shoal.optim.epoch_round import make_gradients, make_run
 from shoal.optim.epoch_scheduler import wraps
@@ -40,6 +40,7 @@ from shoal.optim.settings import (
     AnyScheduler,
     Params,
     Settings,
+    Stepped,
     check_cluster,
     make_outer,
     make_trained,
@@ -47,6 +48,7 @@ from shoal.optim.settings import (
 )
 from shoal.optim.speaker import Speaker
 from shoal.optim.state import Replica
+from shoal.optim.strand_replica import StrandReplica, groups_of_model
 from shoal.optim.vitals import Vitals
 from shoal.swarm.gates import admit_to
 from shoal.swarm.protocol.errors import AveragingError
@@ -78,8 +80,8 @@ class Optimizer(torch.optim.Optimizer):
     move the model, and change its layers, before; values may be loaded into it afterwards, also with `assign=True`.
 
     Args:
-        dht: this peer's place in the DHT, started. It stays when the optimizer is shut down. Of a cluster, only rank 0
-            needs one.
+        dht: this peer's place in the DHT, started. It stays when the optimizer is shut down. In a cluster
+            every rank needs one; with `strands=1`, rank 0.
         run_id: names the run: peers of one run_id train together.
         target_batch_size: samples of all peers per epoch; may be None only with `DiLoCo(inner_steps=…)`.
         batch_size_per_step: samples behind the gradients of one `step`, unless `step` is given another number.
@@ -158,7 +160,8 @@ class Optimizer(torch.optim.Optimizer):
             arXiv 1901.09847). Takes memory of the gradients' size, twice that during a round. None: nothing.
         cluster: the ranks that are this peer together, see `shoal.Cluster`. All of them make the optimizer, with the
             same arguments, and every call of it, at once; `batch_size` is of each rank. Needs `params`, and an
-            `optimizer` function. Rank 0 is the peer: the other ranks' optimizers hold no state.
+            `optimizer` function. Each rank steps its strands and keeps the optimizer's state of them; with `strands=1`
+            rank 0 does, of the whole model.
         metrics_port: serve this peer's metrics for Prometheus on this port of 127.0.0.1, at `/metrics`; 0 for any free
             one (see `metrics_port`); None for none.
 
@@ -252,7 +255,7 @@ class Optimizer(torch.optim.Optimizer):
         extras = list(extra_tensors)
         self._speaker: Speaker | None = None
         self._ranks = 1  # of this peer
-        if cluster is None or params is None:  # a cluster has params: that was checked
+        if cluster is None or params is None or cluster.size == cluster.strands == 1:  # a cluster has params
             return self._make(optimizer, params, scheduler, extras, refresh)
         self._ranks = cluster.size
         self._speaker = speaker = Speaker(cluster, params, extras)
@@ -288,16 +291,17 @@ class Optimizer(torch.optim.Optimizer):
         settings, dht = self._settings, self.dht
         self._host: HostCopy | None = None  # on which `optimizer` steps, if it does not step the model
         self.outer_optimizer: torch.optim.Optimizer | None = None
-        shared: tuple[torch.optim.Optimizer, LRScheduler | None]
+        strands = None if self._speaker is None else self._speaker.strands
+        places = {"on_host": settings.offload_optimizer, "in_cluster": self._speaker is not None}
         if settings.outer is None:
-            made = make_trained(optimizer, params, scheduler, on_host=settings.offload_optimizer)
-            self.optimizer, self.scheduler, self._host = made
-            host, shared = self._host, (self.optimizer, self.scheduler)
+            inner = stepped = make_trained(optimizer, params, scheduler, **places)
         else:
-            self.optimizer, self.scheduler, self._host, host, self.outer_optimizer = make_outer(
-                settings.outer, optimizer, params, scheduler, on_host=settings.offload_optimizer
+            given, pieces = (params, None) if strands is None else (strands.given, strands.groups)
+            inner, anchor, self.outer_optimizer = make_outer(
+                settings.outer, optimizer, given, scheduler, **places, pieces=pieces
             )
-            shared = self.outer_optimizer, None
+            stepped = Stepped(self.outer_optimizer, None, anchor)
+        self.optimizer, self.scheduler, self._host = inner
         wrapped = self.optimizer
         wraps(self, wrapped)
         scale_by_own_rules(self, self.reuse_grad_buffers)  # so torch's own scaler comes to `step`, which refuses it
@@ -305,7 +309,11 @@ class Optimizer(torch.optim.Optimizer):
         self.param_groups, self.state = self._groups(), wrapped.state
         self._ready = True
 
-        self._replica = replica = Replica(*shared, extra_tensors, settings, host)
+        if self._speaker is None or strands is None:
+            replica = Replica(stepped.optimizer, stepped.scheduler, extra_tensors, settings, stepped.host)
+        else:
+            replica = StrandReplica(stepped, extra_tensors, settings, strands, self._speaker.crew, dht)
+        self._replica = replica
         if replica.placement.unshared and not self.auxiliary:
             layers = ", ".join(f"{count} {kind}" for kind, count in replica.placement.unshared.items())
             log.warning(
@@ -335,9 +343,15 @@ class Optimizer(torch.optim.Optimizer):
             replica.placement.refuse_ranks(self._ranks)  # before any parameter is sent
             self._speaker.gang.when_lost(lambda: run.stop(settings.shutdown_timeout))
         try:
-            run.start(self._epoch.donor)
+            if isinstance(replica, StrandReplica):
+                replica.give()  # before newcomers meet this peer
+                run.start()
+            else:
+                run.start(self._epoch.donor)
         except BaseException:  # nobody listens for a peer that is not there
             self._close_metrics()
+            if isinstance(replica, StrandReplica):
+                replica.states.stop()
             raise
         try:
             self.tracker.start()
@@ -444,8 +458,8 @@ class Optimizer(torch.optim.Optimizer):
                 "step",
                 lambda samples: self._step(None, samples, None),
                 prepare,
-                speaker.whole.gather_for_step,
-                moves=self._settings.moves_within_epochs,
+                speaker.whole.gather_for_step if speaker.strands is None or self.outer_optimizer is None else None,
+                moves=self._settings.moves_within_epochs and speaker.strands is None,
             )
             return losses[0] if losses else None
 
@@ -530,6 +544,8 @@ class Optimizer(torch.optim.Optimizer):
             self._check_dht()
             self._epoch.load_kept(path)
 
+        if isinstance(self._replica, StrandReplica):
+            raise ValueError("load_kept_state: a cluster whose ranks carry strands keeps no states, and loads none")
         with self._in_trainer("load_kept_state"):
             self._lead("load_kept_state", load)
 
@@ -539,12 +555,15 @@ class Optimizer(torch.optim.Optimizer):
         and tensors. A step in the background is waited for and applied first, so that the model's parameters belong to
         the dict. Gradients of an epoch that has not ended are not in it.
 
+        Of a cluster, rank 0 has the state; where its ranks carry strands, all of them call this at once.
+
         In the modes without delays, a run of several peers continues from it bit for bit if each peer has the identity
         that it had (`DHT(identity_path=…)`), since gradients are summed in the order of the peers' keys; otherwise to
         rounding.
         """
         with self._in_trainer("state_dict"):
-            if not self._settings.in_background:  # nothing moves the parameters, so the other ranks need not be there
+            has_strands = isinstance(self._replica, StrandReplica)
+            if not (self._settings.in_background or has_strands):  # so the other ranks need not be there
                 return self._epoch.state_dict()
             return self._lead("state_dict", self._epoch.state_dict)
 
@@ -567,12 +586,53 @@ class Optimizer(torch.optim.Optimizer):
             collect = None
             if self._speaker is not None:
                 self._speaker.forget()
-                collect = self._speaker.whole.gather_parameters
+                collect = self._speaker.whole.gather_parameters if self._speaker.strands is None else None
             self._lead("load_state_dict", load, collect)
         self.param_groups, self.state = self._groups(), self.optimizer.state
 
+    def strand_state(self) -> StrandState:
+        """The state for `torch.distributed.checkpoint`, to which each rank of a cluster gives its own strands:
+
+        >>> state = {"model": get_model_state_dict(model), "optimizer": optimizer.strand_state()}
+        >>> dcp.save(state, checkpoint_id=path)
+        >>> dcp.load(state, checkpoint_id=path)
+
+        All ranks make these calls at once. A cluster of any number of ranks loads it that has as many strands; one that
+        has others gets torch's error, and nothing has changed. Otherwise as `state_dict`. With `outer`, load the
+        model's parameters in the same call, or before.
+
+        Raises:
+            ValueError: if this optimizer has no strands.
+        """
+        if not isinstance(self._replica, StrandReplica):
+            raise ValueError(NO_STRANDS)
+        checkpoint = StrandCheckpoint(self._replica)
+
+        def give() -> dict[str, Any]:
+            self._epoch.take_result(wait=True)
+            return checkpoint.give()
+
+        def give_all() -> dict[str, Any]:
+            with self._in_trainer("strand_state().state_dict"):
+                return self._lead("strand_state().state_dict", give)
+
+        def take(state: dict[str, Any]) -> None:
+            if not self._closed:
+                self._check_dht()
+            checkpoint.check(state)
+            self._epoch.continue_from(lambda: checkpoint.take(state))
+
+        def take_all(state: dict[str, Any]) -> None:
+            with self._in_trainer("strand_state().load_state_dict"):
+                self._lead("strand_state().load_state_dict", lambda: take(state))
+            self.param_groups, self.state = self._groups(), self.optimizer.state
+
+        return StrandState(give_all, take_all)
+
     def _groups(self) -> Any:
         """The parameter groups as users see them: with the model's parameters."""
+        if self._speaker is not None and self._speaker.strands is not None and self.outer_optimizer is None:
+            return groups_of_model(self.optimizer, self._speaker.strands)
         return self.optimizer.param_groups if self._host is None else self._host.param_groups(self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -661,16 +721,25 @@ class Optimizer(torch.optim.Optimizer):
         try:
             with self._in_trainer("finish"):
                 if self.is_alive() and not self.auxiliary:
-                    self._lead("finish", lambda: self._epoch.take_result(wait=True))
+                    has_strands = isinstance(self._replica, StrandReplica)
+                    self._lead("finish", self._stay if has_strands else lambda: self._epoch.take_result(wait=True))
                     if self._speaker is not None:
                         self._speaker.gang.leave()
-                    self._run.wait_for_those_behind(self._settings.averaging_timeout, self._settings.load_state_timeout)
+                    if not has_strands:
+                        self._stay()
         except AveragingError as error:
             if not self._run.is_over:
                 raise
             log.info("%s", error)  # another thread has shut it, or the DHT, down
         finally:
             self.shutdown()
+
+    def _stay(self) -> None:
+        """Take the last result, and stay for those who are behind."""
+        self._epoch.take_result(wait=True)
+        replica, timeouts = self._replica, (self._settings.averaging_timeout, self._settings.load_state_timeout)
+        served_at = (lambda: replica.states.asked_at) if isinstance(replica, StrandReplica) else None
+        self._run.wait_for_those_behind(*timeouts, served_at)
 
     def shutdown(self) -> None:
         """Leave the run now; the parameters and the DHT stay usable. A round in the background ends without a result,
@@ -687,6 +756,8 @@ class Optimizer(torch.optim.Optimizer):
             self._vitals.stop()
         if not self._run.stop(timeout):
             log.warning("leaving the run took longer than %g s", timeout)
+        if isinstance(self._replica, StrandReplica):
+            self._replica.states.stop()
         self._epoch.close(timeout)
 
     def __repr__(self) -> str:

@@ -209,14 +209,15 @@ class Run:
 
         self._wait(ask())
 
-    def wait_for_those_behind(self, idle: float, longest: float) -> None:
-        """See `Swarm.wait_for_those_behind`; they are served with this peer's state meanwhile."""
+    def wait_for_those_behind(self, idle: float, longest: float, served_at: Callable[[], float] | None = None) -> None:
+        """See `Swarm.wait_for_those_behind`; they are served with this peer's state meanwhile, by this run's donor if
+        nobody else says when."""
         donor = self._donor
 
-        def served_at() -> float:
+        def by_donor() -> float:
             return float("-inf") if donor is None else donor.asked_at
 
-        behind = self._wait(self.swarm.wait_for_those_behind(idle, longest, served_at))
+        behind = self._wait(self.swarm.wait_for_those_behind(idle, longest, served_at or by_donor))
         if behind:
             log.warning(
                 "left the run while others are behind its last epoch, and did not come within %g s: %s. They end it "

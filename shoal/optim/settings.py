@@ -3,13 +3,14 @@ equal in a run, and the torch objects that are made from them."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import numbers
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -19,6 +20,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.compression import Compression, NoCompression, check_for_state
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.host_copy import HostCopy
+from shoal.sharding.cut import cut_already
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 AnyOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -105,6 +107,10 @@ WITHOUT_OUTER = (
     "average_opt_statistics"
 )  # fmt: skip
 WITHOUT_CLUSTER = ("reuse_grad_buffers", "auxiliary")
+WITHOUT_STRANDS = (
+    "delay_grad_averaging", "delay_optimizer_step", "offload_optimizer", "use_local_updates", "grad_averager_factory",
+    "average_opt_statistics", "kept_state_dir"
+)  # fmt: skip
 NO_BATCH_SIZE = "step needs batch_size=…, since the optimizer was made without batch_size_per_step"
 NO_SCALER = "a cluster takes no grad_scaler yet: train in bfloat16, which needs none"
 # Arguments that are as another one where they are None.
@@ -298,7 +304,15 @@ def check_cluster(cluster: Any, settings: Settings, optimizer: AnyOptimizer, par
     if unused := [name for name in WITHOUT_CLUSTER if getattr(settings, name)]:
         raise ValueError(f"cluster=… does not go together with {unused[0]}=True: leave one out")
     if params is None or isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError("cluster=… needs params=, and optimizer= as a function: rank 0 makes it for all ranks")
+        raise ValueError("cluster=… needs params=, and optimizer= as a function, which ranks call with what they step")
+    unused = [name for name in WITHOUT_STRANDS if getattr(settings, name)]
+    if settings.outer is not None and settings.outer.is_in_background:
+        unused.append("DiLoCo(overlap=…)")  # rank 0 has one conversation with the others
+    if cluster.strands > 1 and unused:
+        raise ValueError(
+            f"shoal.Cluster(strands={cluster.strands}) does not go together with {unused[0]} yet: give strands=1, with "
+            "which rank 0 speaks for all"
+        )
 
 
 def _term(value: float | None) -> str:
@@ -321,10 +335,26 @@ def _averager_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: AVERAGER_OPTIONS[name].check(f"averager_opts[{name!r}]", value) for name, value in used.items()}
 
 
+class Stepped(NamedTuple):
+    """An optimizer, its scheduler, and the copy of the parameters on the host that it steps, if it steps one."""
+
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler | None
+    host: HostCopy | None = None
+
+
 def make_trained(
-    optimizer: AnyOptimizer, params: Params | None, scheduler: AnyScheduler | None, *, on_host: bool
-) -> tuple[torch.optim.Optimizer, LRScheduler | None, HostCopy | None]:
+    optimizer: AnyOptimizer,
+    params: Params | None,
+    scheduler: AnyScheduler | None,
+    *,
+    on_host: bool,
+    in_cluster: bool = False,
+) -> Stepped:
     """The local optimizer and its scheduler; `on_host`, with the copy of the parameters that the optimizer steps.
+
+    Args:
+        in_cluster: a `ZeroRedundancyOptimizer` divides nothing: the cluster has done so, or rank 0 steps all.
 
     Raises:
         ValueError: if `optimizer` and `params` do not go together, if the optimizer's step needs a closure, or if
@@ -338,22 +368,36 @@ def make_trained(
                 "and params="
             )
         host = HostCopy(params)
-    made = _make_optimizer(optimizer, params if host is None else host.groups)
+    made = _make_optimizer(optimizer, params if host is None else host.groups, in_cluster)
     if host is not None:
         host.check(made)
-    return made, _make_scheduler(scheduler, made), host
+    return Stepped(made, _make_scheduler(scheduler, made), host)
 
 
 def make_outer(
-    outer: DiLoCo, optimizer: AnyOptimizer, params: Params | None, scheduler: AnyScheduler | None, *, on_host: bool
-) -> tuple[torch.optim.Optimizer, LRScheduler | None, HostCopy | None, HostCopy, torch.optim.Optimizer]:
-    """The inner optimizer, its scheduler and, `on_host`, the copy of the parameters that it steps; the anchor, and the
-    outer optimizer.
+    outer: DiLoCo,
+    optimizer: AnyOptimizer,
+    params: Params | None,
+    scheduler: AnyScheduler | None,
+    *,
+    on_host: bool,
+    in_cluster: bool = False,
+    pieces: Sequence[Any] | None = None,
+) -> tuple[Stepped, HostCopy, torch.optim.Optimizer]:
+    """The inner optimizer, with the copy of the parameters that it steps if `on_host`; the anchor, and the outer
+    optimizer.
+
+    Args:
+        in_cluster: see `make_trained`.
+        pieces: parameter groups of what the anchor is of, if that is not the model as it is.
 
     Raises:
         ValueError: as `make_trained`, and if `outer.optimizer` makes no optimizer.
     """
-    inner, schedule, host = make_trained(optimizer, params, scheduler, on_host=on_host)
+    made = inner, _, host = make_trained(optimizer, params, scheduler, on_host=on_host, in_cluster=in_cluster)
+    if pieces is not None:
+        anchor = HostCopy([{"params": group["params"]} for group in pieces], precise=True)
+        return made, anchor, _make_outer(outer, anchor)
     model = iter([p for group in inner.param_groups for p in group["params"]] if host is None else host.model)
     groups = []
     for group in inner.param_groups:
@@ -361,14 +405,18 @@ def make_outer(
         names = group.get("param_names")
         groups.append({"params": list(zip(names, tensors, strict=True)) if names else tensors})
     anchor = HostCopy(groups, precise=True, memory=None if host is None else host.memory)
+    return made, anchor, _make_outer(outer, anchor)
+
+
+def _make_outer(outer: DiLoCo, anchor: HostCopy) -> torch.optim.Optimizer:
     made = outer.optimizer(anchor.groups)
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"DiLoCo(optimizer=…) made {type(made).__name__}, which is not a torch.optim.Optimizer")
     anchor.check(made)
-    return inner, schedule, host, anchor, made
+    return made
 
 
-def _make_optimizer(optimizer: AnyOptimizer, params: Params | None) -> torch.optim.Optimizer:
+def _make_optimizer(optimizer: AnyOptimizer, params: Params | None, in_cluster: bool) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ValueError("optimizer= is a ready optimizer, which has its parameters: leave params= out")
@@ -378,7 +426,8 @@ def _make_optimizer(optimizer: AnyOptimizer, params: Params | None) -> torch.opt
     elif params is None:
         raise ValueError("optimizer= is a function, which needs params=: the model's parameters or parameter groups")
     else:
-        made = optimizer(params)
+        with cut_already() if in_cluster else contextlib.nullcontext():
+            made = optimizer(params)
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"optimizer= made {type(made).__name__}, which is not a torch.optim.Optimizer")
     closure = inspect.signature(type(made).step).parameters.get("closure")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -10,7 +11,9 @@ from torch import Tensor
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.gang import ClusterError, Gang
 from shoal.cluster.messages import Go, Report, Verdict
+from shoal.cluster.strands import Strands
 from shoal.cluster.whole import Whole
+from shoal.optim.crew import Crew
 from shoal.swarm.protocol.tip import Tip
 
 T = TypeVar("T")
@@ -26,20 +29,27 @@ class Speaker:
 
     Attributes:
         gang: the ties to the other ranks.
-        whole: the parameters in one piece.
+        crew: the other ranks, where they carry strands.
+        whole: the parameters in one piece, or those of its strands.
         state: the tip of the parameters and the groups of the optimizer, once there is one.
     """
 
     def __init__(self, cluster: Cluster, params: Iterable[Any], extras: Sequence[Tensor]) -> None:
         self.gang, self._extras = Gang(cluster.group), extras
+        self.crew = Crew(self.gang)
         try:
-            self.whole = Whole(cluster.group, params)
+            self.whole = parameters_of(cluster, params)
         except BaseException:  # Ctrl-C, too: the others wait
             self.gang.leave()
             raise
         self.state: Callable[[], tuple[Tip, Sequence[Mapping[str, Any]]]] | None = None
         self._sent: Tip | None = None  # whose parameters the others have
         self._leads = False
+
+    @property
+    def strands(self) -> Strands | None:
+        """The pieces that this rank steps, if the ranks carry strands."""
+        return self.whole if isinstance(self.whole, Strands) else None
 
     def lead(
         self,
@@ -68,17 +78,20 @@ class Speaker:
         try:
             try:
                 samples = prepare()
+                if collect is not None and self.whole.gathers_alone:  # as the others do before they report
+                    collect()
             except Exception as error:
                 self._hear(call, 0, error, moves)
                 raise
             reports = self._hear(call, samples, None, moves)
             samples += sum(report.samples for report in reports)
             try:
-                if collect is not None and self.whole.is_sharded:
+                if collect is not None and not self.whole.gathers_alone:
                     self.gang.say(Go())
                     with self.gang.collectives():
                         collect()
                 result = act(samples)
+                self.crew.settle()
             except BaseException as error:  # Ctrl-C, too: the others wait for a verdict
                 self._tell(error, None, moves)
                 raise
@@ -94,6 +107,7 @@ class Speaker:
     def _hear(self, call: str, samples: int, refused: Exception | None, moves: bool) -> list[Report]:
         """The reports of the others, of this call; if it makes no sense, all hear why."""
         try:
+            self.crew.hear()
             reports = self.gang.hear_reports()
             if refused is None:
                 self._compare(call, samples, reports)
@@ -128,14 +142,28 @@ class Speaker:
                 )
 
     def _tell(self, error: BaseException | None, result: object, moves: bool) -> None:
+        with contextlib.suppress(ClusterError):  # which every call of the gang raises
+            self.crew.settle() if error is None else self.crew.hear()
         said = "" if error is None else f"{type(error).__name__}: {error}"[:4096]
         if self.state is None:
             return self.gang.say(Verdict(0, False, error=said))
         tip, groups = self.state()
-        changed = moves or tip != self._sent
+        changed = moves or tip != self._sent or (self.strands is not None and self.strands.is_ahead)
         options = [{name: value for name, value in group.items() if type(value) is float} for group in groups]
         self.gang.say(Verdict(tip.epoch, changed, options, said, bool(result)))
         if changed:
             with self.gang.collectives():
                 self.whole.spread(self._extras)
             self._sent = tip
+
+
+def parameters_of(cluster: Cluster, params: Iterable[Any]) -> Whole | Strands:
+    """The parameters that a rank's optimizer steps: all of the model at rank 0, or those of its strands.
+
+    Raises:
+        ValueError: for parameters that can't be cut into strands.
+    """
+    if cluster.strands > 1:
+        return Strands(cluster, params)
+    assert cluster.group is not None
+    return Whole(cluster.group, params)

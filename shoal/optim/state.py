@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -34,6 +35,10 @@ from shoal.transfer.donor import EncodedState, Snapshot, encoded
 from shoal.transfer.transfer import Downloaded
 
 log = logging.getLogger(__name__)
+
+TENSORS_OF_OPTIMIZER = 16
+"""No optimizer is known that keeps more than 15 tensors like each parameter, all in float32 or all in the parameter's
+dtype; and the parameter itself."""
 
 MANIFEST_BYTES = 1 << 26
 """For the options, counters and padding of a downloaded state."""
@@ -60,6 +65,15 @@ class Scalars(msgspec.Struct, frozen=True):
     values: list[tuple[Index, Name, Any]]
     scheduler: dict[Name, Any] | None
     extras: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What of a state is copied or loaded: parameters, with what the optimizer keeps of them, and extra tensors. The
+    rest of a state, which is not tensors, goes with every part."""
+
+    parameters: Sequence[Tensor]
+    extras: Sequence[Tensor]
 
 
 class TrainingState:
@@ -92,6 +106,7 @@ class TrainingState:
         self._is_flat = flat
         if flat:
             self.memory = FlatBuffer.adopt(self.parameters, pinned=pinned)
+        self._whole = Part(self.parameters, self.extra_tensors)
         self._held: list[Tensor] = []  # the tensors of the optimizer's state that are in flat memory
         self.adopt_statistics()
 
@@ -108,9 +123,9 @@ class TrainingState:
         """The blake3 hash of the parameters, 32 bytes. Parameters on a device are copied to the host for it."""
         return hash_of([flat.detach().cpu() for flat in self.memory.flat])
 
-    def _kept(self) -> Iterator[tuple[int, str, Any]]:
-        """(parameter, name, value) of everything in the optimizer's state."""
-        for index, parameter in enumerate(self.parameters):
+    def _kept(self, parameters: Sequence[Tensor] | None = None) -> Iterator[tuple[int, str, Any]]:
+        """(parameter, name, value) of everything in the optimizer's state, of all parameters or of these."""
+        for index, parameter in enumerate(self.parameters if parameters is None else parameters):
             for name, value in sorted(self.optimizer.state.get(parameter, {}).items()):
                 yield index, name, value
 
@@ -136,9 +151,14 @@ class TrainingState:
     # -- as newcomers get it
 
     def snapshot(
-        self, tip: Tip, compression: Compression, averaged: Collection[str] = (), groups: Groups | None = None
+        self,
+        tip: Tip,
+        compression: Compression,
+        averaged: Collection[str] = (),
+        groups: Groups | None = None,
+        part: Part | None = None,
     ) -> Snapshot:
-        """A copy of everything, for a newcomer.
+        """A copy of everything, or of a part of it, for a newcomer.
 
         Args:
             tip: names the state.
@@ -146,30 +166,32 @@ class TrainingState:
             averaged: names of statistics that are averaged. All others are sent exactly, because nothing would make
                 them equal again.
             groups: the options of the parameter groups; by default those that they hold now.
+            part: what of it; None: all.
 
         Raises:
             ValueError: if the optimizer holds something that is not plain data, or if the compression has no codec for
                 a tensor.
         """
+        part = self._whole if part is None else part
         # Statistics of one name follow each other: then few runs of a codec suffice, however many parameters there are.
-        held = sorted(self._kept(), key=lambda one: one[1])
+        held = sorted(self._kept(part.parameters), key=lambda one: one[1])
         statistics = [one for one in held if isinstance(one[2], Tensor)]
-        tensors = [*self.parameters, *(tensor for _, _, tensor in statistics), *self.extra_tensors]
+        tensors = [*part.parameters, *(tensor for _, _, tensor in statistics), *part.extras]
         memory = FlatBuffer(Layout.of(tensors).on("cpu"), recycled=True)
         memory.copy_from([tensor.detach() for tensor in tensors])
         try:
             scalars = Scalars(
                 groups=[plain(group) for group in (self._options() if groups is None else groups)],
                 statistics=[(index, name) for index, name, _ in statistics],
-                values=[(i, name, plain(v)) for i, name, v in self._kept() if not isinstance(v, Tensor)],
-                scheduler=_scheduler_state(self.scheduler),
-                extras=len(self.extra_tensors),
+                values=[(i, name, plain(v)) for i, name, v in held if not isinstance(v, Tensor)],
+                scheduler=scheduler_state(self.scheduler),
+                extras=len(part.extras),
             )
         except TypeError as error:
             raise ValueError(f"the optimizer's state can't be shared: {error}") from error
-        described = [("", TensorRole.PARAMETER)] * len(self.parameters)
+        described = [("", TensorRole.PARAMETER)] * len(part.parameters)
         described += [(name, TensorRole.OPTIMIZER) for _, name, _ in statistics]
-        described += [("", TensorRole.UNSPECIFIED)] * len(self.extra_tensors)
+        described += [("", TensorRole.UNSPECIFIED)] * len(part.extras)
         kinds, roles = zip(*described, strict=True)
         exact = {n for n, (kind, role) in enumerate(described) if role is TensorRole.OPTIMIZER and kind not in averaged}
         codecs = plan_codecs(compression, memory.layout, roles, exact=exact, kinds=kinds)
@@ -182,17 +204,33 @@ class TrainingState:
         Raises:
             ValueError: if it does not fit this model; then nothing has changed.
         """
+        self.load_part(state, self._whole)
+
+    def load_part(self, state: Downloaded, part: Part) -> None:
+        """Take over a downloaded state of that part.
+
+        Raises:
+            ValueError: if it does not fit this model; then nothing has changed.
+        """
         try:
             tensors, scalars = state.tensors(), _scalars.decode(state.scalars)
         except RecursionError as error:
             raise ValueError(f"the state is nested too deeply: {error}") from error
-        count, extras, mine = len(self.parameters), len(self.extra_tensors), self._options()
+        self.load_tensors(tensors, scalars, part)
+
+    def load_tensors(self, tensors: Sequence[Tensor], scalars: Scalars, part: Part) -> None:
+        """Take over a state of that part: its tensors as they are in a snapshot, and the rest.
+
+        Raises:
+            ValueError: if it does not fit this model; then nothing has changed.
+        """
+        count, extras, mine = len(part.parameters), len(part.extras), self._options()
         if len(tensors) != count + len(scalars.statistics) + scalars.extras or scalars.extras != extras:
             parameters = len(tensors) - len(scalars.statistics) - scalars.extras
             given = f"{parameters} parameters and {scalars.extras} extra tensors"
             raise ValueError(f"the state has {given}; this peer has {count} and {extras}")
         copied = [*tensors[:count], *tensors[len(tensors) - extras :]]
-        pairs = list(zip([*self.parameters, *self.extra_tensors], copied, strict=True))
+        pairs = list(zip([*part.parameters, *part.extras], copied, strict=True))
         for index, (own, theirs) in enumerate(pairs):
             if own.shape != theirs.shape or own.dtype != theirs.dtype:
                 raise ValueError(
@@ -218,7 +256,7 @@ class TrainingState:
         with torch.no_grad():
             for tensor, theirs in pairs:
                 tensor.copy_(theirs)
-            self._load_statistics(scalars, tensors[count : count + len(scalars.statistics)])
+            self._load_statistics(scalars, tensors[count : count + len(scalars.statistics)], part.parameters)
         for group, options in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(options)
         if self.scheduler is not None:
@@ -229,11 +267,11 @@ class TrainingState:
         left_out = KERNELS | {"params"}
         return [{k: v for k, v in group.items() if k not in left_out} for group in self.optimizer.param_groups]
 
-    def _load_statistics(self, scalars: Scalars, tensors: Sequence[Tensor]) -> None:
+    def _load_statistics(self, scalars: Scalars, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
         """Copy into the tensors that are there, allocate the others, and drop those that the state does not have."""
         kept: dict[int, dict[str, Any]] = {}
         for (index, name), tensor in zip(scalars.statistics, tensors, strict=True):
-            parameter = self.parameters[index]
+            parameter = parameters[index]
             mine = self.optimizer.state.get(parameter, {}).get(name)
             if not isinstance(mine, Tensor) or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
                 # As torch does: statistics live with their parameter, but step counts (0-d) stay on the host.
@@ -242,7 +280,7 @@ class TrainingState:
             kept.setdefault(index, {})[name] = mine
         for index, name, value in scalars.values:
             kept.setdefault(index, {})[name] = value
-        for index, parameter in enumerate(self.parameters):
+        for index, parameter in enumerate(parameters):
             self.optimizer.state.pop(parameter, None)
             if index in kept:
                 self.optimizer.state[parameter] = kept[index]
@@ -318,12 +356,32 @@ class Replica(TrainingState):
         self._tip = tip
         self.line.went_to(tip)
 
+    def locked(self) -> AbstractContextManager[object]:
+        """Within, nobody else changes the state or copies it."""
+        return self._lock
+
+    @property
+    def in_backward(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The trained parameters, which get gradients in a backward pass, and those that may get none."""
+        return self.trained, self.frozen
+
+    @property
+    def described(self) -> Sequence[Tensor]:
+        """The model's parameters, as peers compare them: by shape and dtype."""
+        return self.parameters
+
+    @property
+    def described_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, as peers compare them."""
+        return self.optimizer.param_groups
+
     @property
     def max_nbytes(self) -> int:
-        """The largest size of a state of this model: no optimizer is known that keeps more than 15 tensors like each
-        parameter, all in float32 or all in the parameter's dtype."""
+        """The largest size of a state of this model."""
         own = sum(max(4, p.element_size()) * p.numel() for p in [*self.trained, *self.frozen])
-        return 16 * own + sum(t.element_size() * t.numel() for t in self.extra_tensors) + MANIFEST_BYTES
+        return (
+            TENSORS_OF_OPTIMIZER * own + sum(t.element_size() * t.numel() for t in self.extra_tensors) + MANIFEST_BYTES
+        )
 
     @property
     def is_averaged_whole(self) -> bool:
@@ -448,7 +506,7 @@ class Replica(TrainingState):
             if self.drift is not None and keeps_drift:
                 self.drift.remember()
             try:
-                super().load(state)
+                self._take(state)
             except ValueError:
                 if self.drift is not None:
                     self.drift.forget()
@@ -459,14 +517,16 @@ class Replica(TrainingState):
             self.publish()
         self.state_digest = self.digest()
 
+    def _take(self, state: Downloaded) -> None:
+        """Take over the tensors of a downloaded state."""
+        super().load(state)
+
     def state_dict(self) -> dict[str, Any]:
         """The local optimizer's state dict, with `["state"]["local_epoch"]`, and beside it under "shoal" the rest."""
         drift = self.drift
         state = self.optimizer.state_dict() if drift is None else drift.inner.state_dict()
         state["state"] = {**state["state"], "local_epoch": self.tip.epoch}
-        state["shoal"] = {"lineage": self.tip.lineage, "samples": self.tip.samples, "line": self.line.to_wire()}
-        if self.tip.pin:
-            state["shoal"]["pin"] = self.tip.pin
+        state["shoal"] = self.names()
         if self.scheduler is not None:
             state["shoal"]["scheduler"] = self.scheduler.state_dict()
         if drift is not None:
@@ -496,11 +556,20 @@ class Replica(TrainingState):
             if self._host is not None and self.drift is None:
                 self._host.copy(self._host.memory, self.memory)
             if epoch is not None:
-                samples = ours.get("samples", epoch * self._settings.target)
-                tip = Tip(epoch, ours.get("lineage", self.tip.lineage), float(samples), ours.get("pin", 0))
-                self.line.take_over(line_to(tip, ours.get("line", b"")), tip)
-                self.tip = tip
+                self.take_names(epoch, ours)
         self.state_digest = self.digest()
+
+    def names(self) -> dict[str, Any]:
+        """The tip and the line, as a state dict has them."""
+        named = {"lineage": self.tip.lineage, "samples": self.tip.samples, "line": self.line.to_wire()}
+        return {**named, "pin": self.tip.pin} if self.tip.pin else named
+
+    def take_names(self, epoch: int, named: dict[str, Any]) -> None:
+        """Continue from the tip and the line of a state dict."""
+        samples = named.get("samples", epoch * self._settings.target)
+        tip = Tip(epoch, named.get("lineage", self.tip.lineage), float(samples), named.get("pin", 0))
+        self.line.take_over(line_to(tip, named.get("line", b"")), tip)
+        self.tip = tip
 
     def _load_outer(self, drift: Drift, inner: dict[str, Any], ours: dict[str, Any]) -> None:
         """Load the inner optimizer's state, and the outer one's with the anchor if they were saved; else the anchor is
@@ -600,7 +669,7 @@ def hash_of(tensors: Iterable[Tensor]) -> bytes:
     return hasher.digest()
 
 
-def _scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any] | None:
+def scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any] | None:
     """The plain data in a scheduler's state. Functions that torch leaves in it are each peer's own."""
     if scheduler is None:
         return None

@@ -144,6 +144,7 @@ class Node:
         self.addresses: list[Multiaddr] = []  # where this node listens
         self.bytes_sent = 0  # of buffers, to other peers
         self.bytes_received = 0
+        self.mates: set[PeerID] = set()  # nodes that are one peer with this one
         self.shared: dict[str, Any] = {}  # what several services of this node have in common, by a name of their own
         self._book: dict[PeerID, list[Multiaddr]] = {}
         self._services: dict[str, tuple[Service, Handler]] = {}

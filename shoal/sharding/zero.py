@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from shoal.sharding import consolidation
 from shoal.sharding.arguments import Partition, checked, checked_class, may_cut
 from shoal.sharding.communication import Communication
+from shoal.sharding.cut import is_cut, of_share
 from shoal.sharding.element_wise import is_element_wise
 from shoal.sharding.failures import Failures
 from shoal.sharding.gradient_source import GradientSource
@@ -76,6 +77,10 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         ValueError: if it is empty, a parameter is not strided, or arguments do not fit together.
     """
 
+    def __new__(cls, *args: Any, **given: Any) -> Any:
+        """Of parameters that are this rank's share already: the optimizer that would step the share."""
+        return of_share(*args, **given) if is_cut() else super().__new__(cls)
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
@@ -134,6 +139,8 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         self._add_to_shard(self.param_groups)
         self.defaults = {**defaults, **self.optim.defaults}  # where OneCycleLR looks for momentum
         self._built = True
+
+    __new__.__wrapped__ = __init__  # type: ignore[attr-defined]  # for `inspect.signature`, which looks at it first
 
     # Names of torch's ZeroRedundancyOptimizer that code around it reads: join hooks of users, and torch's DDP hooks.
 

@@ -139,7 +139,7 @@ class DHTDirectory(Directory):
         return self._dht.on_moved(lambda: handler(self._dht.visible_addresses()))
 
     def others(self) -> int:
-        return len(self._dht.table.alive())
+        return len({peer.peer for peer in self._dht.table.alive()} - self._dht.node.mates)
 
     def _look_for_twin(self, expiration: float) -> None:
         """What outlives all that this peer has written was written by another process with its identity. One such

@@ -38,7 +38,7 @@ def admit_to(node_of: Callable[[], Node], run_id: str, membership: Source | None
                 "that `shoal keys run` has printed (name@key)"
             )
         with _lock:
-            is_new = run_id not in _told_open
+            is_new = run_id not in _told_open and not any(run_id.startswith(f"{told}/") for told in _told_open)
             _told_open.add(run_id)
         if is_new:
             log.info(

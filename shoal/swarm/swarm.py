@@ -349,6 +349,16 @@ class Swarm:
             raise Behind(f"the swarm is at epoch {answer.tip.epoch}, this peer at {self.tip.epoch}")
         return msg.Count(report.tip, report.samples, report.rate, 1, False)
 
+    async def learn_of_round(self) -> bool:
+        """A member may be past the round of this tip: have it send its COMMIT, as to one that joins too late. Returns
+        whether this peer has missed the round, whose result `average` fetches then."""
+        before, asks = self.tip, msg.Progress(self.tip, 0.0, 0.0, counted=False)
+        for key, tip in list(self.contacts.told.items()):
+            if tip.outranks(before) and self.peer.view.reaches(key) and self.tip == before and not self.missed:
+                with contextlib.suppress(P2PError, TimeoutError):
+                    await self._channel.ask(key, asks, self._request_timeout)
+        return self.missed
+
     async def _heed(self, key: bytes, tip: Tip, answer: object) -> None:
         """A peer has answered a message about a state `tip`, of which it should be the coordinator: that another one
         is, or HELLO, since it does not know the same members, or is at another state."""

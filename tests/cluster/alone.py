@@ -6,6 +6,7 @@ python -m tests.cluster.alone FOLDER
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,18 @@ def refusal(make: Any) -> str:
 
 def main() -> None:
     folder, found = Path(sys.argv[1]), {}
+    os.environ["WORLD_SIZE"] = "2"  # as torchrun says it
     found["before"] = refusal(lambda: shoal.Cluster(strands=1))
+    del os.environ["WORLD_SIZE"]
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1)
-    found["strands"] = refusal(lambda: shoal.Cluster(strands=2))
+    found["strands"] = refusal(lambda: shoal.Cluster(strands=0))
     found["group"] = refusal(lambda: shoal.Cluster("nccl"))  # type: ignore[arg-type]
     with shoal.DHT(start=True) as dht:
         given: dict[str, dict[str, Any]] = {
             "cluster": {"cluster": "all"},
             "reuse": {"reuse_grad_buffers": True},
             "params": {"params": None},
+            "delayed": {"delay_grad_averaging": True},
         }
         for name, differing in given.items():
             arguments = {"cluster": shoal.Cluster(), "params": nn.Linear(2, 1).parameters(), **MADE, **differing}

@@ -1,6 +1,6 @@
 """One rank of a cluster in one of the cases below: says what it has found as JSON.
 
-python -m tests.cluster.case CASE RANK SIZE FOLDER
+python -m tests.cluster.case CASE RANK SIZE FOLDER STRANDS
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal
 from shoal.swarm.protocol import peer as protocol_peer
 
-RANK, SIZE = int(sys.argv[2]), int(sys.argv[3])
+RANK, SIZE, STRANDS = int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[5])
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -33,8 +33,9 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 def made(model: nn.Module, **given: Any) -> Any:
     """The optimizer of this rank, in a run of its own."""
-    dht = shoal.DHT(start=True) if RANK == 0 else None
-    usual = {"params": model.parameters(), "optimizer": sgd, "cluster": shoal.Cluster(), "batch_size_per_step": 4}
+    dht = shoal.DHT(start=True) if RANK == 0 or STRANDS > 1 else None
+    usual = {"params": model.parameters(), "optimizer": sgd, "batch_size_per_step": 4}
+    usual["cluster"] = shoal.Cluster(strands=STRANDS)
     return shoal.Optimizer(dht=dht, run_id="r", target_batch_size=4 * SIZE, **{**usual, **given})
 
 
@@ -137,6 +138,25 @@ def spill() -> Tensor:
     raise ValueError("spilt coffee")
 
 
+def own_strands() -> Any:
+    """Each rank in turn has lost what it saved."""
+    model: Any = fully_shard(layers(), mesh=init_device_mesh("cpu", (SIZE,)))
+    optimizer = made(model)
+    backward(model)
+    optimizer.step()
+    before, saved = values(model), optimizer.strand_state().state_dict()
+    optimizer.step()
+    found = []
+    for culprit in range(SIZE):
+        left = {name: value for name, value in saved.items() if culprit != RANK or not name.startswith("strand ")}
+        found.append(error_of(optimizer.strand_state().load_state_dict, left))
+    moved = values(model) != before
+    optimizer.step()
+    epoch = optimizer.local_epoch
+    optimizer.strand_state().load_state_dict(saved)
+    return [found, moved, epoch, optimizer.local_epoch, values(model) == before]
+
+
 def errors() -> Any:
     """What one rank raises is raised at all; then they go on."""
     model: Any = fully_shard(layers(), mesh=init_device_mesh("cpu", (SIZE,)))
@@ -174,6 +194,25 @@ def not_made() -> Any:
     return [found, optimizer.is_alive()]
 
 
+def unlike() -> Any:
+    """Ranks that carry strands compare what they were given; then they try again, with the same DHT."""
+    model, dht = layers(), shoal.DHT(start=True)
+    given: dict[str, Any] = {"params": list(model.parameters()), "cluster": shoal.Cluster(strands=2), "optimizer": sgd}
+
+    def make(norm: float) -> Any:
+        return shoal.Optimizer(
+            dht=dht, run_id="r", target_batch_size=8, batch_size_per_step=4, max_grad_norm=norm, **given
+        )
+
+    found = error_of(make, 1.0 + RANK)
+    optimizer = make(1.0)
+    alive = optimizer.is_alive()
+    dist.barrier()
+    optimizer.shutdown()
+    dht.shutdown()
+    return [found, alive]
+
+
 def late() -> Any:
     """An optimizer that was shut down has its state still."""
     model = layers()
@@ -184,7 +223,22 @@ def late() -> Any:
     return optimizer.state_dict()["state"]["local_epoch"] if RANK == 0 else optimizer.local_epoch
 
 
-CASES = [two_meshes, other_strides, loaded_later, some_parameters, finished, errors, other_calls, not_made, late]
+def ended() -> Any:
+    """The training of one rank ends by an error between two calls."""
+    optimizer = made(layers())
+    if RANK == 0:
+        return error_of(optimizer.step, None, 0)
+    try:
+        raise KeyError("mine")
+    except KeyError:
+        optimizer.shutdown()
+        return ""
+
+
+CASES = [
+    two_meshes, other_strides, loaded_later, some_parameters, finished, own_strands, errors, other_calls, not_made,
+    unlike, late, ended,
+]  # fmt: skip
 
 
 def main() -> None:

@@ -15,6 +15,9 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -27,6 +30,9 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
 }
+
+# Within the strands of a cluster it is the optimizer that it would make of its share.
+OPTIMIZERS["zero"] = lambda params: shoal.ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01)
 
 MODES: dict[str, Any] = {
     "": {},
@@ -85,6 +91,11 @@ def wrapped(model: nn.Module, kind: str, size: int) -> Any:
     return model
 
 
+def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """For `torch.distributed.checkpoint`."""
+    return {"model": get_model_state_dict(model), "optimizer": optimizer.strand_state()}
+
+
 def main() -> None:
     told = json.loads(sys.argv[1])
     rank, size, folder = told["rank"], told["size"], Path(told["folder"])
@@ -96,8 +107,9 @@ def main() -> None:
         model.load_state_dict(kept["model"])
     has_same_samples = told["kind"] in ("colwise", "rowwise")
     module = wrapped(model, told["kind"], size)
-    dht = shoal.DHT(initial_peers=told["initial_peers"], start=True) if rank == 0 else None
-    if dht is not None:
+    strands = told.get("strands", 1)
+    dht = shoal.DHT(initial_peers=told["initial_peers"], start=True) if rank == 0 or strands > 1 else None
+    if dht is not None and rank == 0:
         (folder / "address").write_text(str(dht.get_visible_maddrs()[0]))
     optimizer = shoal.Optimizer(
         dht=dht,
@@ -106,7 +118,7 @@ def main() -> None:
         batch_size_per_step=4 // size if has_same_samples else 4,
         params=model.parameters(),
         optimizer=OPTIMIZERS[told["optimizer"]],
-        cluster=shoal.Cluster(strands=1) if told.get("cluster", True) else None,
+        cluster=shoal.Cluster(strands=strands) if told.get("cluster", True) else None,
         **MODES[told.get("mode", "")],
         min_peers=told.get("min_peers", 1),
         matchmaking_time=told.get("matchmaking_time", 5.0),
@@ -115,6 +127,10 @@ def main() -> None:
         optimizer.load_state_dict(kept["optimizer"])
     print(json.dumps({"made": True}), flush=True)
     try:
+        if "load_strands" in told:
+            dcp.load(state_of(model, optimizer), checkpoint_id=told["load_strands"])
+            said = {"loaded": optimizer.local_epoch, "digest": digest_of(model), "time": time.monotonic()}
+            print(json.dumps(said), flush=True)
         while optimizer.local_epoch < told["epochs"]:
             epoch = optimizer.local_epoch
             optimizer.zero_grad()
@@ -127,15 +143,19 @@ def main() -> None:
             while told["waits"] and optimizer.local_epoch == epoch:
                 optimizer.step(batch_size=0)
                 time.sleep(told.get("pause", 0.0))
-            print(json.dumps({"epoch": optimizer.local_epoch, "digest": digest_of(model), "step": took}), flush=True)
+            said = {"epoch": optimizer.local_epoch, "digest": digest_of(model), "step": took, "time": time.monotonic()}
+            print(json.dumps(said), flush=True)
         if "save" in told:
             tensors = dict(zip([name for name, _ in model.named_parameters()], whole(model), strict=True))
+            state = optimizer.state_dict()
             if rank == 0:
                 tensors["again.weight"] = tensors["tied.weight"]
-                torch.save({"model": tensors, "optimizer": optimizer.state_dict()}, told["save"])
+                torch.save({"model": tensors, "optimizer": state}, told["save"])
+        if "save_strands" in told:
+            dcp.save(state_of(model, optimizer), checkpoint_id=told["save_strands"])
         optimizer.finish()
         print(json.dumps({"parameters": [p.tolist() for p in whole(model)]}), flush=True)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, CheckpointException) as error:
         said = {"kind": type(error).__name__, "error": str(error), "time": time.monotonic()}
         print(json.dumps(said), flush=True)
         optimizer.shutdown()

@@ -13,11 +13,14 @@ from tests.forked import ForkedProcess
 pytestmark = pytest.mark.alone
 
 
-def found_by(case: str, size: int, folder: Path) -> list[Any]:
+of_both_kinds = pytest.mark.parametrize("strands", [1, 4])
+
+
+def found_by(case: str, size: int, folder: Path, strands: int = 1) -> list[Any]:
     """What each rank has found."""
     logs = [folder / f"log {rank}" for rank in range(size)]
     ranks = [
-        ForkedProcess("tests.cluster.case", case, str(rank), str(size), str(folder), log=log)
+        ForkedProcess("tests.cluster.case", case, str(rank), str(size), str(folder), str(strands), log=log)
         for rank, log in enumerate(logs)
     ]
     try:
@@ -40,8 +43,9 @@ def test_parameters_with_other_strides_are_those_of_rank_0(tmp_path: Path) -> No
     assert first[0]
 
 
-def test_values_that_are_loaded_later_count(tmp_path: Path) -> None:
-    assert found_by("loaded_later", 2, tmp_path) == [[0.5, 0.25]] * 2
+@of_both_kinds
+def test_values_that_are_loaded_later_count(tmp_path: Path, strands: int) -> None:
+    assert found_by("loaded_later", 2, tmp_path, strands) == [[0.5, 0.25]] * 2
 
 
 def test_the_groups_of_all_ranks_have_the_same_parameters(tmp_path: Path) -> None:
@@ -55,8 +59,17 @@ def test_finish_applies_the_last_step_everywhere(tmp_path: Path) -> None:
     assert first[0] == 3
 
 
-def test_what_one_rank_raises_is_raised_at_all_and_they_go_on(tmp_path: Path) -> None:
-    first, second = found_by("errors", 2, tmp_path)
+def test_what_one_rank_can_not_load_is_loaded_by_none(tmp_path: Path) -> None:
+    for rank, (errors, *rest) in enumerate(found_by("own_strands", 2, tmp_path, 4)):
+        assert rest == [True, 3, 1, True]
+        assert [error.partition(" ")[0] for error in errors] == ["ClusterError:" if rank else "ValueError:"] * 2
+        assert "strand 0 is not in the state" in errors[0]
+        assert "strand 2 is not in the state" in errors[1]
+
+
+@of_both_kinds
+def test_what_one_rank_raises_is_raised_at_all_and_they_go_on(tmp_path: Path, strands: int) -> None:
+    first, second = found_by("errors", 2, tmp_path, strands)
     assert first[1] == second[1] == 1
     (spilt, half, none), (spilt_there, half_there, none_there) = first[0][:3], first[0][3:]
     assert spilt == "ValueError: spilt coffee"
@@ -75,15 +88,17 @@ def test_what_one_rank_raises_is_raised_at_all_and_they_go_on(tmp_path: Path) ->
     assert "gradients of other parameters" in none_there
 
 
-def test_what_rank_0_refuses_in_another_call_is_heard(tmp_path: Path) -> None:
-    first, second = found_by("other_calls", 2, tmp_path)
+@of_both_kinds
+def test_what_rank_0_refuses_in_another_call_is_heard(tmp_path: Path, strands: int) -> None:
+    first, second = found_by("other_calls", 2, tmp_path, strands)
     assert first[0].startswith("ValueError: timeout=-1.0")
     assert second[0].startswith("ClusterError: rank 0 ")
     assert first[1] is second[1] is False
 
 
-def test_a_rank_that_can_not_make_its_optimizer_tells_the_others(tmp_path: Path) -> None:
-    found = found_by("not_made", 2, tmp_path)
+@of_both_kinds
+def test_a_rank_that_can_not_make_its_optimizer_tells_the_others(tmp_path: Path, strands: int) -> None:
+    found = found_by("not_made", 2, tmp_path, strands)
     for rank in range(2):
         (mine, theirs), alive = found[rank][0] if rank == 0 else found[rank][0][::-1], found[rank][1]
         assert mine.startswith("ValueError: averaging_timeout=-1.0")
@@ -91,5 +106,19 @@ def test_a_rank_that_can_not_make_its_optimizer_tells_the_others(tmp_path: Path)
         assert not alive
 
 
+def test_ranks_that_were_made_otherwise_than_rank_0_are_told_in_what(tmp_path: Path) -> None:
+    for found, alive in found_by("unlike", 2, tmp_path):
+        assert "rank 1 " in found
+        assert "max_grad_norm is 2 here, and 1 at rank 0" in found
+        assert alive
+
+
 def test_an_optimizer_that_was_shut_down_has_its_state(tmp_path: Path) -> None:
     assert found_by("late", 2, tmp_path) == [1, 1]
+
+
+@of_both_kinds
+def test_a_rank_whose_training_an_error_ends_says_which(tmp_path: Path, strands: int) -> None:
+    said, _ = found_by("ended", 2, tmp_path, strands)
+    assert said.startswith("ClusterError: rank 1 ")
+    assert "is lost (it has raised KeyError: 'mine')" in said

@@ -79,9 +79,9 @@ def test_ranks_have_the_bits_of_rank_0_in_every_mode(tmp_path: Path, mode: str) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["fsdp2", "hsdp"])
-def test_two_clusters_of_four_ranks(tmp_path: Path, kind: str) -> None:
-    with clusters(tmp_path, 8, optimizer="adamw", epochs=20, min_peers=2) as made:
+@pytest.mark.parametrize(("kind", "strands"), [("fsdp2", 1), ("hsdp", 8)])
+def test_two_clusters_of_four_ranks(tmp_path: Path, kind: str, strands: int) -> None:
+    with clusters(tmp_path, 8, optimizer="adamw", epochs=20, min_peers=2, strands=strands) as made:
         made.add(kind, 4, 0)
         made.add(kind, 4, 4)
         assert made.ended() == [[0] * 4] * 2, made.logs()

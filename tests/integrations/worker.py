@@ -43,14 +43,20 @@ class Peer:
 
     Args:
         options: see above.
+        has_dht: whether it is the process of its peer that is in the run.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], *, has_dht: bool = True) -> None:
         self.options = options
+        self.digests: dict[int, str] = {}  # of the parameters with which each epoch began
+        self.moments: dict[int, str] = {}  # of the optimizer's state by then
+        self.seen: list[list[float]] = []  # the first samples, in their order
         self.warnings: list[str] = []
         self.rates: list[float] = []  # with which each epoch's step was made
         self.optimizer: Callable[[], shoal.Optimizer] | None = None
-        self.dht = shoal.DHT(options.get("initial_peers", []), start=True, identity_path=options.get("identity"))
+        self.dht = None
+        if has_dht:
+            self.dht = shoal.DHT(options.get("initial_peers", []), start=True, identity_path=options.get("identity"))
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record: self.warnings.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("shoal").addHandler(handler)
@@ -69,11 +75,28 @@ class Peer:
     def run(self) -> dict[str, Any]:
         """How this peer joins the run."""
         run = {"dht": self.dht, "run_id": "test", "target_batch_size": self.options["target"], "on_event": self.heard}
+        if "ranks" in self.options:
+            run["cluster"] = lambda: shoal.Cluster(strands=1)
         return run | self.options.get("run", {})
+
+    def note(self, model: nn.Module) -> None:
+        """Note the state, if it is the first of its epoch."""
+        optimizer = self.optimizer() if self.optimizer is not None else None
+        if optimizer is None or (epoch := optimizer.local_epoch) in self.digests:
+            return
+        self.digests[epoch] = digest_of(model)
+        kept = [value for _, state in sorted_state(optimizer) for value in state.values() if torch.is_tensor(value)]
+        self.moments[epoch] = blake3(b"".join(bytes_of(value.contiguous()) for value in kept)).hexdigest()
+
+    def noted(self) -> dict[str, Any]:
+        """What is told at the end."""
+        return {name: getattr(self, name) for name in ("warnings", "rates", "digests", "moments", "seen")}
 
     def slow_down(self, model: nn.Module) -> None:
         pause = self.options.get("pause", 0.0)
         model.register_forward_hook(lambda *_: time.sleep(pause))
+        model.register_forward_hook(lambda *_: self.note(model))
+        model.register_forward_pre_hook(self.see, with_kwargs=True)
         if (number := self.options.get("poison")) is not None:
             calls = iter(range(sys.maxsize))
 
@@ -83,9 +106,19 @@ class Peer:
 
             next(model.parameters()).register_hook(poison)
 
+    def see(self, _: nn.Module, args: Any, given: Any) -> None:
+        if len(self.seen) < 32:
+            self.seen += (args[0] if args else given["input_ids"]).tolist()
+
     def part(self, data: Any) -> Any:
         first, last = self.options.get("samples", [0, len(data)])
         return data[first:last]
+
+
+def sorted_state(optimizer: Any) -> Any:
+    """The state of each parameter, in the order of the parameters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(p, optimizer.state[p]) for p in parameters if p in optimizer.state]
 
 
 def digest_of(model: nn.Module) -> str:
@@ -133,8 +166,9 @@ def transformers(peer: Peer) -> dict[str, Any]:
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
     if options.get("swarm", True):
         swarm(trainer, **peer.run())
-        peer.optimizer = lambda: trainer._member.optimizer
+        peer.optimizer = lambda: trainer._member and trainer._member.optimizer
     trainer.train(resume_from_checkpoint=options.get("resume"))
+    peer.note(model)
     logs = [log for log in trainer.state.log_history if "loss" in log]
     return {
         "steps": trainer.state.global_step,
@@ -204,7 +238,7 @@ def lightning(peer: Peer) -> dict[str, Any]:
     strategy: Any = "auto"
     if options.get("swarm", True):
         strategy = SwarmStrategy(**peer.run())
-        peer.optimizer = lambda: strategy._member.optimizer
+        peer.optimizer = lambda: strategy._member and strategy._member.optimizer
     module = Module()
     peer.slow_down(module.net)
     spoils = type("Spoils", (L.Callback,), {"on_train_end": lambda *_: spoil(module)})
@@ -213,7 +247,7 @@ def lightning(peer: Peer) -> dict[str, Any]:
         max_steps=options["steps"],
         strategy=strategy,
         accelerator="cpu",
-        devices=1,
+        devices=options.get("ranks", 1),
         gradient_clip_val=CLIP,
         accumulate_grad_batches=options.get("accumulate", 1),
         logger=False,
@@ -222,9 +256,11 @@ def lightning(peer: Peer) -> dict[str, Any]:
         callbacks=[saved, *([spoils()] if options.get("spoils") else [])],
     )
     trainer.fit(module, loader(peer), ckpt_path=options.get("resume"))
+    peer.note(module)
     return {
         "steps": trainer.global_step,
         "losses": by_step(losses),
+        "shuffle": getattr(getattr(trainer.train_dataloader, "sampler", None), "seed", None),
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "digest": digest_of(module),
         "parameters": flat(module),
@@ -272,6 +308,7 @@ def accelerate(peer: Peer) -> dict[str, Any]:
             if steps >= options["steps"]:
                 break
     accelerator.end_training()
+    peer.note(model)
     return {
         "steps": steps,
         "losses": by_step(losses),
@@ -313,12 +350,13 @@ def main() -> None:
     importlib.import_module(f"shoal.integrations.{options['framework']}")
     say(addresses=[], peer="")
     peer = Peer(options | json.loads(sys.stdin.readline()))
+    assert peer.dht is not None
     say(addresses=[str(address) for address in peer.dht.get_visible_maddrs()], peer=str(peer.dht.peer_id))
     if options.get("lockstep"):
         wait_in_each_step()
     trained = globals()[options["framework"]](peer)
     peer.dht.shutdown()
-    say(kind="done", warnings=peer.warnings, rates=peer.rates, **trained)
+    say(kind="done", **peer.noted(), **trained)
 
 
 if __name__ == "__main__":

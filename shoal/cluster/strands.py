@@ -1,0 +1,361 @@
+"""The parameters of a model that ranks hold together, cut into strands, each at the rank that carries it.
+
+With `Whole`, rank 0 steps the whole model. Here each rank steps its strands: pieces of all parameters, with memory of
+their own. Values move between the model, as FSDP2 or DDP have placed it, and the pieces.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from blake3 import blake3
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shoal.cluster.exchange import Exchange, Part
+from shoal.cluster.spans import Route, route_of, shard_of, strand_of
+from shoal.cluster.whole import local
+from shoal.flat import bytes_of, holders_of, living_modules
+
+
+class Ranks(Protocol):
+    """What is used of a `Cluster`. Without a group it is a single process."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def strands(self) -> int: ...
+
+
+class Strands:
+    """A model's parameters as pieces, which an optimizer steps: one for each parameter and each strand of this rank.
+
+    With L strands, strand k of a parameter of n elements is its elements k*n//L to (k+1)*n//L in row-major order,
+    however many ranks there are. The ranks carry equally many. They are ordered by the shard that they hold, so what
+    a rank carries is, up to some elements at the borders, what it holds.
+
+    All methods but `digest` and `clear` are collectives: all ranks call them at once. Values arrive bit for bit.
+
+    Args:
+        cluster: the ranks. Their number divides the number of strands.
+        params: what an optimizer takes: tensors, (name, tensor) pairs or parameter groups of either.
+
+    Attributes:
+        group, rank: as the cluster's.
+        mine: the strands that this rank carries.
+        carriers: the rank of each strand.
+        given: the parameters as they were given.
+        params: the same with pieces in it: in each group those of the first strand, then those of the second, and so
+            on. The names of pieces end in the strand, as in "0.weight[3/8]".
+        groups: the same as parameter groups.
+        pieces: those in `params`, in order.
+        model: the model's parameters, in order.
+        numbers: for each strand of `mine`, the places of its pieces in `pieces`.
+        of: the model's parameter of each piece, by its id.
+        is_ahead: whether the pieces were changed, and are to be spread. Whoever changes them says so.
+
+    Raises:
+        ValueError: for what is no parameter, and for a parameter that is not sharded on dim 0 over exactly these ranks,
+            nor held whole by all of them. Nothing has been changed then.
+    """
+
+    def __init__(self, cluster: Ranks, params: Iterable[Any]) -> None:
+        self.group, self.rank, self._size = cluster.group, cluster.rank, cluster.size
+        self.is_ahead = False
+        given = list(params)
+        self.given, groups = given, given if given and isinstance(given[0], dict) else [{"params": given}]
+        named = [[_named(item) for item in _listed(group["params"])] for group in groups]
+        self.model: list[Tensor] = [parameter for items in named for _, parameter in items]
+        names = [name for items in named for name, _ in items]
+
+        ranks = _global_ranks(self.group)
+        places = [_places(self.model[n], ranks, names[n], n) for n in range(len(self.model))]
+        order = _ordered(places, self._size)
+        share = cluster.strands // self._size
+        self.carriers = [rank for rank in order for _ in range(share)]
+        carried = [range(order.index(rank) * share, (order.index(rank) + 1) * share) for rank in range(self._size)]
+        self.mine = carried[self.rank]
+        self._held = [_held(p, place, self._size) for p, place in zip(self.model, places, strict=True)]
+        self._owned = [tuple(strand_of(p.numel(), each, cluster.strands) for each in carried) for p in self.model]
+        self._spans = [[strand_of(p.numel(), range(k, k + 1), cluster.strands) for k in self.mine] for p in self.model]
+        # At most as many routes as there are shapes are made: each is a walk over all pairs of ranks.
+        self._route: Callable[[tuple[range, ...], tuple[range, ...]], Route]
+        self._route = functools.cache(functools.partial(route_of, self.rank, order))
+
+        self.pieces: list[nn.Parameter] = []
+        self.numbers: list[list[int]] = [[] for _ in self.mine]
+        self.of: dict[int, Tensor] = {}
+        self._pieces_of: list[list[int]] = [[] for _ in self.model]  # of each parameter, their places
+        made: list[list[Any]] = []
+        for items in named:
+            made.append(self._each(items, sum(map(len, named[: len(made)])), cluster.strands))
+        self.groups = [{**group, "params": pieces} for group, pieces in zip(groups, made, strict=True)]
+        if groups is given:
+            self.params: list[Any] = self.groups
+        else:
+            self.params = made[0]
+        self.gather_parameters()
+
+    def _each(self, items: Sequence[tuple[str | None, Tensor]], first: int, strands: int) -> list[Any]:
+        """The pieces of one group, whose first parameter has that number."""
+        made: list[Any] = []
+        for index, strand in enumerate(self.mine):
+            for number, (name, parameter) in enumerate(items, first):
+                memory = torch.empty(len(self._spans[number][index]), dtype=parameter.dtype, device=parameter.device)
+                piece = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+                self.numbers[index].append(len(self.pieces))
+                self._pieces_of[number].append(len(self.pieces))
+                self.pieces.append(piece)
+                self.of[id(piece)] = parameter
+                made.append(piece if name is None else (f"{name}[{strand}/{strands}]", piece))
+        return made
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether gradients are to be gathered before a step."""
+        return True
+
+    @functools.cached_property
+    def gathers_alone(self) -> bool:
+        """Whether each rank holds all that it carries, so that gathering is no collective."""
+        return not any(self._route(*each).exchanged for each in zip(self._held, self._owned, strict=True))
+
+    # -- between the model and the pieces
+
+    def gather_for_step(self) -> None:
+        """Gather the gradients."""
+        self.gather_gradients()
+
+    @torch.no_grad()
+    def gather_parameters(self) -> None:
+        """Set the pieces to what the model has."""
+        with Exchange(self.group, self._size) as exchange:
+            for number, parameter in enumerate(self.model):
+                route = self._route(self._held[number], self._owned[number])
+                exchange.add(route, self._part(number, parameter), self._parts(number, self.pieces), parameter.device)
+
+    @torch.no_grad()
+    def gather_gradients(self) -> None:
+        """Set the gradients of the pieces to those of the model, which all ranks have for the same parameters."""
+        with Exchange(self.group, self._size) as exchange:
+            for number, parameter in enumerate(self.model):
+                pieces = [self.pieces[place] for place in self._pieces_of[number]]
+                if parameter.grad is None:
+                    for piece in pieces:
+                        piece.grad = None
+                    continue
+                gradient = _dense(parameter.grad)
+                if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+                    gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+                spans = self._spans[number]
+                route = self._route(self._held[number], self._owned[number])
+                has = self._part(number, gradient)
+                if not route.exchanged:  # the pieces are neighbours in what this rank holds: nothing is copied
+                    owned = has[0].view(self._owned[number][self.rank])
+                    for piece, values in zip(pieces, torch.split(owned, [len(span) for span in spans]), strict=True):
+                        piece.grad = values
+                    continue
+                for piece in pieces:
+                    if piece.grad is None or piece.grad.dtype != gradient.dtype:
+                        piece.grad = torch.empty_like(piece, dtype=gradient.dtype)
+                wants = [Part(s.start, p.grad) for s, p in zip(spans, pieces, strict=True) if p.grad is not None]
+                exchange.add(route, has, wants, parameter.device)
+
+    @torch.no_grad()
+    def spread(self, more: Iterable[Tensor]) -> None:
+        """Copy the pieces of all ranks into the model, and `more` tensors, which each rank holds whole, from rank 0."""
+        with Exchange(self.group, self._size) as exchange:
+            for number, parameter in enumerate(self.model):
+                route = self._route(self._owned[number], self._held[number])
+                model = self._part(number, parameter)
+                exchange.add(route, self._parts(number, self.pieces), model, parameter.device, local(parameter))
+        self.is_ahead = False
+        for tensor in more:
+            self._broadcast(tensor.detach())
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        """Ranks may have it with other strides, and what is sent is memory."""
+        if self.group is None:
+            return
+        sent = tensor.contiguous()
+        dist.broadcast(sent, dist.get_global_rank(self.group, 0), group=self.group)
+        if sent is not tensor:
+            tensor.copy_(sent)
+
+    # -- between rank 0 and the pieces
+
+    @torch.no_grad()
+    def gather(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Values of all pieces, such as their momentum, as whole tensors at rank 0.
+
+        Args:
+            values: one tensor for each of `pieces`, shaped as it. The ranks have the same dtype for a parameter.
+
+        Returns:
+            At rank 0 a CPU tensor for each parameter of the model, shaped as it; at other ranks nothing.
+        """
+        wholes = []
+        with Exchange(self.group, self._size) as exchange:
+            for number, parameter in enumerate(self.model):
+                parts = self._parts(number, values)
+                wants = []
+                if self.rank == 0:
+                    wholes.append(torch.empty(parameter.shape, dtype=parts[0].values.dtype, device="cpu"))
+                    wants = [Part(0, wholes[-1].view(-1))]
+                route = self._route(self._owned[number], self._at_first(parameter))
+                exchange.add(route, parts, wants, parameter.device)
+        return wholes
+
+    @torch.no_grad()
+    def scatter(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """The reverse of `gather`.
+
+        Args:
+            wholes: one tensor for each parameter of the model, shaped as it, at rank 0. Other ranks give tensors of the
+                same dtypes, of which nothing else is looked at: they may be on the device "meta".
+
+        Returns:
+            One tensor for each of `pieces`, shaped as it, on its device.
+        """
+        found = [torch.empty(0)] * len(self.pieces)
+        with Exchange(self.group, self._size) as exchange:
+            for number, (parameter, whole) in enumerate(zip(self.model, wholes, strict=True)):
+                for place in self._pieces_of[number]:
+                    found[place] = torch.empty_like(self.pieces[place], dtype=whole.dtype, requires_grad=False)
+                has = [Part(0, whole.detach().reshape(-1))] if self.rank == 0 else []
+                route = self._route(self._at_first(parameter), self._owned[number])
+                exchange.add(route, has, self._parts(number, found), parameter.device)
+        return found
+
+    def _at_first(self, parameter: Tensor) -> tuple[range, ...]:
+        return (range(parameter.numel()), *[range(0)] * (self._size - 1))
+
+    def _part(self, number: int, tensor: Tensor) -> list[Part]:
+        """What this rank holds of that parameter, or of its gradient: the memory itself if it is contiguous."""
+        return [Part(self._held[number][self.rank].start, local(tensor).contiguous().view(-1))]
+
+    def _parts(self, number: int, tensors: Sequence[Tensor]) -> list[Part]:
+        """What this rank carries of that parameter in `tensors`, one for each piece."""
+        places = zip(self._spans[number], self._pieces_of[number], strict=True)
+        return [Part(span.start, tensors[place].detach().reshape(-1)) for span, place in places]
+
+    # -- what ranks compare
+
+    @property
+    def gradients(self) -> bytes:
+        """Which of the parameters have a gradient, as bits."""
+        flags = [parameter.grad is not None for parameter in self.model]
+        return sum(flag << number for number, flag in enumerate(flags)).to_bytes(len(flags) // 8 + 1, "little")
+
+    def clear(self, set_to_none: bool) -> None:
+        """Clear the gradients of all parameters of the model, and of the pieces."""
+        for piece in self.pieces:
+            piece.grad = None
+        for parameter in self.model:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def digest(self) -> bytes:
+        """The hash of the gradients that all ranks are to have alike."""
+        hasher = blake3()
+        for parameter in self.model:
+            if not isinstance(parameter, DTensor) and parameter.grad is not None:
+                hasher.update(bytes_of(_dense(parameter.grad.detach()).to("cpu").contiguous()))
+        return hasher.digest()
+
+
+# -- what is given
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _named(item: Any) -> tuple[str | None, Tensor]:
+    name, parameter = item if isinstance(item, tuple) else (None, item)
+    if not isinstance(parameter, Tensor):
+        raise ValueError(f"params= has a {type(parameter).__name__}: give tensors, or parameter groups")
+    return name, parameter
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+# -- where the model is
+
+
+def _global_ranks(group: dist.ProcessGroup | None) -> list[int]:
+    if group is not None:
+        return dist.get_process_group_ranks(group)
+    return [dist.get_rank()] if dist.is_available() and dist.is_initialized() else [0]
+
+
+Place = tuple[int, int]  # the shard that a rank holds, and which copy of it
+
+
+def _places(parameter: Tensor, ranks: Sequence[int], name: str | None, number: int) -> list[Place] | None:
+    """Of each rank; None if each holds all of the parameter.
+
+    Raises:
+        ValueError: if a rank holds something else.
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh.mesh
+    shards = [(dim, placed) for dim, placed in enumerate(parameter.placements) if not isinstance(placed, Replicate)]
+    is_usual = len(shards) <= 1 and all(type(placed) is Shard and placed.dim == 0 for _, placed in shards)
+    # Torch itself is wrong where the ranks of a dimension are not in their order.
+    is_usual = is_usual and all(bool((mesh.diff(dim=dim) > 0).all()) for dim in range(mesh.ndim))
+    if not is_usual or sorted(mesh.flatten().tolist()) != sorted(ranks):
+        called = name or _name_in_module(parameter) or f"parameter {number}"
+        raise ValueError(
+            f"{called} of shape {tuple(parameter.shape)} has the placements {parameter.placements} on the ranks "
+            f"{mesh.tolist()}: strands need Shard(0) on one dimension of a mesh of exactly the cluster's ranks, in "
+            f"their order, {sorted(ranks)}: give Cluster(strands=1)"
+        )
+    if not shards:
+        return None
+    rows = mesh.movedim(shards[0][0], 0).reshape(mesh.shape[shards[0][0]], -1).tolist()
+    found = {rank: (shard, copy) for shard, row in enumerate(rows) for copy, rank in enumerate(row)}
+    return [found[rank] for rank in ranks]
+
+
+def _name_in_module(parameter: Tensor) -> str:
+    """The longest that a module has for it; "" if there is none."""
+    roots = living_modules()
+    return max(
+        (
+            f"{path}.{holder.name}" if path else holder.name
+            for holder in holders_of([parameter])
+            for root in roots
+            for path, module in root.named_modules()
+            if module is holder.module
+        ),
+        key=len,
+        default="",
+    )
+
+
+def _ordered(places: Iterable[list[Place] | None], size: int) -> list[int]:
+    """The ranks in the order in which they carry the strands: that of the first sharded parameter."""
+    first = next((each for each in places if each is not None), None)
+    return list(range(size)) if first is None else sorted(range(size), key=first.__getitem__)
+
+
+def _held(parameter: Tensor, places: Sequence[Place] | None, size: int) -> tuple[range, ...]:
+    """The span of the parameter that each rank holds."""
+    if places is None:
+        return (range(parameter.numel()),) * size
+    rows, shards = parameter.shape[0], 1 + max(shard for shard, _ in places)
+    return tuple(shard_of(rows, parameter.numel() // max(1, rows), shard, shards) for shard, _ in places)

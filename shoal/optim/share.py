@@ -1,0 +1,91 @@
+"""What a rank of a cluster does with its share of the state when rank 0 says so: the other side of `Crew`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from shoal.optim.crew import Crew
+from shoal.optim.distributed_checkpoint import StrandCheckpoint
+from shoal.optim.strand_drift import StrandDrift
+from shoal.optim.strand_gradients import StrandGradients
+from shoal.optim.strand_replica import StrandReplica
+from shoal.optim.strand_states import Carrier
+from shoal.swarm.protocol.errors import Behind
+from shoal.swarm.protocol.tip import Tip
+
+
+class Share:
+    """The strands of a rank that is not rank 0.
+
+    Args:
+        crew: to hear whether it is still wanted what this rank waits for.
+        replica, gradients: of these strands.
+
+    Attributes:
+        checkpoint: of these strands.
+    """
+
+    def __init__(self, crew: Crew, replica: StrandReplica, gradients: StrandGradients | StrandDrift) -> None:
+        self._gradients, self._crew, self._replica = gradients, crew, replica
+        self.checkpoint = StrandCheckpoint(replica)
+        self._known: dict[str, Callable[..., Any]] = {
+            "accumulate": gradients.accumulate,
+            "reset": gradients.reset,
+            "close": gradients.close_here,
+            "begin": gradients.begin_rounds,
+            "average": self._average,
+            "go on": lambda: None,
+            "norms": gradients.norms_here,
+            "step": self._step,
+            "digest": replica.digest,
+            "enter": gradients.enter_here,
+            "leave": gradients.leave_here,
+            "take over": replica.take_over_here,
+            "compare": replica.compare,
+            "me": lambda: replica.states.me,
+            "meet": lambda first: replica.states.meet(msgspec.convert(first, Carrier)),
+            "download": self._download,
+            "load": replica.load_here,
+            "publish": replica.publish,
+            "state dict": replica.state_dict_here,
+            "load state dict": lambda: replica.load_state_here(None, None),
+            "give strands": self.checkpoint.give_here,
+            "check strands": self.checkpoint.check_here,
+            "take strands": self.checkpoint.take_here,
+        }
+        if isinstance(gradients, StrandDrift):
+            self._known |= {
+                "begin epoch": gradients.begin,
+                "go on accumulating": gradients.go_on,
+                "take back": gradients.take_back,
+                "remember": gradients.remember,
+                "forget": gradients.forget,
+                "publish drift": gradients.publish,
+                "apply": lambda used: gradients.apply(used=used),
+            }
+
+    def do(self, what: str, given: Sequence[Any]) -> Any:
+        """Do what rank 0 has told; raises what that raises."""
+        return self._known[what](*given)
+
+    def _average(self, timeout: float) -> bytes:
+        try:
+            return self._gradients.average_here(timeout, self._crew.interrupted())
+        except Behind:  # rank 0 has given it up, or gives it up when it hears this
+            return b""
+
+    def _step(self, tip: Any, options: bytes, factor: float) -> None:
+        self._gradients.scale_by(factor)
+        self._replica.step(self._gradients.as_grad, msgspec.convert(tip, Tip), options, with_state=False)
+
+    def _download(self, tip: Any, timeout: float, of_strand: Any) -> str:
+        carriers = msgspec.convert(of_strand, list[list[Carrier]])
+        return self._replica.download_here(msgspec.convert(tip, Tip), timeout, carriers)
+
+    def stop(self) -> None:
+        """Leave the runs of the strands, and give nothing more."""
+        self._gradients.stop()
+        self._replica.states.stop()

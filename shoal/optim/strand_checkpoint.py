@@ -1,0 +1,169 @@
+"""An optimizer's state as one piece at rank 0, of a cluster whose ranks carry strands, and back. All ranks call these
+functions at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.cluster.strands import Strands
+from shoal.cluster.whole import cut, full, shared_by_all
+
+StateDict = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Stands for a tensor, shaped as its parameter, that rank 0 has."""
+
+    dtype: torch.dtype
+
+
+def check_fits(state: StateDict, groups: Sequence[dict[str, Any]], model: Sequence[Tensor]) -> None:
+    """Look, at rank 0, whether a torch optimizer's state dict is of these parameters.
+
+    Raises:
+        ValueError: if it has other groups, or a tensor for a parameter of another shape.
+    """
+    given = state["param_groups"]
+    if [len(group["params"]) for group in given] != [len(group["params"]) for group in groups]:
+        raise ValueError("the state dict has other parameter groups than this optimizer")
+    for number, held in state["state"].items():
+        for name, value in held.items():
+            if is_of_parameter(name, value) and value.shape != model[number].shape:
+                raise ValueError(
+                    f"the state dict has a {name} of shape {tuple(value.shape)} for parameter {number}, which is of "
+                    f"shape {tuple(model[number].shape)}"
+                )
+
+
+def is_of_parameter(name: str, value: object) -> bool:
+    """Whether a value of a whole state belongs to each element of its parameter. Torch keeps counters as tensors, too,
+    under the name `step`."""
+    return isinstance(value, Tensor) and (value.dim() > 0 or name != "step")
+
+
+# -- of the strands
+
+
+def gather_state(strands: Strands, optimizer: torch.optim.Optimizer, own: Sequence[Tensor]) -> StateDict:
+    """The state of an optimizer of pieces, as one of the whole parameters has it; nothing at other ranks than 0.
+
+    Args:
+        own: what the optimizer steps: one tensor for each piece.
+    """
+    kept = [optimizer.state.get(piece, {}) for piece in own]
+    names = {name for held, piece in zip(kept, own, strict=True) for name in held if _belongs(held.get(name), piece)}
+    wholes = {}
+    for name in shared_by_all(strands.group, sorted(names)):
+        pairs = [(held.get(name), piece) for held, piece in zip(kept, own, strict=True)]
+        wholes[name] = strands.gather([v if _belongs(v, p) else torch.zeros_like(p) for v, p in pairs])
+    if strands.rank:
+        return {}
+    state = {}
+    for number, place in enumerate(strands.numbers[0]):
+        held = kept[place]
+        if held:
+            state[number] = {
+                name: wholes[name][number] if _belongs(value, own[place]) else copy.deepcopy(value)
+                for name, value in held.items()
+            }
+    return {"state": state, "param_groups": list(_groups_of_model(strands, optimizer))}
+
+
+def scatter_state(
+    strands: Strands, optimizer: torch.optim.Optimizer, own: Sequence[Tensor], whole: StateDict | None
+) -> None:
+    """Load a state of the whole parameters, which rank 0 has, into an optimizer of pieces. See `gather_state`."""
+    told, tensors = _told(strands, whole)
+    values = {}
+    for name, held in sorted(tensors.items()):
+        wholes = [_whole_or_nothing(strands, number, held) for number in range(len(strands.model))]
+        values[name] = strands.scatter(wholes)
+    local: dict[int, dict[str, Any]] = {}
+    for places in strands.numbers:
+        for number, place in enumerate(places):
+            for name, value in told["state"].get(number, {}).items():
+                local.setdefault(place, {})[name] = (
+                    values[name][place] if isinstance(value, Elsewhere) else copy.deepcopy(value)
+                )
+    groups, first = [], 0
+    for group, given in zip(optimizer.param_groups, told["param_groups"], strict=True):
+        places_of_group = list(range(first, first + len(group["params"])))
+        options = {name: value for name, value in given.items() if name not in ("params", "param_names")}
+        groups.append({**options, "params": places_of_group})
+        first += len(places_of_group)
+    names = [group.get("param_names") for group in optimizer.param_groups]
+    optimizer.load_state_dict({"state": local, "param_groups": groups})
+    for group, kept in zip(optimizer.param_groups, names, strict=True):
+        if kept is not None:
+            group["param_names"] = kept
+
+
+def _whole_or_nothing(strands: Strands, number: int, held: dict[int, Tensor | Elsewhere]) -> Tensor:
+    """What `Strands.scatter` takes for a parameter: zeros where there is nothing."""
+    value, parameter = held.get(number), strands.model[number]
+    if isinstance(value, Tensor):
+        return value
+    dtype = parameter.dtype if value is None else value.dtype
+    return torch.zeros(parameter.shape, dtype=dtype, device="meta" if strands.rank else "cpu")
+
+
+def _belongs(value: object, piece: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == piece.shape
+
+
+def _groups_of_model(strands: Strands, optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
+    first = 0
+    for group in optimizer.state_dict()["param_groups"]:
+        count = len(group["params"]) // len(strands.mine)
+        names = [name.rpartition("[")[0] for name in group.get("param_names", ())[:count]]
+        numbers = list(range(first, first + count))
+        yield {**group, "params": numbers} | ({"param_names": names} if names else {})
+        first += count
+
+
+# -- of the model as it lies
+
+
+def gather_state_of_model(strands: Strands, optimizer: torch.optim.Optimizer) -> StateDict:
+    """The state of an optimizer of the model's own parameters, in one piece; nothing at other ranks than 0."""
+    given = optimizer.state_dict()
+    state = {
+        number: {name: full(value) if isinstance(value, Tensor) else value for name, value in sorted(held.items())}
+        for number, held in sorted(given["state"].items())
+    }
+    return {} if strands.rank else {"state": state, "param_groups": given["param_groups"]}
+
+
+def scatter_state_of_model(strands: Strands, optimizer: torch.optim.Optimizer, whole: StateDict | None) -> None:
+    """The reverse of `gather_state_of_model`."""
+    told, tensors = _told(strands, whole)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, held in sorted(tensors.items()):
+        for number, value in sorted(held.items()):
+            told["state"][number][name] = cut(strands.group, value, value.dtype, parameters[number])
+    optimizer.load_state_dict(told)
+
+
+def _told(strands: Strands, whole: StateDict | None) -> tuple[StateDict, dict[str, dict[int, Tensor | Elsewhere]]]:
+    """What all ranks know of a state that rank 0 has: all but its tensors; and those, by name and parameter."""
+    skeleton: StateDict = {}
+    if whole is not None:
+        state = {
+            number: {n: Elsewhere(v.dtype) if is_of_parameter(n, v) else v for n, v in held.items()}
+            for number, held in whole["state"].items()
+        }
+        skeleton = {"state": state, "param_groups": whole["param_groups"]}
+    told = shared_by_all(strands.group, skeleton)
+    tensors: dict[str, dict[int, Tensor | Elsewhere]] = {}
+    for number, held in told["state"].items():
+        for name, value in held.items():
+            if isinstance(value, Elsewhere):
+                tensors.setdefault(name, {})[number] = value if whole is None else whole["state"][number][name]
+    return told, tensors

@@ -1,0 +1,198 @@
+"""The drift of a cluster whose ranks carry strands: each rank makes inner steps with its part of the model, and brings
+to the rounds how far its strands have moved."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.averaging.exchange import Vector
+from shoal.cluster.strands import Strands
+from shoal.optim._torch import foreach_mul_
+from shoal.optim.crew import Crew
+from shoal.optim.drift import Drift
+from shoal.optim.settings import Settings, Stepped
+from shoal.optim.strand_averager import StrandAverager
+from shoal.optim.strand_rounds import Strand, StrandRounds
+
+MakeAverager = Callable[[Vector, int, int], StrandAverager]
+"""Makes the averager of a vector, given its fragment and its strand."""
+
+
+class StrandDrift(StrandRounds, Drift):
+    """The drift of the strands that this rank carries; at rank 0, what `Epoch` knows as the cluster's drift.
+
+    The inner optimizer steps the parameters of the model as they lie at this rank. The pieces of `strands` are the
+    model for `Drift`: they are gathered before its drift is taken, and spread where they were changed.
+
+    Args:
+        settings: of the optimizer.
+        inner: the optimizer of the model's own parameters.
+        model: the trained pieces of this rank.
+        anchors: of each.
+        outer: the optimizer of the anchors.
+        turns: for each fragment and each strand of this rank, the numbers of its pieces.
+        make_averager: see `MakeAverager`.
+        strands: the pieces.
+        crew: see `StrandRounds`.
+
+    Attributes:
+        schema: which parameters of the model are averaged together, as peers compare it.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        inner: Stepped,
+        model: Sequence[Tensor],
+        anchors: Sequence[Tensor],
+        outer: torch.optim.Optimizer,
+        *,
+        turns: Sequence[Sequence[Sequence[int]]],
+        make_averager: MakeAverager,
+        strands: Strands,
+        crew: Crew,
+    ) -> None:
+        assert settings.outer is not None
+        StrandRounds.__init__(self, strands.carriers, crew, settings.max_grad_norm)
+        codec, feedback = settings.grad_compression, settings.error_feedback
+        parts = inner.optimizer, inner.scheduler, model, anchors, outer
+        Drift.__init__(self, settings.outer, *parts, codec, feedback, turns=turns)
+        self.schema = b""
+        self._pieces = strands
+        self._is_gathered = False  # whether the pieces are what the model is
+        self._quiet = 0  # the others know what is done now
+        self._strands: list[list[Strand]] = []
+        for fragment, places in enumerate(self._turns):
+            made = []
+            for place, strand in zip(places, strands.mine, strict=True):
+                averager = make_averager(self.vectors[place], fragment, strand)
+                made.append(Strand(self.vectors[place], averager, len(self.fragments[place])))
+            self._strands.append(made)
+
+    @property
+    def averagers(self) -> list[StrandAverager]:
+        """See `StrandRounds`."""
+        return [strand.averager for made in self._strands for strand in made]
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the other ranks do by themselves what is done here."""
+        return self._quiet > 0
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Within, that is so."""
+        self._quiet += 1
+        try:
+            yield
+        finally:
+            self._quiet -= 1
+
+    @contextlib.contextmanager
+    def _at_all(self, what: str, *given: Any) -> Iterator[None]:
+        if not self.is_quiet:
+            self._crew.tell(what, *given)
+        with self.quiet():
+            yield
+
+    # -- what `Drift` does, at all ranks
+
+    def accumulate(self, batch_size: float) -> None:
+        """See `Drift`; of the samples of the cluster."""
+        with self._at_all("accumulate", batch_size):
+            if self._pieces.is_ahead:
+                self._pieces.spread(())
+            super().accumulate(batch_size)
+            self._is_gathered = False
+
+    def begin(self, epoch: int) -> None:
+        """See `Drift`."""
+        with self._at_all("begin epoch", epoch):
+            super().begin(epoch)
+
+    def go_on(self) -> None:
+        """See `Drift`."""
+        with self._at_all("go on accumulating"):
+            super().go_on()
+
+    def take_back(self) -> None:
+        """See `Drift`."""
+        with self._at_all("take back"):
+            super().take_back()
+
+    def reset(self) -> None:
+        """See `Drift`."""
+        with self._at_all("reset"):
+            super().reset()
+
+    def remember(self) -> None:
+        """See `Drift`."""
+        with self._at_all("remember"):
+            super().remember()
+
+    def forget(self) -> None:
+        """See `Drift`."""
+        with self._at_all("forget"):
+            super().forget()
+
+    def publish(self) -> None:
+        """See `Drift`."""
+        with self._at_all("publish drift"):
+            self._gather()
+            super().publish()
+            self._pieces.is_ahead = True
+
+    def apply(self, *, used: bool) -> None:
+        """See `Drift`."""
+        with self._at_all("apply", used):
+            self._gather()
+            super().apply(used=used)
+            self._pieces.is_ahead = True
+
+    def _gather(self) -> None:
+        """A collective, if there were inner steps."""
+        if not self._is_gathered:
+            self._pieces.gather_parameters()
+            self._is_gathered = True
+
+    # -- into rounds and out of them
+
+    def close(self, scale: float = 1.0) -> float:
+        """Take the drift, and begin the rounds of all strands with it, unless this epoch has had them.
+
+        Returns:
+            The number of samples behind what the cluster brings: none if an element is not finite at any rank.
+        """
+        if self.held:
+            return self._brought_to_rounds
+        self._crew.tell("close")
+        are_finite = all([self.close_here(), *self._crew.hear()])
+        self._crew.tell("begin", are_finite)
+        self.begin_rounds(are_finite)
+        return self._brought_to_rounds
+
+    def close_here(self) -> bool:
+        """Take the drift of this rank's strands; whether it is finite."""
+        self._gather()
+        return self.take()
+
+    def begin_rounds(self, are_finite: bool) -> None:
+        """Begin the rounds of this rank; with what is not finite somewhere, all go back to the anchor."""
+        if not are_finite:
+            with self.quiet():
+                self.go_back()
+        self.begin_here(self._strands[self._epoch % len(self._strands)], self.samples)
+
+    @contextlib.contextmanager
+    def as_grad(self, targets: Sequence[Tensor], max_norm: float | None = None) -> Iterator[None]:
+        """See `Drift`; scaled down as rank 0 says."""
+        with Drift.as_grad(self, targets):
+            if self._factor < 1.0:
+                foreach_mul_([target.grad for target in targets if target.grad is not None], self._factor)
+            self._controls = None
+            yield

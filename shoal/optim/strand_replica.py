@@ -1,0 +1,389 @@
+"""The state of a cluster whose ranks carry strands: each rank has that of its own strands."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shoal.averaging.options import term_of
+from shoal.cluster.strands import Strands
+from shoal.cluster.whole import shared_by_all
+from shoal.dht.dht import DHT
+from shoal.flat import Layout
+from shoal.optim.crew import Crew
+from shoal.optim.drift import Drift
+from shoal.optim.group_options import structure
+from shoal.optim.host_copy import ModelGroup, check_order
+from shoal.optim.kept import Kept
+from shoal.optim.settings import Settings, Stepped
+from shoal.optim.state import MANIFEST_BYTES, TENSORS_OF_OPTIMIZER, AsGrad, Part, Replica, hash_of
+from shoal.optim.strand_checkpoint import (
+    check_fits,
+    gather_state,
+    gather_state_of_model,
+    scatter_state,
+    scatter_state_of_model,
+)
+from shoal.optim.strand_drift import StrandDrift
+from shoal.optim.strand_gradients import StrandGradients
+from shoal.optim.strand_rounds import name_of
+from shoal.optim.strand_states import Carrier, Carriers, StrandStates
+from shoal.p2p.identity import PeerID
+from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.tip import Tip
+from shoal.transfer.donor import Snapshot
+from shoal.transfer.transfer import Downloaded, DownloadFailed, Reserve
+
+ATTEMPTS = 5  # to have the strands of one state, while the run goes on
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadedStrands(Downloaded):
+    """The first strand of a state, and beside it all those of this rank.
+
+    Attributes:
+        strands: each by its number.
+    """
+
+    strands: Mapping[int, Downloaded] = field(default_factory=dict)
+
+
+class StrandReplica(Replica):
+    """The pieces of parameters that this rank carries, with what the optimizer keeps of them. At rank 0, what is done
+    to it is done at all ranks: it is what `Epoch` knows as the cluster's state.
+
+    Args:
+        stepped: the optimizer of this rank's pieces; with an outer optimizer, that of their anchors on the host.
+        extra_tensors: of the model; they go with the first strand.
+        settings: of the optimizer.
+        strands: the pieces.
+        crew: the other ranks.
+        dht: of this rank.
+
+    Attributes:
+        gradients: with which it is stepped.
+        states: given to newcomers and taken from others.
+        state_digest: at rank 0 the hash of all strands' digests.
+
+    Raises:
+        ValueError: as `Replica`, and if the optimizer does not have all pieces.
+    """
+
+    def __init__(
+        self,
+        stepped: Stepped,
+        extra_tensors: Sequence[Tensor],
+        settings: Settings,
+        strands: Strands,
+        crew: Crew,
+        dht: DHT,
+    ) -> None:
+        self.strands, self.crew = strands, crew
+        self.gradients: StrandGradients | StrandDrift | None = None
+        self._downloaded: dict[int, Downloaded] = {}
+        size = sum(max(4, piece.element_size()) * piece.numel() for piece in strands.pieces) // len(strands.mine)
+        extras = sum(tensor.element_size() * tensor.numel() for tensor in extra_tensors)
+        at_most = TENSORS_OF_OPTIMIZER * size + extras + MANIFEST_BYTES
+        self.states = StrandStates(dht, settings.run_id, len(strands.carriers), at_most)
+        if stepped.host is None:
+            own = [parameter for group in stepped.optimizer.param_groups for parameter in group["params"]]
+            check_order(stepped.optimizer, own, strands.pieces)
+        super().__init__(stepped.optimizer, stepped.scheduler, extra_tensors, settings, stepped.host)
+
+    def digest(self) -> bytes:
+        """The hashes of this rank's strands, one after the other; at rank 0 one hash of all."""
+        self.crew.tell("digest")
+        mine = b"".join(hash_of([p.detach().cpu() for p in self.part(k).parameters]) for k in self.strands.mine)
+        if self.strands.rank:
+            return mine
+        return name_of(self.strands.carriers, [mine, *self.crew.hear()])
+
+    def part(self, strand: int) -> Part:
+        """What of the state is of that strand."""
+        places = self.strands.numbers[self.strands.mine.index(strand)]
+        return Part([self.parameters[place] for place in places], self.extra_tensors if strand == 0 else [])
+
+    @property
+    def in_backward(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """See `Replica`: with an outer optimizer the pieces get no gradients."""
+        if self._host is None:
+            return super().in_backward
+        model = self.strands.model
+        return [p for p in model if p.requires_grad], [p for p in model if not p.requires_grad]
+
+    def take_over(self) -> None:
+        """See `Replica`: until the first epoch has ended, others may set the model's parameters."""
+        if not self.tip.epoch and not (self.drift is not None and self.drift.has_moved):
+            self.crew.tell("take over")
+            self.take_over_here()
+            self.state_digest = self.digest()
+
+    def take_over_here(self) -> None:
+        """Take the pieces of this rank from the model."""
+        with self._lock:
+            self.strands.gather_parameters()
+            if self._host is not None:
+                self._host.copy(self._host.memory, self.memory)
+
+    def publish(self) -> None:
+        """See `Replica`."""
+        if isinstance(self.drift, StrandDrift):
+            if not self.drift.is_quiet:
+                self.crew.tell("publish")
+            with self.drift.quiet():
+                super().publish()
+
+    def step(self, as_grad: AsGrad | None, tip: Tip, options: bytes, *, with_state: bool) -> None:
+        """See `Replica`."""
+        assert self.gradients is not None
+        if not self.strands.rank:
+            factor = self.gradients.measure()
+            self.crew.tell("step", tip, options, factor)
+            self.gradients.scale_by(factor)
+        super().step(as_grad, tip, options, with_state=with_state)
+
+    @property
+    def described(self) -> list[Tensor]:
+        """See `Replica`."""
+        own = self.part(self.strands.mine[0]).parameters
+        return [
+            torch.empty(model.shape, dtype=mine.dtype, device="meta", requires_grad=mine.requires_grad)
+            for model, mine in zip(self.strands.model, own, strict=True)
+        ]
+
+    @property
+    def described_groups(self) -> list[dict[str, Any]]:
+        """See `Replica`."""
+        groups = []
+        for group in self.optimizer.param_groups:
+            count = len(group["params"]) // len(self.strands.mine)  # those of the first strand
+            names = [name.rpartition("[")[0] for name in group.get("param_names", ())[:count]]
+            groups.append({**group, "params": group["params"][:count]} | ({"param_names": names} if names else {}))
+        return groups
+
+    def exact_copy(self) -> Kept:
+        """Raises ValueError: each rank has a part of it only."""
+        raise ValueError("a cluster whose ranks carry strands keeps no state that it leaves")
+
+    # -- for newcomers
+
+    def _copy_strand(self, strand: int) -> Snapshot:
+        with self._lock:
+            compression = self._settings.load_state_compression
+            return self.snapshot(self.tip, compression, (), self.options.at_tip, self.part(strand))
+
+    @property
+    def terms(self) -> dict[str, str]:
+        """What the ranks must have alike, for they make one step."""
+        kinds: dict[str, object] = {"optimizer": self.optimizer, "scheduler": self.scheduler}
+        if self.drift is not None:
+            kinds |= {"outer optimizer": self.optimizer, "optimizer": self.drift.inner, "scheduler": None}
+        return self._settings.agreed() | {
+            "strands": str(len(self.strands.carriers)),
+            "param_groups": term_of(structure(self.described_groups)),
+            "tensors": Layout.of([*self.described, *self.extra_tensors]).schema_hash.hex()[:16],
+            **{name: type(each).__name__ for name, each in kinds.items()},
+        }
+
+    def compare(self, of_first: Mapping[str, str]) -> None:
+        """At other ranks: look whether this rank has what rank 0 has. Raises ValueError."""
+        mine = self.terms
+        for name in sorted({*mine, *of_first}):
+            if mine.get(name) != of_first.get(name):
+                raise ValueError(
+                    f"{name} is {mine.get(name)} here, and {of_first.get(name)} at rank 0: give all ranks of a cluster "
+                    "the same arguments"
+                )
+
+    def give(self) -> None:
+        """Serve newcomers.
+
+        Raises:
+            ClusterError: if a rank was made otherwise than rank 0.
+        """
+        if not self.strands.rank:
+            self.crew.tell("compare", self.terms)
+            self.crew.hear()
+        allow = self._settings.averager_opts.get("allow_state_sharing", True)
+        self.states.give(self.strands.mine, self._copy_strand, lambda: self.tip, self.line.to_wire, allow)
+        if not self.strands.rank:
+            self.crew.tell("me")
+            others = [msgspec.convert(said, Carrier) for said in self.crew.hear()]
+            self.crew.tell("meet", self.states.me)
+            self.crew.hear()
+            self.states.say_who_carries(Carriers((self.states.me, *others), tuple(self.strands.carriers)))
+
+    # -- another state
+
+    def download(
+        self, donors: Sequence[PeerID], timeout: float, wanted: Callable[[Tip], bool], reserve: Reserve | None
+    ) -> DownloadedStrands:
+        """Have each rank download its strands of one state: that which most of `donors` hold of the first strand.
+
+        Raises:
+            DownloadFailed: if some strand could not be downloaded; then nothing has changed.
+        """
+        failed = ""
+        for _ in range(ATTEMPTS):
+            known = self.states.who_carries(donors)
+            of_strand = [[said.ranks[said.numbers[k]] for said in known] for k in range(len(self.strands.carriers))]
+            first = _result(self.states.begin(0, of_strand[0], timeout, wanted, reserve))
+            tip = first.manifest.tip
+            self.crew.tell("download", tip, timeout, of_strand)
+            failed = self.download_here(tip, timeout, of_strand, {0: first})
+            failed = next((other for other in self.crew.hear() if other), failed)
+            if not failed:
+                of_first = {each.name: getattr(first, each.name) for each in fields(Downloaded)}
+                return DownloadedStrands(**of_first, strands=self._downloaded)
+        raise DownloadFailed(f"the strands of one state could not be had: {failed}")
+
+    def download_here(
+        self,
+        tip: Tip,
+        timeout: float,
+        of_strand: Sequence[Sequence[Carrier]],
+        known: Mapping[int, Downloaded] | None = None,
+    ) -> str:
+        """Download this rank's strands of that state, but for those that are known. Returns why that failed, or ""."""
+        self._downloaded = dict(known or {})
+        under_way = {
+            strand: self.states.begin(strand, of_strand[strand], timeout, tip.is_state_of)
+            for strand in self.strands.mine
+            if strand not in self._downloaded
+        }
+        failed = ""
+        for strand, future in under_way.items():
+            try:
+                self._downloaded[strand] = _result(future)
+            except AveragingError as error:
+                failed = f"strand {strand}: {error}"
+        return failed
+
+    def load_here(self, keeps_drift: bool) -> None:
+        """Take over what this rank has downloaded."""
+        first = next(iter(self._downloaded.values()))
+        of_first = {each.name: getattr(first, each.name) for each in fields(Downloaded)}
+        self.load(DownloadedStrands(**of_first, strands=self._downloaded), keeps_drift=keeps_drift)
+
+    def load(self, state: Downloaded, *, keeps_drift: bool = False) -> None:
+        """See `Replica`."""
+        self.crew.tell("load", keeps_drift)
+        with self.drift.quiet() if isinstance(self.drift, StrandDrift) else contextlib.nullcontext():
+            super().load(state, keeps_drift=keeps_drift)
+        self.strands.is_ahead = True
+
+    def _take(self, state: Downloaded) -> None:
+        assert isinstance(state, DownloadedStrands)
+        for strand in self.strands.mine:
+            self.load_part(state.strands[strand], self.part(strand))
+        self._downloaded = {}
+
+    # -- saved and loaded
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Replica`: the state of the whole cluster, at rank 0."""
+        self.crew.tell("state dict")
+        return self.state_dict_here()
+
+    def state_dict_here(self) -> dict[str, Any]:
+        """This rank's part in `state_dict`; nothing at other ranks than 0."""
+        optimizer, drift = self.optimizer, self.drift
+        stepped = gather_state(self.strands, optimizer, self.parameters)
+        inner = {} if drift is None else gather_state_of_model(self.strands, drift.inner)
+        anchors = [] if drift is None else self.strands.gather([anchor.detach() for anchor in self.parameters])
+        if self.strands.rank:
+            return {}
+        state = stepped if drift is None else inner
+        state["state"] = {**state["state"], "local_epoch": self.tip.epoch}
+        state["shoal"] = self.names()
+        if self.scheduler is not None:
+            state["shoal"]["scheduler"] = self.scheduler.state_dict()
+        if drift is not None:
+            model = self.strands.model
+            trained = [anchor for anchor, p in zip(anchors, model, strict=True) if p.requires_grad]
+            state["shoal"]["outer"] = stepped
+            state["shoal"]["drift"] = {**drift.state_dict(), "anchor": trained, "residuals": []}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `Replica`."""
+        state = {name: value for name, value in state_dict["state"].items() if name != "local_epoch"}
+        given = {"state": state, "param_groups": state_dict["param_groups"]}
+        ours = state_dict.get("shoal", {})
+        check_fits(given, self.described_groups, self.strands.model)
+        if self.drift is not None and "drift" in ours:
+            check_fits(ours["outer"], self.described_groups, self.strands.model)
+        self.crew.tell("load state dict")
+        self.load_state_here(given, {**ours, "epoch": state_dict["state"].get("local_epoch")})
+
+    def load_state_here(self, given: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
+        """This rank's part in `load_state_dict`; rank 0 has what is loaded."""
+        tensors = ours if ours is not None and "drift" in ours else None
+        plain = {name: value for name, value in (ours or {}).items() if name not in ("outer", "drift")}
+        plain = shared_by_all(self.strands.group, plain | {"has drift": tensors is not None})
+        quiet = self.drift.quiet() if isinstance(self.drift, StrandDrift) else contextlib.nullcontext()
+        with self._lock, quiet:
+            self.strands.gather_parameters()
+            if self.drift is None:
+                scatter_state(self.strands, self.optimizer, self.parameters, given)
+            else:
+                self._load_drift(self.drift, given, tensors, has_drift=plain["has drift"])
+            if self.scheduler is not None and "scheduler" in plain:
+                self.scheduler.load_state_dict(plain["scheduler"])
+            self.options.refresh()
+            self.adopt_statistics()
+            if plain["epoch"] is not None:
+                self.take_names(plain["epoch"], plain)
+        self.strands.is_ahead = True
+        if not self.strands.rank:
+            self.state_digest = self.digest()
+
+    def _load_drift(
+        self, drift: Drift, inner: dict[str, Any] | None, ours: dict[str, Any] | None, *, has_drift: bool
+    ) -> None:
+        assert self._host is not None
+        scatter_state_of_model(self.strands, drift.inner, inner)
+        if drift.schedule is not None:
+            drift.schedule.rewind()
+        drift.reset()
+        self._host.copy(self._host.memory, self.memory)
+        if not has_drift:
+            return
+        scatter_state(self.strands, self.optimizer, self.parameters, None if ours is None else ours["outer"])
+        saved = {k: v for k, v in (ours or {"drift": {}})["drift"].items() if k not in ("anchor", "residuals")}
+        told = shared_by_all(self.strands.group, saved)
+        trained = iter([] if ours is None else ours["drift"]["anchor"])
+        dtypes = [mine.dtype for mine in self.part(self.strands.mine[0]).parameters]
+        wholes = [
+            torch.zeros(parameter.shape, dtype=dtype, device="meta" if ours is None else "cpu")
+            if ours is None or not parameter.requires_grad
+            else next(trained).to("cpu", dtype)
+            for parameter, dtype in zip(self.strands.model, dtypes, strict=True)
+        ]
+        anchors = self.strands.scatter(wholes)
+        chosen = [anchor for anchor, mine in zip(anchors, self.parameters, strict=True) if mine.requires_grad]
+        drift.load_state_dict({**told, "anchor": chosen})
+
+
+def _result(future: Future[Downloaded]) -> Downloaded:
+    try:
+        return future.result()
+    except BaseException:  # Ctrl-C, too: nobody waits for it any more
+        future.cancel()
+        raise
+
+
+def groups_of_model(optimizer: torch.optim.Optimizer, strands: Strands) -> list[ModelGroup]:
+    """The parameter groups of an optimizer of pieces as users see them: with the model's parameters."""
+    groups = []
+    for group in optimizer.param_groups:
+        of_first = group["params"][: len(group["params"]) // len(strands.mine)]
+        groups.append(ModelGroup(group, [strands.of[id(piece)] for piece in of_first]))
+    return groups

@@ -1,0 +1,86 @@
+"""A model's parameters as pieces: in process groups, whose cases are in strands_rank.py, and in a single process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.cluster.strands import Strands
+from tests.forked import ForkedProcess
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_hold_and_carry_the_same_numbers(size: int, tmp_path: Path) -> None:
+    logs = [tmp_path / f"log {rank}" for rank in range(size)]
+    ranks = [
+        ForkedProcess("tests.cluster.strands_rank", str(rank), str(size), str(tmp_path), log=log)
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        ended = [rank.wait(90) for rank in ranks]
+        assert ended == [0] * size, "\n".join(log.read_text()[-3000:] for log in logs)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    found = [json.loads((tmp_path / f"found {rank}").read_text()) for rank in range(size)]
+    failed = [f"rank {rank}, {case}: {error}" for rank in range(size) for case, error in found[rank].items() if error]
+    assert not failed, "\n".join(failed)
+    assert all(len(cases) > 3 and cases.keys() == found[0].keys() for cases in found)
+
+
+@dataclass
+class Alone:
+    """As a cluster of one process, which has no group."""
+
+    group: None = None
+    rank: int = 0
+    size: int = 1
+    strands: int = 8
+
+
+def test_a_single_process_carries_all_strands() -> None:
+    assert not torch.distributed.is_initialized()
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1, dtype=torch.float64).requires_grad_(False))
+    before = [p.detach().clone() for p in model.parameters()]
+    strands = Strands(Alone(), model.parameters())
+    assert strands.mine == range(8)
+    assert strands.carriers == [0] * 8
+    assert len(strands.params) == len(strands.pieces) == 8 * 4
+    for number, parameter in enumerate(before):
+        pieces = [strands.pieces[places[number]] for places in strands.numbers]
+        assert torch.equal(torch.cat(pieces), parameter.flatten())
+    strands.spread([torch.zeros(1)])
+    assert all(torch.equal(*each) for each in zip(model.parameters(), before, strict=True))
+    wholes = strands.gather(strands.pieces)
+    assert all(torch.equal(*each) for each in zip(wholes, before, strict=True))
+    assert all(torch.equal(*each) for each in zip(strands.scatter(wholes), strands.pieces, strict=True))
+
+
+def test_a_step_takes_gradients_only() -> None:
+    model = nn.Linear(3, 5)
+    strands = Strands(Alone(), model.parameters())
+    before = [piece.detach().clone() for piece in strands.pieces]
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 3.0)
+        parameter.grad = torch.full_like(parameter, 0.5)
+    strands.gather_for_step()
+    assert all(torch.equal(*each) for each in zip(strands.pieces, before, strict=True))
+    assert all(piece.grad is not None and piece.grad.eq(0.5).all() for piece in strands.pieces)
+
+
+def test_what_is_no_parameter_is_refused() -> None:
+    with pytest.raises(ValueError, match="params= has a str"):
+        Strands(Alone(), ["weight"])
+
+
+def test_no_parameters_are_no_pieces() -> None:
+    strands = Strands(Alone(), [])
+    assert strands.params == strands.gather([]) == strands.scatter([]) == []
+    assert strands.numbers == [[]] * 8

@@ -1,0 +1,88 @@
+"""Clusters whose ranks carry strands: each rank sends and steps its own, and all peers have the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.clusters import clusters
+from tests.cluster.test_clusters import check_alike, check_end, check_numbers
+
+pytestmark = pytest.mark.alone
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_peers_of_one_two_and_four_ranks_train_one_model(tmp_path: Path, optimizer: str) -> None:
+    with clusters(tmp_path, 7, optimizer=optimizer, epochs=6, min_peers=3, strands=4) as made:
+        made.add("plain", 1, 0)
+        made.add("ddp", 2, 1, optimizer="zero" if optimizer == "adamw" else optimizer)
+        made.add("fsdp2", 4, 3)
+        assert made.ended() == [[0], [0, 0], [0, 0, 0, 0]], made.logs()
+        check_alike(made, 6)
+        check_numbers(made, optimizer, 7, 6)
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_killed_rank_ends_its_cluster_by_name_and_the_others_go_on(tmp_path: Path, lost: int) -> None:
+    with clusters(tmp_path, 6, optimizer="adamw", epochs=4000, waits=False, strands=4) as made:
+        made.add("ddp", 2, 0)
+        made.add("fsdp2", 4, 2)
+        made.wait(lambda: len(made.digests(1, 1)) > 3)
+        check_end(made, lost)
+        before = max(made.digests(0, 0))
+        made.wait(lambda: max(made.digests(0, 0)) > before + 3, 10.0)
+        mine, theirs = made.digests(0, 0), made.digests(1, 1)
+        assert all(mine[epoch] == digest for epoch, digest in theirs.items() if epoch in mine)
+
+
+def test_a_cluster_of_other_ranks_goes_on_with_the_state_of_the_others(tmp_path: Path) -> None:
+    with clusters(tmp_path, 4, optimizer="adamw", epochs=80, pause=0.01, strands=4) as made:
+        made.add("ddp", 2, 0)
+        first = made.add("fsdp2", 4, 2)
+        made.wait(lambda: len(made.digests(1, 0)) > 3)
+        first[1].kill()
+        made.wait(lambda: first[0].poll() is not None)
+        made.add("fsdp2", 2, 2)
+        made.wait(lambda: len(made.digests(2, 1)) > 5)
+        made.add("plain", 1, 3)
+        made.wait(lambda: len(made.digests(3, 0)) > 5)
+        made.wait(lambda: all(rank.poll() is not None for rank in [*made.all[0], *made.all[2], *made.all[3]]))
+        mine = made.digests(0, 0)
+        for number, rank in ((2, 0), (2, 1), (3, 0)):
+            theirs = made.digests(number, rank)
+            common = mine.keys() & theirs.keys()
+            assert len(common) > 5, made.logs()
+            assert all(mine[epoch] == theirs[epoch] for epoch in common), made.logs()
+
+
+def test_with_diloco_each_rank_brings_the_drift_of_its_strands(tmp_path: Path) -> None:
+    with clusters(tmp_path, 5, optimizer="adamw", epochs=6, min_peers=3, strands=4, mode="diloco") as made:
+        made.add("plain", 1, 0)
+        made.add("ddp", 2, 1)
+        made.add("fsdp2", 2, 3)
+        assert made.ended() == [[0], [0, 0], [0, 0]], made.logs()
+        check_alike(made, 6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kinds"), [("", ("fsdp2", "plain")), ("", ("plain", "ddp")), ("diloco", ("ddp", "fsdp2"))]
+)
+def test_a_checkpoint_goes_on_in_a_cluster_of_another_kind(tmp_path: Path, mode: str, kinds: tuple[str, str]) -> None:
+    """Of the whole cluster, at rank 0; a peer without strands has one of the same form."""
+    file = str(tmp_path / "checkpoint")
+    sizes = [1 if kind == "plain" else 2 for kind in kinds]
+    run = {"optimizer": "adamw", "strands": 4, "mode": mode}
+    with clusters(tmp_path / "first", 2, epochs=3, save=file, **run) as made:
+        made.add(kinds[0], sizes[0], 0, target=4 * sizes[0])
+        assert made.ended() == [[0] * sizes[0]], made.logs()
+    with clusters(tmp_path / "second", 2, epochs=6, load=file, **run) as made:
+        made.add(kinds[1], sizes[1], 0, target=4 * sizes[1])
+        assert made.ended() == [[0] * sizes[1]], made.logs()
+        assert list(made.digests(0, sizes[1] - 1)) == [4, 5, 6]
+        goes_on = made.digests(0, 0)
+    with clusters(tmp_path / "third", 2, epochs=6, load=file, **run) as made:
+        made.add(kinds[0], sizes[0], 0, target=4 * sizes[0])
+        assert made.ended() == [[0] * sizes[0]], made.logs()
+        if sizes[0] == sizes[1] and not mode:
+            assert made.digests(0, 0) == goes_on

@@ -1,0 +1,120 @@
+"""Several processes of a framework are one peer, with `cluster=`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.ranks import Ranks
+from tests.integrations.test_restart import checkpoint
+from tests.integrations.training import TOGETHER, Told, by_epoch, training
+
+pytestmark = pytest.mark.alone
+
+EPOCHS = 10
+FRAMEWORKS = ["transformers", "lightning", "accelerate"]
+
+
+def mostly_long(*short: str) -> list[Any]:
+    """All frameworks, of which those are tried each time."""
+    return [pytest.param(name, marks=[] if name in short else pytest.mark.long) for name in FRAMEWORKS]
+
+
+def rates(framework: str, first: int, last: int, steps: int) -> list[float]:
+    """With which the steps to those epochs have to be made."""
+    epochs = range(first - 1, last)
+    return [0.01 * (1 - epoch / steps) if framework == "transformers" else 0.01 * 0.9**epoch for epoch in epochs]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_two_ranks_and_a_process_train_one_model(framework: str, tmp_path: Path) -> None:
+    of_all: dict[str, Any] = {"framework": framework, "steps": EPOCHS, "run": TOGETHER, "pause": 0.01}
+    with training({"folder": str(tmp_path / "one")}, **of_all) as one:
+        peers = one.processes[0].addresses
+        with Ranks(tmp_path / "two", 2, launcher=True, initial_peers=peers, accumulate=2, **of_all) as two:
+            [alone] = one.finish()
+            assert two.wait() == [0], two.log()
+            first, second = two.told()
+    by_epoch(peer.events for peer in (alone, first))
+    assert first.epochs[-1] == EPOCHS == first.done["steps"] == second.done["steps"]
+    assert second.events == []
+    assert first.epochs_together > EPOCHS // 2
+    assert alone.late_downloads == first.late_downloads == 0
+    for rank in (first, second):
+        common = rank.done["digests"].keys() & alone.done["digests"].keys()
+        assert len(common) > EPOCHS // 2
+        assert all(rank.done["digests"][epoch] == alone.done["digests"][epoch] for epoch in common)
+        assert rank.done["parameters"] == alone.done["parameters"]
+        assert rank.done["warnings"] == []
+    assert first.done["digests"] == second.done["digests"]
+    assert not any(sample in second.done["seen"] for sample in first.done["seen"])  # they share out one order
+    assert len(first.done["seen"]) == len(second.done["seen"]) == 32  # of 64
+    if framework == "lightning":
+        assert first.done["shuffle"] == second.done["shuffle"] > 0  # Lightning's own is 0 at all peers
+    assert first.done["rates"] == pytest.approx([rates(framework, e, e, EPOCHS)[0] for e in first.epochs])
+
+
+SAVED = {
+    "save_strategy": "steps", "save_steps": 2, "save_total_limit": 100, "lr_scheduler_type": "constant",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("framework", mostly_long("accelerate"))
+def test_a_checkpoint_of_two_ranks_goes_on_in_one_and_in_two(framework: str, tmp_path: Path) -> None:
+    of_all: dict[str, Any] = {"framework": framework, "args": SAVED, "in_order": True, "data": 32, "target": 32}
+    before: Told | None = None
+    kept: list[Told] = []
+    resume: dict[str, Any] = {}
+    for last, ranks in ((2, 2), (4, 1), (6, 2)):
+        with Ranks(tmp_path / str(last), ranks, steps=last, **of_all, **resume) as now:
+            assert now.wait() == [0] * ranks, [now.log(rank)[-4000:] for rank in range(ranks)]
+            told = now.told()
+        resume = {"resume": checkpoint(framework, str(now.folder), last)}
+        for rank in told:
+            assert rank.done["steps"] == last
+            assert rank.done["warnings"] == []
+            assert rank.done["digests"] == told[0].done["digests"]
+        assert told[0].epochs == [last - 1, last]
+        assert [event["samples"] for event in told[0].events] == [32, 32]
+        for what in ("digests", "moments"):
+            assert before is None or told[0].done[what][str(last - 2)] == before.done[what][str(last - 2)]
+        before = told[0]
+        kept.append(before)
+    last = 2 if framework == "lightning" else 6  # which goes on in the middle of a pass over the data
+    with Ranks(tmp_path / "never stopped", 1, steps=last, **of_all) as one:
+        assert one.wait() == [0], one.log()
+        [expected] = one.told()
+    assert kept[last // 2 - 1].done["parameters"] == pytest.approx(expected.done["parameters"], rel=1e-3, abs=1e-5)
+    assert kept[last // 2 - 1].done["rates"] == expected.done["rates"][-2:]
+
+
+@pytest.mark.long
+def test_a_state_that_moves_in_the_background_is_saved(tmp_path: Path) -> None:
+    """Also by a Trainer of Transformers, which asks the rank that writes for the state, and no other."""
+    of_all: dict[str, Any] = {"framework": "transformers", "args": SAVED, "run": {"use_local_updates": True}}
+    with Ranks(tmp_path, 2, steps=4, **of_all) as two:
+        assert two.wait() == [0, 0], [two.log(0), two.log(1)]
+        first, second = two.told()
+    assert first.done["parameters"] == second.done["parameters"]
+    assert checkpoint("transformers", str(tmp_path), 4)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_several_processes_without_a_cluster_are_refused(framework: str, tmp_path: Path) -> None:
+    with Ranks(tmp_path, 2, framework=framework, steps=4, run={"cluster": None}) as two:
+        assert 0 not in two.wait(), two.log()
+        for rank in (0, 1):
+            assert "asks for 2: give cluster=lambda: shoal.Cluster(strands=1) to all processes" in two.log(rank)
+
+
+@pytest.mark.parametrize("framework", mostly_long("lightning"))
+def test_an_error_of_one_rank_is_heard_by_name(framework: str, tmp_path: Path) -> None:
+    is_script = framework == "accelerate"  # which says so as it ends: nobody but Python hears of its error
+    with Ranks(tmp_path, 2, launcher=is_script, framework=framework, steps=20, fails=[1, 3]) as two:
+        assert 0 not in two.wait(), two.log()
+        assert re.search(
+            r"^rank 1 \(process \d+ on .*\) of this cluster is lost: it has raised KeyError: 'mine'", two.log(), re.M
+        )
