@@ -67,6 +67,7 @@ class Gang:
         self.names = [name for name, _, _ in found]
         self._changed = threading.Condition()
         self._inbox: dict[int, deque[Said]] = {rank: deque() for rank in range(self.size)}
+        self._unsaid = b""  # what goes with the next message
         self._news: list[Future[None]] = []  # of those who wait for whatever comes next
         self._left: set[int] = set()
         self._lost: Lost | None = None
@@ -137,9 +138,17 @@ class Gang:
 
     # -- what they tell each other
 
-    def say(self, message: Said) -> None:
-        """Tell rank 0, or all others as rank 0. Raises ClusterError."""
+    def say(self, message: Said, *, at_once: bool = True) -> None:
+        """Tell rank 0, or all others as rank 0. Raises ClusterError.
+
+        Args:
+            at_once: if not, it goes with the next message: each wakes those who hear it.
+        """
         self.check()
+        self._unsaid += _framed(message)
+        if not at_once:
+            return
+        said, self._unsaid = self._unsaid, b""
         with self._changed:
             if isinstance(message, Report):
                 self._owed = {0}
@@ -148,7 +157,7 @@ class Gang:
         for rank, tie in self._sockets.items():
             try:
                 with self._sending:
-                    _send(tie, message)
+                    tie.sendall(said)
             except OSError as error:
                 self._lose(rank, str(error))
         self.check()
@@ -439,8 +448,12 @@ def _held(tie: socket.socket) -> socket.socket:
 
 
 def _send(tie: socket.socket, message: Message) -> None:
+    tie.sendall(_framed(message))
+
+
+def _framed(message: Message) -> bytes:
     data = _encode(message)
-    tie.sendall(struct.pack("!I", len(data)) + data)
+    return struct.pack("!I", len(data)) + data
 
 
 def _receive(tie: socket.socket, at_most: int = MAX_BYTES) -> Message:

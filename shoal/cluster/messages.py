@@ -46,10 +46,12 @@ class Do(msgspec.Struct, tag=6, array_like=True, frozen=True):
     Attributes:
         what: its name.
         given: what belongs to it, in msgpack.
+        is_quiet: nobody waits for an answer, and none is given; what goes wrong is in the next report.
     """
 
     what: Text
     given: bytes
+    is_quiet: bool = False
 
 
 class Done(msgspec.Struct, tag=7, array_like=True, frozen=True):

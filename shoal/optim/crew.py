@@ -22,23 +22,23 @@ class Crew:
     """
 
     def __init__(self, gang: Gang) -> None:
-        self._gang, self._leads, self._owed, self._late = gang, gang.rank == 0, 0, 0
+        self._gang, self._leads, self._owed = gang, gang.rank == 0, 0
 
     @property
     def size(self) -> int:
         """How many ranks there are, this one included."""
         return self._gang.size
 
-    def tell(self, what: str, *given: Any, late: bool = False) -> None:
-        """Have the others do that, too. Raises ClusterError.
-
-        Args:
-            late: the call need not wait for the answer: the next one hears it.
-        """
+    def tell(self, what: str, *given: Any) -> None:
+        """Have the others do that, too. Raises ClusterError."""
         if self._leads and self._gang.size > 1:
             self._gang.say(Do(what, msgspec.msgpack.encode(given)))
             self._owed += 1
-            self._late += late
+
+    def tell_quietly(self, what: str, *given: Any) -> None:
+        """As `tell`, of what has no answer: it goes with the next message, and what goes wrong ends the next call."""
+        if self._leads and self._gang.size > 1:
+            self._gang.say(Do(what, msgspec.msgpack.encode(given), is_quiet=True), at_once=False)
 
     def hear(self) -> list[Any]:
         """The answers of the others to what they were told last, in their order; none at other ranks.
@@ -47,7 +47,7 @@ class Crew:
             ClusterError: if a rank is lost, or has raised an error in anything that it was told.
         """
         answers: list[Any] = []
-        failed, self._late = "", 0
+        failed = ""
         while self._owed:
             self._owed -= 1
             done = self._gang.hear_answers()
@@ -58,11 +58,6 @@ class Crew:
         if failed:
             raise ClusterError(failed)
         return answers
-
-    def settle(self) -> None:
-        """Hear what the call has to wait for, at its end. Raises ClusterError, see `hear`."""
-        if self._owed > self._late:
-            self.hear()
 
     def has_answered(self, over: Future[None]) -> bool:
         """Wait until all have answered, at most until `over` is done; whether they have. Raises ClusterError."""

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from shoal.cluster.cluster import Cluster
@@ -66,6 +67,7 @@ class Follower(torch.optim.Optimizer):
         self._trainer = threading.Lock()
         self._gang = Gang(cluster.group)
         self._share: Share | None = None
+        self._failed = ""  # what has gone wrong since the last report
         try:
             self._whole = whole = parameters_of(cluster, given["params"])
             groups, defaults = self._make(settings, given)
@@ -117,11 +119,14 @@ class Follower(torch.optim.Optimizer):
         try:
             if self._whole.gathers_alone:
                 collect()
-            self._gang.say(report)
+            self._gang.say(replace(report, error=report.error or self._failed))
+            self._failed = ""
             while not isinstance(verdict := self._gang.hear_verdict(), Verdict):
                 with self._gang.collectives():
                     if isinstance(verdict, Go):
                         collect()
+                    elif verdict.is_quiet:
+                        self._failed = self._failed or self._done(verdict).error
                     else:
                         self._gang.say(self._done(verdict))
             self.local_epoch = verdict.epoch

@@ -91,7 +91,7 @@ class Speaker:
                     with self.gang.collectives():
                         collect()
                 result = act(samples)
-                self.crew.settle()
+                self.crew.hear()
             except BaseException as error:  # Ctrl-C, too: the others wait for a verdict
                 self._tell(error, None, moves)
                 raise
@@ -143,7 +143,7 @@ class Speaker:
 
     def _tell(self, error: BaseException | None, result: object, moves: bool) -> None:
         with contextlib.suppress(ClusterError):  # which every call of the gang raises
-            self.crew.settle() if error is None else self.crew.hear()
+            self.crew.hear()
         said = "" if error is None else f"{type(error).__name__}: {error}"[:4096]
         if self.state is None:
             return self.gang.say(Verdict(0, False, error=said))

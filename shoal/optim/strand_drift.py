@@ -104,7 +104,9 @@ class StrandDrift(StrandRounds, Drift):
 
     def accumulate(self, batch_size: float) -> None:
         """See `Drift`; of the samples of the cluster."""
-        with self._at_all("accumulate", batch_size):
+        if not self.is_quiet:
+            self._crew.tell_quietly("accumulate", batch_size)
+        with self.quiet():
             if self._pieces.is_ahead:
                 self._pieces.spread(())
             super().accumulate(batch_size)

@@ -50,7 +50,7 @@ class StrandGradients(StrandRounds):
 
     def accumulate(self, batch_size: float) -> None:
         """Add the `.grad` of the pieces, the mean over `batch_size` samples of the cluster."""
-        self._crew.tell("accumulate", batch_size, late=True)
+        self._crew.tell_quietly("accumulate", batch_size)
         for gradients in self._gradients:
             gradients.accumulate(batch_size)
 
