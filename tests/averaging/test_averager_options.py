@@ -254,9 +254,9 @@ def test_group_bits_with_and_without_waiting() -> None:
 def test_an_averager_starts_while_its_user_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, original = asyncio.Event(), Swarm.start
 
-    async def slowly(self: Swarm) -> None:
+    async def slowly(self: Swarm, **given: Any) -> None:
         await begun.wait()
-        await original(self)
+        await original(self, **given)
 
     monkeypatch.setattr(Swarm, "start", slowly)
     with shoal.DHT(start=True) as dht:
@@ -280,7 +280,7 @@ def test_an_averager_starts_while_its_user_goes_on(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_start_that_failed_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fails(self: Swarm) -> None:
+    async def fails(self: Swarm, **given: Any) -> None:
         raise OSError("no network")
 
     with shoal.DHT(start=True) as dht:
