@@ -44,15 +44,14 @@ def check_numbers(made: Clusters, optimizer: str, ranks: int, epochs: int) -> No
         torch.testing.assert_close(torch.tensor(mine), theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_cluster_of_each_kind_and_a_single_peer_train_one_model(tmp_path: Path, optimizer: str) -> None:
-    with clusters(tmp_path, 5, optimizer=optimizer, epochs=6, min_peers=3) as made:
+def test_a_cluster_of_each_kind_and_a_single_peer_train_one_model(tmp_path: Path) -> None:
+    with clusters(tmp_path, 5, optimizer="sgd", epochs=6, min_peers=3) as made:
         made.add("ddp", 2, 0)
         made.add("fsdp2", 2, 2)
         made.add("plain", 1, 4, cluster=False)
         assert made.ended() == [[0, 0], [0, 0], [0]], made.logs()
         check_alike(made, 6)
-        check_numbers(made, optimizer, 5, 6)
+        check_numbers(made, "sgd", 5, 6)
 
 
 @pytest.mark.parametrize("kind", ["colwise", "rowwise"])
@@ -79,11 +78,10 @@ def test_ranks_have_the_bits_of_rank_0_in_every_mode(tmp_path: Path, mode: str) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "strands"), [("fsdp2", 1), ("hsdp", 8)])
-def test_two_clusters_of_four_ranks(tmp_path: Path, kind: str, strands: int) -> None:
-    with clusters(tmp_path, 8, optimizer="adamw", epochs=20, min_peers=2, strands=strands) as made:
-        made.add(kind, 4, 0)
-        made.add(kind, 4, 4)
+def test_two_clusters_of_four_ranks(tmp_path: Path) -> None:
+    with clusters(tmp_path, 8, optimizer="adamw", epochs=20, min_peers=2, strands=8) as made:
+        made.add("hsdp", 4, 0)
+        made.add("hsdp", 4, 4)
         assert made.ended() == [[0] * 4] * 2, made.logs()
         check_alike(made, 20)
         check_numbers(made, "adamw", 8, 20)
@@ -100,7 +98,7 @@ def check_end(made: Clusters, lost: int, within: float = WITHIN) -> None:
         assert f"rank {lost} (process {victims[lost].pid} on " in made.log(number, rank), made.logs()
 
 
-@pytest.mark.parametrize(("kind", "size", "lost"), [("ddp", 2, 0), ("ddp", 2, 1), ("fsdp2", 4, 2)])
+@pytest.mark.parametrize(("kind", "size", "lost"), [("ddp", 2, 0), ("fsdp2", 4, 2)])
 def test_a_killed_rank_ends_its_cluster_by_name_and_the_others_go_on(
     tmp_path: Path, kind: str, size: int, lost: int
 ) -> None:
@@ -115,13 +113,12 @@ def test_a_killed_rank_ends_its_cluster_by_name_and_the_others_go_on(
         assert all(mine[epoch] == digest for epoch, digest in theirs.items() if epoch in mine)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_it_ends_while_rank_0_waits_for_other_peers(tmp_path: Path, lost: int) -> None:
+def test_it_ends_while_rank_0_waits_for_other_peers(tmp_path: Path) -> None:
     with clusters(tmp_path, 2, optimizer="sgd", epochs=3, min_peers=2, matchmaking_time=600.0) as made:
         made.add("ddp", 2, 0)
         made.wait(lambda: made.said(0, 0) and made.said(0, 1))
         time.sleep(1.0)  # nothing says that it waits now; if it does not yet, the test is only easier
-        check_end(made, lost)
+        check_end(made, 1)
 
 
 def test_ranks_with_other_gradients_are_told_to_reduce_them(tmp_path: Path) -> None:

@@ -12,15 +12,14 @@ from tests.cluster.test_clusters import check_alike, check_end, check_numbers
 pytestmark = pytest.mark.alone
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_peers_of_one_two_and_four_ranks_train_one_model(tmp_path: Path, optimizer: str) -> None:
-    with clusters(tmp_path, 7, optimizer=optimizer, epochs=6, min_peers=3, strands=4) as made:
+def test_peers_of_one_two_and_four_ranks_train_one_model(tmp_path: Path) -> None:
+    with clusters(tmp_path, 7, optimizer="adamw", epochs=6, min_peers=3, strands=4) as made:
         made.add("plain", 1, 0)
-        made.add("ddp", 2, 1, optimizer="zero" if optimizer == "adamw" else optimizer)
+        made.add("ddp", 2, 1, optimizer="zero")
         made.add("fsdp2", 4, 3)
         assert made.ended() == [[0], [0, 0], [0, 0, 0, 0]], made.logs()
         check_alike(made, 6)
-        check_numbers(made, optimizer, 7, 6)
+        check_numbers(made, "adamw", 7, 6)
 
 
 @pytest.mark.parametrize("lost", [0, 2])
@@ -65,9 +64,7 @@ def test_with_diloco_each_rank_brings_the_drift_of_its_strands(tmp_path: Path) -
         check_alike(made, 6)
 
 
-@pytest.mark.parametrize(
-    ("mode", "kinds"), [("", ("fsdp2", "plain")), ("", ("plain", "ddp")), ("diloco", ("ddp", "fsdp2"))]
-)
+@pytest.mark.parametrize(("mode", "kinds"), [("", ("fsdp2", "plain")), ("diloco", ("ddp", "fsdp2"))])
 def test_a_checkpoint_goes_on_in_a_cluster_of_another_kind(tmp_path: Path, mode: str, kinds: tuple[str, str]) -> None:
     """Of the whole cluster, at rank 0; a peer without strands has one of the same form."""
     file = str(tmp_path / "checkpoint")
