@@ -118,11 +118,6 @@ class Strands:
                 made.append(piece if name is None else (f"{name}[{strand}/{strands}]", piece))
         return made
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether gradients are to be gathered before a step."""
-        return True
-
     @functools.cached_property
     def gathers_alone(self) -> bool:
         """Whether each rank holds all that it carries, so that gathering is no collective."""

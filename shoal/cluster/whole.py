@@ -68,14 +68,9 @@ class Whole:
         return nn.Parameter(kept, requires_grad=parameter.requires_grad)
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether any parameter is."""
-        return any(isinstance(parameter, DTensor) for parameter in self.model)
-
-    @property
     def gathers_alone(self) -> bool:
-        """Whether gathering is no collective."""
-        return not self.is_sharded
+        """Whether gathering is no collective, since no parameter is sharded."""
+        return not any(isinstance(parameter, DTensor) for parameter in self.model)
 
     def gather_for_step(self) -> None:
         """Gather the gradients; in the first step after the parameters, which may have been loaded since they were

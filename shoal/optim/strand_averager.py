@@ -16,7 +16,7 @@ from shoal.optim.settings import PLACE_TIMES, Settings
 from shoal.swarm.directory import DHTDirectory, Directory
 from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind
-from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.protocol.tip import LAST_EPOCH, Tip
 from shoal.swarm.swarm import Swarm
 
 LEAST_PATIENCE = 1.0  # seconds that a round waits at least for a member that may come
@@ -119,4 +119,4 @@ def of_strand(tip: Tip) -> Tip:
     """The state of each strand's run from which the round is made that leads on from that state of the run. Half an
     epoch later the strand's round is made, and the run's is not."""
     # That of the next epoch outranks both, whatever the rounds weigh.
-    return Tip(2 * tip.epoch, tip.lineage, tip.epoch * MORE_THAN_A_ROUND)
+    return Tip(min(2 * tip.epoch, LAST_EPOCH - 1), tip.lineage, tip.epoch * MORE_THAN_A_ROUND)
