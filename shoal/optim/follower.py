@@ -79,7 +79,10 @@ class Follower(torch.optim.Optimizer):
                     group["params"] = [whole.of[id(each)] for each in group["params"]]
             self._ready = True
             self._call(Report("shoal.Optimizer"))
-        except BaseException:  # Ctrl-C, too: the others must not wait for a rank that has no optimizer
+        except BaseException as error:  # Ctrl-C, too: the others must not wait for a rank that has no optimizer
+            if isinstance(error, Exception) and not isinstance(error, ClusterError):
+                with contextlib.suppress(ClusterError):  # rank 0 says why it ends
+                    self._gang.say(Report("shoal.Optimizer", error=f"{type(error).__name__}: {error}"[:4096]))
             self.shutdown()
             raise
 

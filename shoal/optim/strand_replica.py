@@ -36,6 +36,7 @@ from shoal.optim.strand_gradients import StrandGradients
 from shoal.optim.strand_rounds import name_of
 from shoal.optim.strand_states import Carrier, Carriers, StrandStates
 from shoal.p2p.identity import PeerID
+from shoal.sharding.element_wise import is_element_wise
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import Snapshot
@@ -73,7 +74,7 @@ class StrandReplica(Replica):
         state_digest: at rank 0 the hash of all strands' digests.
 
     Raises:
-        ValueError: as `Replica`, and if the optimizer does not have all pieces.
+        ValueError: as `Replica`, if the optimizer does not have all pieces, and if they are not to be cut.
     """
 
     def __init__(
@@ -92,6 +93,11 @@ class StrandReplica(Replica):
         extras = sum(tensor.element_size() * tensor.numel() for tensor in extra_tensors)
         at_most = TENSORS_OF_OPTIMIZER * size + extras + MANIFEST_BYTES
         self.states = StrandStates(dht, settings.run_id, len(strands.carriers), at_most)
+        if not is_element_wise(made := type(stepped.optimizer)):
+            raise ValueError(
+                f"strands step pieces of parameters, and it is not known of {made.__name__} that it treats each "
+                f"element alike: give shoal.Cluster(strands=1); or set {made.__name__}.element_wise = True, if it does"
+            )
         if stepped.host is None:
             own = [parameter for group in stepped.optimizer.param_groups for parameter in group["params"]]
             check_order(stepped.optimizer, own, strands.pieces)

@@ -22,6 +22,8 @@ class ExactSGD(torch.optim.Optimizer):
         nesterov: look ahead by one step, as Sutskever et al. 2013 (PMLR 28) write it.
     """
 
+    element_wise = True  # see `shoal.sharding.element_wise`
+
     def __init__(self, params: Any, lr: float, momentum: float = 0.0, nesterov: bool = False) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "nesterov": nesterov})
 

@@ -42,6 +42,7 @@ def main() -> None:
             "reuse": {"reuse_grad_buffers": True},
             "params": {"params": None},
             "delayed": {"delay_grad_averaging": True},
+            "norms": {"optimizer": lambda p: torch.optim.Adafactor(p)},
         }
         for name, differing in given.items():
             arguments = {"cluster": shoal.Cluster(), "params": nn.Linear(2, 1).parameters(), **MADE, **differing}

@@ -20,6 +20,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     assert "init_process_group" in found.pop("before")
     assert "strands=0: give a whole number from 1" in found.pop("strands")
     assert "does not go together with delay_grad_averaging yet: give strands=1" in found.pop("delayed")
+    assert "not known of Adafactor that it treats each element alike" in found.pop("norms")
     assert "give a process group or a device mesh" in found.pop("group")
     assert "cluster='all': give a shoal.Cluster" in found.pop("cluster")
     assert "cluster=… does not go together with reuse_grad_buffers=True" in found.pop("reuse")
