@@ -15,7 +15,7 @@ from shoal.flat import FlatBuffer, Layout
 from shoal.optim.settings import PLACE_TIMES, Settings
 from shoal.swarm.directory import DHTDirectory, Directory
 from shoal.swarm.protocol.contribution import Outcome
-from shoal.swarm.protocol.errors import AveragingError, Behind
+from shoal.swarm.protocol.errors import AveragingError, Rejected
 from shoal.swarm.protocol.tip import LAST_EPOCH, Tip
 from shoal.swarm.swarm import Swarm
 
@@ -87,11 +87,9 @@ class StrandAverager(DecentralizedAverager):
         return tip
 
     def _is_final(self, error: AveragingError) -> bool:
-        """Others may have made the round of this epoch, whose result has not been told here yet."""
-        if isinstance(error, Behind) and self._swarm is not None:
-            behind = self._swarm.behind
-            return behind is not None and behind.epoch > self._first_tip().epoch + 1
-        return super()._is_final(error)
+        """Whether others are at another epoch is not told by those who carry a strand, of whom one may lie: the run
+        knows, and the round is given up then."""
+        return isinstance(error, Rejected)
 
     def agreed_options(self) -> dict[str, str]:
         """See `DecentralizedAverager`; the terms of the run, too."""

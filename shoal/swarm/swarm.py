@@ -47,6 +47,8 @@ AGAIN_SECONDS = 1.5  # that a round waits for a member that this peer could not 
 DECLINED_SECONDS = 0.05  # after a JOIN that was declined: tips or views differ, and are about to be exchanged
 WAIT_FOR_TIP = 2.0  # how long a message about the next tip is kept: COMMIT reaches members at different times
 LOOK_SECONDS = 1.0
+TELL_SECONDS = 2.0  # that a member may take to say how a round has ended
+MOST_ASKED = 3  # members that are asked that
 LATER_SECONDS = 0.01  # more than the resolution of any loop's clock
 
 log = logging.getLogger(__name__)
@@ -349,14 +351,25 @@ class Swarm:
             raise Behind(f"the swarm is at epoch {answer.tip.epoch}, this peer at {self.tip.epoch}")
         return msg.Count(report.tip, report.samples, report.rate, 1, False)
 
-    async def learn_of_round(self) -> bool:
-        """A member may be past the round of this tip: have it send its COMMIT, as to one that joins too late. Returns
-        whether this peer has missed the round, whose result `average` fetches then."""
-        before, asks = self.tip, msg.Progress(self.tip, 0.0, 0.0, counted=False)
-        for key, tip in list(self.contacts.told.items()):
-            if tip.outranks(before) and self.peer.view.reaches(key) and self.tip == before and not self.missed:
-                with contextlib.suppress(P2PError, TimeoutError):
-                    await self._channel.ask(key, asks, self._request_timeout)
+    async def learn_of_round(self, timeout: float = TELL_SECONDS) -> bool:
+        """Members may be past the round of this tip: have some of them send its COMMIT, as to one that joins too late,
+        and wait at most `timeout` seconds. Returns whether this peer has missed the round, whose result `average`
+        fetches then. If not, they are not believed for a while."""
+        before, began, asks = self.tip, self._now(), msg.Progress(self.tip, 0.0, 0.0, counted=False)
+        told = [key for key, tip in self.contacts.told.items() if tip.outranks(before)]
+        reached = [key for key in told if self.peer.view.reaches(key) and not self.peer.view.ignores(key, began)]
+
+        async def ask(key: bytes) -> None:
+            with contextlib.suppress(P2PError, TimeoutError):
+                await self._channel.ask(key, asks, timeout)
+
+        first = before.epoch % max(1, len(reached))  # others the next time: some may lie
+        asked = (sorted(reached) * 2)[first : first + min(len(reached), MOST_ASKED)]
+        under_way = {self.node.spawn(ask(key)) for key in asked}
+        while under_way and self.tip == before and not self.missed:
+            _, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+        if self.tip == before and not self.missed:
+            self.forget_behind(self._now() - began)
         return self.missed
 
     async def _heed(self, key: bytes, tip: Tip, answer: object) -> None:
