@@ -21,7 +21,7 @@ from shoal.optim.run import Run
 from shoal.optim.settings import FRACTION, LEVEL, NOT_NEGATIVE, POSITIVE, SECONDS, check_fields
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
-from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.errors import AveragingError, Rejected
 from shoal.swarm.protocol.messages import Count, Progress
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
@@ -364,6 +364,9 @@ class RunProgress:
         try:
             if not self.ready_to_update_epoch:
                 self._tell(self._mine, now, another=added > 0, at_once=at_once)
+        except Rejected:
+            self._reports.rejected = None
+            raise
         finally:
             self._waited += time.monotonic() - now
             self.restart_clock()
@@ -410,6 +413,8 @@ class RunProgress:
         return self._running
 
     def _tell(self, report: Progress, now: float, *, another: bool, at_once: bool) -> None:
+        if self._reports.rejected is not None:
+            raise self._reports.rejected
         self._outbox.report = None  # this report includes it
         if self._pending is not None and self._pending.done():
             pending, self._pending = self._pending, None
@@ -504,11 +509,13 @@ class _Reports:
 
     Attributes:
         counted: the last answer of the coordinator.
+        rejected: that the run has other terms, until the trainer has heard so.
     """
 
     def __init__(self, swarm: Swarm, refresh: Refresh, progress: RunProgress) -> None:
         self._swarm, self._refresh, self._progress = swarm, refresh, progress
         self.counted: _Counted | None = None
+        self.rejected: Rejected | None = None
         self._latest: Progress | None = None
         self._sending: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -533,7 +540,11 @@ class _Reports:
         self._latest = report
         if self._sending is None:
             self._sending = asyncio.create_task(self._send())
-        await asyncio.shield(self._sending)
+        try:
+            await asyncio.shield(self._sending)
+        except Rejected as error:
+            self.rejected = error  # whoever has asked: the trainer's next report may not wait for an answer
+            raise
         counted = self.counted
         return counted.count if counted is not None and counted.count.tip == report.tip else None
 

@@ -177,6 +177,8 @@ def test_without_strands_it_names_the_way_out(alone: Alone) -> None:
 class Stubborn(torch.optim.SGD):
     """No other one can be made from what it tells."""
 
+    element_wise = True
+
     def __init__(self, params: Iterable[Any], secret: object) -> None:
         super().__init__(params, lr=0.1, momentum=0.9)
 
