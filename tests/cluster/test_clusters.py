@@ -142,20 +142,3 @@ def test_a_checkpoint_of_rank_0_goes_on_in_a_cluster_of_another_kind(tmp_path: P
         assert made.ended() == [[0, 0]], made.logs()
         assert list(made.digests(0, 1)) == [4, 5, 6]
         check_numbers(made, "adamw", 2, 6)
-
-
-@pytest.mark.long
-def test_a_cluster_of_more_ranks_goes_on_with_the_state_of_the_others(tmp_path: Path) -> None:
-    with clusters(tmp_path, 4, optimizer="adamw", epochs=60, pause=0.01) as made:
-        made.add("ddp", 2, 0)
-        first = made.add("fsdp2", 2, 2)
-        made.wait(lambda: len(made.digests(1, 0)) > 3)
-        first[1].kill()
-        made.wait(lambda: first[0].poll() is not None)
-        made.add("fsdp2", 4, 2)
-        made.wait(lambda: len(made.digests(2, 3)) > 5)
-        made.wait(lambda: all(rank.poll() is not None for rank in [*made.all[0], *made.all[2]]))
-        mine, theirs = made.digests(2, 3), made.digests(0, 0)
-        common = mine.keys() & theirs.keys()
-        assert len(common) > 5
-        assert all(mine[epoch] == theirs[epoch] == made.digests(2, 0)[epoch] for epoch in common)

@@ -39,7 +39,6 @@ def loaded(made: Clusters) -> tuple[int, str]:
     [
         ("fsdp2", ""),
         ("ddp", "diloco"),
-        pytest.param("ddp", "", marks=pytest.mark.long),
         pytest.param("fsdp2", "diloco", marks=pytest.mark.long),
     ],
 )
