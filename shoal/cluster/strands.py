@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from blake3 import blake3
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shoal.cluster.exchange import Exchange, Part
 from shoal.cluster.spans import Route, route_of, shard_of, strand_of
-from shoal.cluster.whole import local
-from shoal.flat import bytes_of, holders_of, living_modules
+from shoal.cluster.whole import digest_of, local
+from shoal.flat import holders_of, living_modules
 
 
 class Ranks(Protocol):
@@ -261,12 +260,8 @@ class Strands:
                 parameter.grad.zero_()
 
     def digest(self) -> bytes:
-        """The hash of the gradients that all ranks are to have alike."""
-        hasher = blake3()
-        for parameter in self.model:
-            if not isinstance(parameter, DTensor) and parameter.grad is not None:
-                hasher.update(bytes_of(_dense(parameter.grad.detach()).to("cpu").contiguous()))
-        return hasher.digest()
+        """See `digest_of`."""
+        return digest_of(self.model)
 
 
 # -- what is given

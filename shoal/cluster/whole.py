@@ -133,14 +133,19 @@ class Whole:
                 parameter.grad.zero_()
 
     def digest(self) -> bytes:
-        """The hash of the gradients that all ranks are to have alike."""
-        hasher = blake3()
-        for parameter in self.model:
-            if not isinstance(parameter, DTensor) and parameter.grad is not None:
-                gradient = parameter.grad.detach()
-                gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                hasher.update(bytes_of(gradient.to("cpu").contiguous()))
-        return hasher.digest()
+        """See `digest_of`."""
+        return digest_of(self.model)
+
+
+def digest_of(model: Iterable[Tensor]) -> bytes:
+    """The hash of the gradients that all ranks are to have alike: those that are not sharded."""
+    hasher = blake3()
+    for parameter in model:
+        if not isinstance(parameter, DTensor) and parameter.grad is not None:
+            gradient = parameter.grad.detach()
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            hasher.update(bytes_of(gradient.to("cpu").contiguous()))
+    return hasher.digest()
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -175,6 +180,7 @@ def cut(group: dist.ProcessGroup | None, whole: object, dtype: torch.dtype, like
 
 def shared_by_all(group: dist.ProcessGroup | None, value: T) -> T:
     """What rank 0 gives, at all ranks. A collective."""
+    # torch pickles it: the ranks of one cluster run one script, and trust each other as in any process group.
     if group is None:
         return value
     found = [value]

@@ -24,11 +24,6 @@ class Crew:
     def __init__(self, gang: Gang) -> None:
         self._gang, self._leads, self._owed = gang, gang.rank == 0, 0
 
-    @property
-    def size(self) -> int:
-        """How many ranks there are, this one included."""
-        return self._gang.size
-
     def tell(self, what: str, *given: Any) -> None:
         """Have the others do that, too. Raises ClusterError."""
         if self._leads and self._gang.size > 1:
