@@ -101,9 +101,9 @@ class DecentralizedAverager:
             one compression for parts with another one for results.
         error_feedback: the share of a lossy `compression`'s past errors that is added to the tensors when they are
             sent: over 0 and at most 1 (all of the error), or None (default) for none. Use it for tensors that are new
-            in each round, such as gradients: then compression only delays what it loses. The errors are updated only when
-            a round has succeeded. They take 4 bytes per element of host memory, and as much again during a round. Peers
-            may choose different values. Source: see `shoal.averaging.residual`.
+            in each round, such as gradients: then compression only delays what it loses. The errors are updated only
+            when a round has succeeded. They take 4 bytes per element of host memory, and as much again during a round.
+            Peers may choose different values. Source: see `shoal.averaging.residual`.
         state_compression: how `load_state_from_peers` of other peers receives tensors; None (default): uncompressed. It
             can't be one that `Compression.of` has made.
         tensor_infos: the name and role of each tensor, for a `compression` that chooses by them; equal on all peers.
