@@ -171,9 +171,9 @@ class _Whole:
         self._movements: dict[PeerID, Movement] = {}
 
     def fetch_more(self) -> float | None:
-        """Ask for what may be asked for now. Returns when to call this again if nothing happens."""
+        """Send the requests that are due. Returns when to call this again if nothing happens."""
         transport = self._channel.node.transport
-        for holder in self.plan.owing:  # one whose chunk is on its way over a slow line is not silent
+        for holder in self.plan.owing:  # a holder whose chunk is on its way over a slow line is not silent
             moved = transport.moved(holder)
             if self._movements.setdefault(holder, Movement(moved)).goes_on(moved):
                 self.plan.is_sending(holder, _now())
