@@ -49,8 +49,7 @@ Known = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
 class Show(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """The sender's membership, and the numbers of the list of revocations and of the pin that the sender has (0: none).
-    """
+    """The sender's membership, and the numbers of the revocations and of the pin that the sender has (0: none)."""
 
     membership: Document
     revocations: Known
