@@ -137,7 +137,8 @@ class Coordinator:
     reminded: bool = False  # whether members that have not joined were called once more
     pace: Pace = field(init=False)
     parted: dict[frozenset[bytes], bytes] = field(default_factory=dict, init=False)  # each pair with the blamed member
-    # How often each member has said that it lacks only chunks of parted reducers, and the members that have just done so.
+    # How often each member has said that it lacks only chunks of parted reducers, and the members that have just done
+    # so.
     waits: Counter[bytes] = field(default_factory=Counter, init=False)
     waiting: dict[bytes, None] = field(default_factory=dict, init=False)
     refused_repairs: Counter[bytes] = field(default_factory=Counter, init=False)  # by member
@@ -501,7 +502,7 @@ class Coordinator:
         return self.begin is not None and self.begin.round == round_id
 
     def saw(self, key: bytes, signs: int, now: float) -> None:
-        """A member has seen the round make progress `signs` times. If that is news, the round's time-out starts again."""
+        """A member has seen the round make progress `signs` times. If this is news, the time-out starts again."""
         if self.begin is not None and self.witnesses.say(key, signs, now):
             self._gets_on(now)
 

@@ -11,7 +11,7 @@ SHORTEST, LONGEST = 1.0, 60.0
 
 
 class Duty(Enum):
-    """What a coordinator must do for its members. The value completes the sentence "it …" for a coordinator that fails."""
+    """What a coordinator must do for its members. The value completes the sentence "it …" about one that fails."""
 
     ANSWER = "does not answer"
     CALL = "does not call a round that is due"
