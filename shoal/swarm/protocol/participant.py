@@ -366,8 +366,8 @@ class Participant:
 
     def _known_round(self, begin: msg.Begin) -> bytes | None:
         """The round that the coordinator has begun under the ballot of this BEGIN, as far as this peer knows; None if
-        it may have forgotten that. It remembers the highest ballots of each signer. So a signer can't make this peer
-        forget a round of the current ballot, nor rounds of other signers, by signing more BEGINs."""
+        it may have forgotten that. It remembers the highest ballots of each signer, and refuses lower ones. So a signer
+        gains nothing by signing many BEGINs, and can't make this peer forget those of another signer."""
         by = begin.ballot.coordinator
         if by not in self._begun and by not in self.view.members:
             strangers = [key for key in self._begun if key not in self.view.members]

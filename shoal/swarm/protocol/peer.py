@@ -83,9 +83,8 @@ class Peer:
         self._joining: dict[bytes, msg.Join] = {}  # JOINs that wait for their tip
         # At this tip: (lost member, round) for which the COMMIT of the round was passed on.
         self._passed_on: dict[tuple[bytes, bytes], None] = {}
-        self._shown: dict[
-            bytes, int
-        ] = {}  # at this tip: how many doubts about deposed coordinators each member was sent
+        # At this tip, by member: how many doubts about deposed coordinators this peer has sent to it.
+        self._shown: dict[bytes, int] = {}
         self._settled_at = self._all_until = 0.0
         self._met = 1
 
@@ -326,9 +325,8 @@ class Peer:
             self._lead_nothing()
         self.news += 1
         if self.participant.silence.patience.remembers:
-            self._hold_to_deadlines(
-                now
-            )  # doubt a coordinator that has held up too many rounds before it begins this one
+            # Doubt a coordinator that has held up too many rounds before it begins this one.
+            self._hold_to_deadlines(now)
 
     def _on_commit(self, sender: bytes, commit: msg.Commit, now: float) -> None:
         participant = self.participant
