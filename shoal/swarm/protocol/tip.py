@@ -1,4 +1,4 @@
-"""The name of a state: how many rounds were committed, which ones, and how many samples are behind them."""
+"""The name of a state: how many rounds were committed, which rounds, and how many samples they had."""
 
 from __future__ import annotations
 
