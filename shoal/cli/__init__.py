@@ -1,7 +1,7 @@
 """The ``shoal`` command.
 
-It promises to whoever types it: quick help and errors (torch is imported only by what needs it), and no process left
-behind. The commands use Shoal's public names only, and nothing leans on this room.
+It promises to its users: help and errors appear quickly (only commands that need torch import it), and no process is
+left behind. The commands use Shoal's public names only, and no other room depends on this one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    # Both end a command through its clean-up, SIGINT also where a shell that runs it in the background has it ignored.
+    # Both signals end a command in good order. (A shell that starts a command in the background lets it ignore SIGINT.)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
 

@@ -37,7 +37,7 @@ class _Bucket:
     """Values of some parameters that are exchanged in one collective.
 
     Attributes:
-        dtype, device: of all values.
+        dtype, device: those of all values.
         out: for each rank, the values to send to it.
         into: for each rank, the memory for the values that it sends.
         settled: functions to call once the values have arrived.

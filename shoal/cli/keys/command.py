@@ -121,7 +121,7 @@ def pin_state(
 
 
 def _tell(keys: Keys, key: OwnerKey, initial_peers: list[str], path: Path) -> None:
-    """Put all that the owner has said into the DHT of the run, if there is a way to it."""
+    """Publish the owner's revocations and pin in the DHT of the run, if initial peers are given."""
     typer.echo(f"signed: {path}")
     if not initial_peers:
         typer.echo("the run does not know it yet: give --initial-peers to tell it", err=True)
