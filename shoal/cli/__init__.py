@@ -60,7 +60,7 @@ def demo_command(
     ] = 150,
     kill: Annotated[bool, typer.Option("--kill/--no-kill", help="Kill one peer on the way with SIGKILL.")] = True,
     compression: Annotated[Compression, typer.Option(help="Codec of the averaged gradients.")] = Compression.NONE,
-    seed: Annotated[int, typer.Option(help="Of the model, and of what each peer reads.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the model and of the batches of each peer.")] = 0,
     data: Annotated[
         Path | None,
         typer.Option(help="Text to learn; without it Python's standard library.", exists=True, dir_okay=False),
@@ -124,7 +124,7 @@ def monitor_command(
     ] = 8080,
     history: Annotated[
         Path | None,
-        typer.Option(help="SQLite file of what was; without it `runs/monitor-<run>.sqlite`.", dir_okay=False),
+        typer.Option(help="SQLite file for the history; by default `runs/monitor-<run>.sqlite`.", dir_okay=False),
     ] = None,
     identity: Identity = None,
     membership: Membership = None,

@@ -107,7 +107,7 @@ class HealthBoard:
                 record = bytes(said)
             health = decode_health(record)
         except (msgspec.MsgspecError, TypeError, ValueError) as error:
-            log.debug("a health record counts for nothing: %s", error)
+            log.debug("a health record is ignored: %s", error)
             return None
         if self._gate is not None and peer != self._dht.peer_id:
             parts: tuple[Part, ...] = parts_of(health.role)

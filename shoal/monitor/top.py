@@ -151,7 +151,7 @@ def _notes(snapshot: Snapshot) -> list[RenderableType]:
     bad = [peer for peer in snapshot.peers if peer.findings]
     notes: list[RenderableType] = []
     if _is_long(snapshot):
-        notes.append(Text(f"and {len(snapshot.peers) - MAX_ROWS} more; those come first that are not well", "dim"))
+        notes.append(Text(f"and {len(snapshot.peers) - MAX_ROWS} more; peers that are not well come first", "dim"))
     notes += [Text(f"…{peer.name} {'; '.join(map(str, peer.findings))}", "red") for peer in bad[:MAX_NOTES]]
     if len(bad) > MAX_NOTES:
         notes.append(Text(f"and {len(bad) - MAX_NOTES} more that are not well", "red"))

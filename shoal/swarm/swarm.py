@@ -417,7 +417,7 @@ class Swarm:
                 if isinstance(answer, msg.Count):
                     return True
             except (P2PError, TimeoutError) as error:
-                log.debug("could not ask %r to be waited for: %s", holder, error)
+                log.debug("could not tell %r that this peer downloads: %s", holder, error)
         return False
 
     @contextlib.contextmanager
@@ -553,7 +553,7 @@ class Swarm:
                 self._act()
                 if self.behind is not None:
                     raise Behind(f"{error}. Others hold a later state") from error
-                log.warning("%s: the epoch is made again", error)
+                log.warning("%s: the epoch is repeated", error)
                 return
         peer.has_result(exchange, commit, self._now(), missed=fetched)
         self._act()
@@ -732,7 +732,9 @@ class Swarm:
         except Refused as error:
             if participant.refused(key, str(error)):
                 me = self.me.peer
-                log.warning("%r refuses %r as a member: %s. It trains with those who take it", coordinator, me, error)
+                log.warning(
+                    "%r refuses this peer, %r: %s. It trains with members that accept it", coordinator, me, error
+                )
             self.peer.members_changed(self._now())
         except P2PError as error:
             log.debug("%r could not join %r: %s", self.me.peer, coordinator, error)

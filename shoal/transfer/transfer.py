@@ -277,7 +277,7 @@ class _Download:
                 codec_by_name(name)
             if not self.wanted(manifest.tip):
                 self._unwanted.add(donor)
-                raise ValueError(f"{_title(manifest)} is not newer than what is here")
+                raise ValueError(f"{_title(manifest)} is not newer than this peer's state")
             if manifest.nbytes > self.max_nbytes:
                 raise ValueError(f"offers a state of {manifest.nbytes} bytes, more than the {self.max_nbytes} allowed")
         except (P2PError, TimeoutError, ValueError) as error:

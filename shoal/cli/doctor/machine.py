@@ -89,8 +89,8 @@ def _interfaces() -> Finding:
         advice = (
             "these are addresses within a network. Peers outside of it reach "
             "DHT(host_maddrs=['/ip4/0.0.0.0/tcp/<port>']) where the router forwards the port, or maps it "
-            "(port_mapping=True); who is reached by nobody is a client of those that are. `shoal doctor ADDRESS`, with "
-            "that of a peer outside, says what works here"
+            "(port_mapping=True). A peer that no other reaches can train as a client (client_mode=True). `shoal doctor "
+            "ADDRESS`, with the address of a peer outside, says what works here"
         )
         return Finding("addresses", Level.MIND, text, advice, facts)
     advice = "DHT(host_maddrs=['/ip4/0.0.0.0/tcp/<port>']) listens there; without it, on loopback only"

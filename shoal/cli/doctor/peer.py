@@ -239,7 +239,7 @@ async def _meet(channel: Channel, member: Member, run_id: str) -> msg.Hello | st
     try:
         return await channel.call(member.key, watching, msg.Hello, TIMEOUT)
     except Refused as error:
-        return "this membership is none to it" if str(error) == REFUSAL else str(error)
+        return "it does not accept this membership" if str(error) == REFUSAL else str(error)
     except (P2PError, TimeoutError) as error:
         return str(error) or f"no answer within {TIMEOUT:g} s"
 
@@ -258,8 +258,8 @@ def _members(answers: dict[Member, msg.Hello | str]) -> Finding:
         return Finding("run", Level.WELL, f"{found}; all that can be dialled answer", "", facts)
     first = [f"{member.peer} ({', '.join(member.addresses)}): {why}" for member, why in silent.items()][:SHOWN_MEMBERS]
     advice = (
-        "who is gone is listed for a minute longer; who trains needs an open port that this machine reaches "
-        "(host_maddrs=), or client_mode=True"
+        "a peer that is gone stays listed for a minute; a peer that trains needs an open port that this machine "
+        "reaches (host_maddrs=), or client_mode=True"
     )
     nobody = len(silent) == len(answers) - clients
     found = f"{found}; {len(silent)} do not answer: {'; '.join(first)}"

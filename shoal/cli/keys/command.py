@@ -70,7 +70,7 @@ def admit_peer(
     role: Annotated[
         list[Part] | None, typer.Option(help="What it may do; can be given several times; without it, train.")
     ] = None,
-    days: Annotated[float, typer.Option(help="How long.")] = 30.0,
+    days: Annotated[float, typer.Option(help="How long the membership is valid.")] = 30.0,
     out: Annotated[Path | None, typer.Option(help="File for the membership; without it, it is printed.")] = None,
     folder: Folder = DEFAULT_FOLDER,
 ) -> None:

@@ -46,8 +46,8 @@ class Keys:
         if not path.exists():
             here = ", ".join(found.name.removesuffix(".key") for found in sorted(self.folder.glob("*.key")))
             raise ValueError(
-                f"there is no {path}: only who has the run's key can do this; {self.folder} has the keys of "
-                f"{here or 'no run'}"
+                f"there is no {path}: this needs the run's key, which only its owner has; {self.folder} has the keys "
+                f"of {here or 'no run'}"
             )
         return OwnerKey.load(path, run)
 

@@ -334,7 +334,7 @@ class Coordinator:
                 return [Send(tuple(missing), msg.Call(self.tip))]
             return self._begin(now)
         if self._is_running and now >= self.deadline:
-            return self.abort(f"the round has not got on for {self._round.timeout:g} s")
+            return self.abort(f"the round has made no progress for {self._round.timeout:g} s")
         return []
 
     def wait(self, now: float) -> None:
@@ -355,7 +355,7 @@ class Coordinator:
         standing = now - self.got_on_at
         late = [key for key in self.live() if key not in {**self.done, **self.waiting} and standing > seconds(key)]
         for key in late:
-            self.out[key] = f"it is not done {standing:.0f} s after the round has last got on"
+            self.out[key] = f"it is not done {standing:.0f} s after the last progress of the round"
         told = [Send((key,), msg.Abort(self._round.round, self.out[key], alone=True)) for key in late]
         return [*told, *(self._regroup() or self.start_survey(now))] if late else []
 
@@ -728,7 +728,7 @@ class Coordinator:
             # Without this rule, a member that never follows a repair would make the others repair for ever.
             return self.put_out(key, "it is done with another result than the repair makes", now)
         if done.waits:
-            require(any(key in pair for pair in self.parted), "a member that is parted from nobody lacks nothing")
+            require(any(key in pair for pair in self.parted), "it waits for parted members, and is parted from none")
             self.waiting[key] = None
             self.waits[key] += 1
             if self.waits[key] > MAX_REFUSED_REPAIRS:

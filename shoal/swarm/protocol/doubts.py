@@ -213,5 +213,5 @@ class Doubts:
         self._deadlines.failed[key] += 1
         level = logging.WARNING if self._deadlines.failed[key] == 2 else logging.INFO
         who = "this peer" if key == self._me else repr(PeerID(key))
-        advice = "The next one takes its place. If that goes on, look after its machine and its line"
-        log.log(level, "%s does not do what a coordinator has to, as most members see it. %s", who, advice)
+        advice = "The next candidate takes its place. If this happens often, check its machine and its line"
+        log.log(level, "%s is replaced as the coordinator, because most members doubt it. %s", who, advice)

@@ -155,7 +155,7 @@ class DownloadPlan:
         if self.owing and now >= self._until():
             slowest = min(self.owing, key=lambda donor: self._brought[donor])
             self.donor_failed(
-                slowest, f"all send less than {LEAST_PACE >> 10} KiB/s, and it has brought nothing longest"
+                slowest, f"all together send less than {LEAST_PACE >> 10} KiB/s, and its last whole chunk is the oldest"
             )
             self._allowed = now + self.give_up
 

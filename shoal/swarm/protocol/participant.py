@@ -241,7 +241,7 @@ class Participant:
         wanted = self.input.tip
         if wanted is not None and wanted != self.tip:
             if self.commit is None or self.commit.tip != wanted:
-                raise Behind("the swarm has gone on from the state that this input was made from")
+                raise Behind("the swarm has moved on from the state that this input was computed from")
             return self.commit  # this peer was in that round, but did not use its result
         if self.missed is not None:
             return self.missed
@@ -395,7 +395,7 @@ class Participant:
         self._holds(sender, ballot)
         require(ballot >= self.ballot, f"attempt {ballot.number}, and this peer has followed {self.ballot.number}")
         self._believe(ballot)
-        require(sender == self.me or self.signer.is_signed(message, sender), "it is not signed by who sent it")
+        require(sender == self.me or self.signer.is_signed(message, sender), "it is not signed by its sender")
         if isinstance(message, msg.Survey):
             if ballot > self.ballot:
                 if self._followed is not None and self._followed.ballot.coordinator != sender:
@@ -539,7 +539,7 @@ class Participant:
         if self.begin is None and survey.round == self.over:
             return msg.Elsewhere(self.coordinator())  # its coordinator has ended it without telling the successor
         if self.begin is None and survey.round == self.left:
-            return msg.Broken(survey.round, self.me, False, "it is in that round no more")
+            return msg.Broken(survey.round, self.me, False, "it has left that round")
         if self.begin is None and survey.begin is not None and survey.begin.round == survey.round:
             self.enter(sender, survey.begin, buffers, now, relayed=True)
         if self.begin is not None and self.begin.round != survey.round:
@@ -618,7 +618,7 @@ class Participant:
         if self.input is None or self.begin is None or self.begin.round != message.round:
             return  # the round has ended meanwhile, or its BEGIN is still on its way
         require(self.is_with(sender), "only a member of a round can ask for patience in it")
-        require(self.input.tip is None, "in a round of a training run nobody's user is waited for")
+        require(self.input.tip is None, "rounds of a training run do not wait for users")
         self.silence.excuse(now)
 
     def progressed(self, now: float) -> None:

@@ -692,7 +692,7 @@ class Peer:
             if begin.round == participant.over:
                 self._send([sender], msg.Elsewhere(participant.coordinator()))  # the coordinator had ended it
             else:
-                self._send([sender], msg.Broken(begin.round, self._me, False, "it is in that round no more"))
+                self._send([sender], msg.Broken(begin.round, self._me, False, "it has left that round"))
             return
         if participant.begin is None and not self.view.reaches(begin.ballot.coordinator):
             participant.enter(sender, begin, buffers, now, relayed=True)
