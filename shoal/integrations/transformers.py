@@ -116,7 +116,8 @@ class InSwarm(Trainer):
         """As the Trainer's; the peer leaves the run at the end, also by an error."""
         if self._has_trained and self.model_init is None and not resume_from_checkpoint:
             raise ValueError(trained_before("Trainer", self._terms.run_id, "train(resume_from_checkpoint=True)"))
-        self._leave()  # the script may have called `create_optimizer`
+        if self._member is not None:  # of a training before, or of a script that has called `create_optimizer`
+            self._member.give_back()
         self.optimizer, self.lr_scheduler = self._given
         try:
             output = super().train(resume_from_checkpoint, *args, **kwargs)

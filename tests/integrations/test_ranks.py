@@ -29,9 +29,12 @@ def rates(framework: str, first: int, last: int, steps: int) -> list[float]:
     return [0.01 * (1 - epoch / steps) if framework == "transformers" else 0.01 * 0.9**epoch for epoch in epochs]
 
 
+@pytest.mark.parametrize("strands", [1, 8])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_two_ranks_and_a_process_train_one_model(framework: str, tmp_path: Path) -> None:
+def test_two_ranks_and_a_process_train_one_model(framework: str, strands: int, tmp_path: Path) -> None:
     of_all: dict[str, Any] = {"framework": framework, "steps": EPOCHS, "run": TOGETHER, "pause": 0.01}
+    if strands > 1:
+        of_all["strands"] = strands
     with training({"folder": str(tmp_path / "one")}, **of_all) as one:
         peers = one.processes[0].addresses
         with Ranks(tmp_path / "two", 2, launcher=True, initial_peers=peers, accumulate=2, **of_all) as two:

@@ -75,8 +75,8 @@ class Peer:
     def run(self) -> dict[str, Any]:
         """How this peer joins the run."""
         run = {"dht": self.dht, "run_id": "test", "target_batch_size": self.options["target"], "on_event": self.heard}
-        if "ranks" in self.options:
-            run["cluster"] = lambda: shoal.Cluster(strands=1)
+        if "ranks" in self.options or "strands" in self.options:
+            run["cluster"] = lambda: shoal.Cluster(strands=self.options.get("strands", 1))
         return run | self.options.get("run", {})
 
     def note(self, model: nn.Module) -> None:
