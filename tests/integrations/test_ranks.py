@@ -65,9 +65,11 @@ SAVED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("strands", [1, 8])
 @pytest.mark.parametrize("framework", mostly_long("accelerate"))
-def test_a_checkpoint_of_two_ranks_goes_on_in_one_and_in_two(framework: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_ranks_goes_on_in_one_and_in_two(framework: str, strands: int, tmp_path: Path) -> None:
     of_all: dict[str, Any] = {"framework": framework, "args": SAVED, "in_order": True, "data": 32, "target": 32}
+    of_all["strands"] = strands
     before: Told | None = None
     kept: list[Told] = []
     resume: dict[str, Any] = {}
@@ -82,8 +84,11 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_one_and_in_two(framework: str, tmp
             assert rank.done["digests"] == told[0].done["digests"]
         assert told[0].epochs == [last - 1, last]
         assert [event["samples"] for event in told[0].events] == [32, 32]
-        for what in ("digests", "moments"):
-            assert before is None or told[0].done[what][str(last - 2)] == before.done[what][str(last - 2)]
+        if before is not None:
+            assert told[0].done["digests"][str(last - 2)] == before.done["digests"][str(last - 2)]
+            fewer, more = sorted([set(one.done["moments"][str(last - 2)]) for one in (before, told[0])], key=len)
+            assert len(fewer) > 4
+            assert fewer <= more
         before = told[0]
         kept.append(before)
     last = 2 if framework == "lightning" else 6  # which goes on in the middle of a pass over the data
