@@ -59,7 +59,6 @@ class Gang:
     Attributes:
         rank, size: of this process, and of the group.
         names: of all ranks, for people.
-        has_finished: whether this rank has left, and neither an error nor a loss was why.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -72,7 +71,7 @@ class Gang:
         self._news: list[Future[None]] = []  # of those who wait for whatever comes next
         self._left: set[int] = set()
         self._lost: Lost | None = None
-        self._closed = self.has_finished = False
+        self._closed = self._in_order = False
         self._owed: set[int] = set()  # at rank 0: who has reported, and has no verdict; else rank 0, if this one waits
         self._sending = threading.Lock()  # a loss is told from the thread that sees it
         self._on_lost: Callable[[], object] = lambda: None
@@ -250,6 +249,11 @@ class Gang:
             raise ClusterError("this rank has shut its optimizer down")
 
     @property
+    def has_finished(self) -> bool:
+        """Whether this rank has left, neither an error nor a loss was why, and collectives can still be made."""
+        return self._in_order and dist.is_initialized()
+
+    @property
     def is_whole(self) -> bool:
         """Whether no rank is lost."""
         return self._lost is None
@@ -293,7 +297,7 @@ class Gang:
         with self._changed:
             if self._closed:
                 return
-            self._closed, self.has_finished = True, error is None and self._lost is None
+            self._closed, self._in_order = True, error is None and self._lost is None
             is_why = _is_own(error) and self._lost is None
             goodbye = Bye(f"{type(error).__name__}: {error}"[:4096] if is_why else "")
             self._changed.notify_all()

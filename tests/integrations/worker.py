@@ -251,6 +251,7 @@ def lightning(peer: Peer) -> dict[str, Any]:
         callbacks=[saved, *([spoils()] if options.get("spoils") else [])],
     )
     trainer.fit(module, loader(peer), ckpt_path=options.get("resume"))
+    trainer.save_checkpoint(f"{options['folder']}/end.ckpt")
     peer.note(module)
     return {
         "steps": trainer.global_step,
