@@ -61,7 +61,8 @@ def test_two_ranks_and_a_process_train_one_model(framework: str, strands: int, t
 
 
 SAVED = {
-    "save_strategy": "steps", "save_steps": 2, "save_total_limit": 100, "lr_scheduler_type": "constant",
+    "save_strategy": "steps", "save_steps": 2, "save_total_limit": 100,
+    "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10,
 }  # fmt: skip
 
 
