@@ -251,7 +251,7 @@ class Gang:
     @property
     def has_finished(self) -> bool:
         """Whether this rank has left, neither an error nor a loss was why, and collectives can still be made."""
-        return self._in_order and dist.is_initialized()
+        return self._in_order and (self.size == 1 or dist.is_initialized())
 
     @property
     def is_whole(self) -> bool:
