@@ -11,6 +11,7 @@ import pytest
 from tests.integrations.ranks import Ranks
 from tests.integrations.test_restart import checkpoint
 from tests.integrations.training import TOGETHER, Told, by_epoch, training
+from tests.optim.processes import wait_until
 
 pytestmark = pytest.mark.alone
 
@@ -29,8 +30,10 @@ def rates(framework: str, first: int, last: int, steps: int) -> list[float]:
     return [0.01 * (1 - epoch / steps) if framework == "transformers" else 0.01 * 0.9**epoch for epoch in epochs]
 
 
-@pytest.mark.parametrize("strands", [1, 8])
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("framework", "strands"),
+    [("transformers", 8), ("lightning", 8), ("accelerate", 8), ("lightning", 1), ("accelerate", 1)],
+)
 def test_two_ranks_and_a_process_train_one_model(framework: str, strands: int, tmp_path: Path) -> None:
     of_all: dict[str, Any] = {"framework": framework, "steps": EPOCHS, "run": TOGETHER, "pause": 0.01}
     if strands > 1:
@@ -66,8 +69,16 @@ SAVED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("strands", [1, 8])
-@pytest.mark.parametrize("framework", mostly_long("accelerate"))
+@pytest.mark.parametrize(
+    ("framework", "strands"),
+    [
+        ("accelerate", 8),
+        ("accelerate", 1),
+        pytest.param("transformers", 8, marks=pytest.mark.long),
+        pytest.param("transformers", 1, marks=pytest.mark.long),
+        pytest.param("lightning", 8, marks=pytest.mark.long),
+    ],
+)
 def test_a_checkpoint_of_two_ranks_goes_on_in_one_and_in_two(framework: str, strands: int, tmp_path: Path) -> None:
     of_all: dict[str, Any] = {"framework": framework, "args": SAVED, "in_order": True, "data": 32, "target": 32}
     of_all["strands"] = strands
@@ -101,6 +112,25 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_one_and_in_two(framework: str, str
     assert kept[last // 2 - 1].done["parameters"] == pytest.approx(expected.done["parameters"], rel=1e-3, abs=1e-5)
     made_with = [epoch / 1000 if framework == "transformers" else 0.01 * 0.9**epoch for epoch in (last - 2, last - 1)]
     assert kept[last // 2 - 1].done["rates"] == pytest.approx(made_with)
+
+
+@pytest.mark.long
+def test_a_cluster_comes_late_and_is_lost_as_one(tmp_path: Path) -> None:
+    of_all: dict[str, Any] = {"framework": "transformers", "steps": 100_000, "strands": 8, "pause": 0.02}
+    with training({"folder": str(tmp_path / "one")}, **of_all) as one:
+        one.hear_epoch(0, 5)
+        peers = one.processes[0].addresses
+        with Ranks(tmp_path / "two", 2, initial_peers=peers, **of_all) as two:
+            wait_until(lambda: two.told()[0].epochs_together > 2)
+            two.processes[1].kill()
+            assert 0 not in two.wait(), two.log()
+            late, _ = two.told()
+            assert re.search(r"^rank 1 \(process \d+ on .*\) of this cluster is lost", two.log(), re.M)
+        one.hear_epoch(0, late.epochs[-1] + 3)
+    [alone] = one.told
+    by_epoch(peer.events for peer in (alone, late))
+    assert late.downloads >= 1
+    assert late.late_downloads == alone.downloads == 0
 
 
 @pytest.mark.long
