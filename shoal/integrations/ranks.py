@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import distributed as dist
@@ -66,22 +66,33 @@ class Ranks:
         same batches; ranks share out one order of the data.
 
         Raises:
-            ValueError: at all ranks, if one that is in the run has no DHT.
+            ValueError: at all ranks, if one that is in the run has no DHT, or the identity of another.
         """
         known = [(torch.initial_seed(), b"" if dht is None else dht.peer_id.key)]
         if self.cluster is not None and self.cluster.group is not None:
             mine, known = known[0], known * self.size
             dist.all_gather_object(known, mine, group=self.cluster.group)
-        without = [str(rank) for rank, (_, key) in enumerate(known) if not key]
-        if "0" in without:
+        seed, keys = known[0][0], [key for _, key in known]
+        if not keys[0]:
             raise ValueError("dht=None, and this process is in the run (of a cluster, rank 0): give a shoal.DHT")
-        if without and self.cluster is not None and self.cluster.strands > 1:
+        if self.cluster is not None and self.cluster.strands > 1:
+            self._check(keys)
+        return (seed + int.from_bytes(keys[0][:4])) % 2**32
+
+    def _check(self, keys: Sequence[bytes]) -> None:
+        """Raises ValueError if a rank that carries strands has no DHT (b""), or the identity of another."""
+        without = ", ".join(str(rank) for rank, key in enumerate(keys) if not key)
+        if without:
             raise ValueError(
-                f"dht=None at rank {', '.join(without)} of {self.cluster!r}, where each rank is in the run with its "
-                f"own strands: give a shoal.DHT in every process, or cluster={SPEAKS}, with which rank 0 speaks for all"
+                f"dht=None at rank {without} of {self.cluster!r}, where each rank is in the run with its own strands: "
+                f"give a shoal.DHT in every process, or cluster={SPEAKS}, with which rank 0 speaks for all"
             )
-        seed, key = known[0]
-        return (seed + int.from_bytes(key[:4])) % 2**32
+        for rank, key in enumerate(keys):
+            if (first := keys.index(key)) < rank:
+                raise ValueError(
+                    f"ranks {first} and {rank} of this cluster have one identity, and each is a peer of its strands: "
+                    "give each process an identity_path= of its own"
+                )
 
     def of_first(self, number: int) -> int:
         """That number of rank 0."""

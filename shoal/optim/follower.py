@@ -203,13 +203,15 @@ class Follower(torch.optim.Optimizer):
         or steps are delayed, all ranks call it at once."""
         if self._share is not None and self._gang.has_finished:
             self._share.do("state dict", ())
-        elif self._in_background or self._share is not None:
+        elif self._share is not None or (self._in_background and not self._gang.left_in_order):
             self._call(Report("state_dict"))
         return {"state": {"local_epoch": self.local_epoch}, "param_groups": []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing of the dict is used here: rank 0 loads it, and sends the parameters."""
-        if self._share is not None and self._gang.has_finished:
+        """Rank 0 loads it, and sends the parameters. Once all have left, its epoch is used here."""
+        if self._share is None and self._gang.left_in_order:
+            self.local_epoch = state_dict["state"].get("local_epoch", self.local_epoch)
+        elif self._share is not None and self._gang.has_finished:
             self._share.do("load state dict", ())
             self.local_epoch = self._share.epoch
         else:

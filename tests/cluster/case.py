@@ -226,15 +226,11 @@ def late() -> Any:
     state["state"]["local_epoch"] = 5
     for momentum in kept:
         momentum += 1.0
-    if RANK == 0 or STRANDS > 1:
-        optimizer.load_state_dict(state)
+    optimizer.load_state_dict(state)
     state = optimizer.state_dict()["state"]
     epochs.append(state.pop("local_epoch"))
-    return [
-        epochs,
-        len(kept),
-        [each["momentum_buffer"].tolist() for each in state.values()] == [m.tolist() for m in kept],
-    ]
+    loaded = [each["momentum_buffer"].tolist() for each in state.values()]
+    return [epochs, len(kept), loaded == [momentum.tolist() for momentum in kept]]
 
 
 def ended() -> Any:
