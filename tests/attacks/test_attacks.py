@@ -29,6 +29,14 @@ def test_all_attacks_in_turn_end_and_stop_nobody(tmp_path: Path) -> None:
     assert seen.equal
 
 
+def test_attacks_on_the_run_of_a_strand_stop_nobody(tmp_path: Path) -> None:
+    """Some that have most effect there: a later tip, a COMMIT of nothing, results that are kept back."""
+    seen = run_all(["1b", "4", "9b"], seconds=3 * TURN, before=2.0, after=6.0, folder=tmp_path, strands=2)
+    assert seen.ended == []
+    assert seen.pause < DEADLINE
+    assert seen.equal
+
+
 @pytest.mark.skipif("SHOAL_SOAK" not in os.environ, reason="a quarter of an hour: set SHOAL_SOAK, or make attacks")
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_ends_and_stops_nobody(attack: str, tmp_path: Path) -> None:
