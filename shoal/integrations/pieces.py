@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import shoal
-from shoal.cluster.spans import strand_of
 
 
 class Pieces:
@@ -51,7 +50,7 @@ class Pieces:
             for place, piece in enumerate(pieces):
                 strand, number = divmod(place, len(whole))
                 if held := self._state.get(whole[number]):  # Adagrad's sums are there before its first step
-                    state[piece] = self._part(held, whole[number], strand)
+                    state[piece] = self._part(held, whole[number], strand, piece.numel())
         for group, named, pieces in zip(self._optimizer.param_groups, params, given, strict=True):
             group["params"] = pieces
             if "param_names" in group:
@@ -59,18 +58,20 @@ class Pieces:
         self._optimizer.state = defaultdict(dict, state)
         return self._optimizer
 
-    def _part(self, held: dict[str, Any], whole: Tensor, strand: int) -> dict[str, Any]:
-        """What the optimizer keeps of the elements that are in that strand of this rank's."""
+    def _part(self, held: dict[str, Any], whole: Tensor, strand: int, elements: int) -> dict[str, Any]:
+        """What the optimizer keeps of so many elements of a parameter: those in that strand of this rank's."""
         cluster = self._cluster
         number = cluster.rank * (cluster.strands // cluster.size) + strand
-        span = strand_of(whole.numel(), range(number, number + 1), cluster.strands)
+        first = number * whole.numel() // cluster.strands  # see `Strands`
 
-        def cut(value: Any) -> Any:
+        def cut(name: str, value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return (value.reshape(-1)[span.start : span.stop] if value.shape == whole.shape else value).clone()
+            is_counter = name == "step" and not value.dim()
+            has_each = value.shape == whole.shape and not is_counter
+            return (value.reshape(-1)[first : first + elements] if has_each else value).clone()
 
-        return {name: cut(value) for name, value in held.items()}
+        return {name: cut(name, value) for name, value in held.items()}
 
     def give_back(self) -> None:
         """Give the optimizer the parameters that it had, with what it kept of them. Other options stay."""

@@ -35,8 +35,8 @@ class Ranks:
 
     @classmethod
     def of(cls, given: Clusters | None, count: int, what: str) -> Ranks:
-        """The processes of a framework. A script may be started with one or many. One makes a cluster, too, of which
-        it carries all strands; with `strands=1` there is none to carry, and it is a peer without a cluster.
+        """The processes of a framework, one or many. A single process makes its cluster, too, and carries all strands.
+        With `strands=1` there is nothing to share, and it is a peer without a cluster.
 
         Args:
             given: by the user.

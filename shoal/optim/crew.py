@@ -54,8 +54,6 @@ class Crew:
             for rank, one in enumerate(done, 1):
                 failed = failed or (one.error and f"{self._gang.names[rank]} has raised {one.error}")
             answers = [None if one.error else msgspec.msgpack.decode(one.answer) for one in done]
-        if self.has_finished:
-            return answers
         self._gang.check()  # who has heard of a loss may have answered with nothing
         if failed:
             raise ClusterError(failed)

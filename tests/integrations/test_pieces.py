@@ -32,13 +32,22 @@ def adagrad(model: nn.Module) -> torch.optim.Optimizer:
 def named_groups(model: nn.Module) -> torch.optim.Optimizer:
     """Two groups with options of their own, whose parameters have names."""
     weights = [(name, p) for name, p in model.named_parameters() if p.ndim > 1]
-    others = [(name, p) for name, p in model.named_parameters() if p.ndim == 1]
+    others = [(name, p) for name, p in model.named_parameters() if p.ndim < 2]
     return torch.optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 0.05}], lr=0.01)
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 1))
+class Network(nn.Module):
+    """One of whose parameters has no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 1))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        out: Tensor = self.layers(rows) * self.scale
+        return out
 
 
 def losses_of(model: nn.Module) -> Tensor:
@@ -49,7 +58,7 @@ def losses_of(model: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("make", [adagrad, named_groups])
 def test_it_trains_as_it_would_alone(dht: shoal.DHT, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
-    expected = network()
+    expected = Network()
     plain = make(expected)
     schedule = ExponentialLR(plain, gamma=0.5)
     for _ in range(EPOCHS):
@@ -58,7 +67,7 @@ def test_it_trains_as_it_would_alone(dht: shoal.DHT, make: Callable[[nn.Module],
         plain.step()
         schedule.step()
 
-    model = network()
+    model = Network()
     optimizer: Any = make(model)
     before = [list(group["params"]) for group in optimizer.param_groups]
     steps: list[int] = []
@@ -94,7 +103,7 @@ class Odd(torch.optim.SGD):
 
 
 def test_an_optimizer_that_is_refused_has_its_parameters(dht: shoal.DHT) -> None:
-    model = network()
+    model = Network()
     optimizer = Odd(model.parameters(), lr=0.1)
     run: dict[str, Any] = {"dht": dht, "run_id": "refused", "target_batch_size": 16}
     with pytest.raises(ValueError, match=r"it is not known of Odd that it treats each element alike: give shoal.Clus"):
