@@ -13,7 +13,9 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.cluster.strands import Strands
 from shoal.integrations.accelerate import swarm
+from shoal.integrations.pieces import Pieces
 from tests.integrations.tiny import inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks
@@ -96,6 +98,19 @@ def test_it_trains_as_it_would_alone(dht: shoal.DHT, make: Callable[[nn.Module],
     assert following.get_last_lr() == schedule.get_last_lr() == [group["lr"] for group in stepped.param_groups]
     for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_what_it_keeps_is_cut_as_its_parameters_are() -> None:
+    model, cluster = Network(), shoal.Cluster(strands=3)
+    optimizer = adagrad(model)
+    pieces = Pieces(optimizer, cluster)
+    strands = Strands(cluster, pieces.params)
+    assert pieces.make(strands.params) is optimizer
+    kept = [optimizer.state[piece] for piece in optimizer.param_groups[0]["params"]]
+    assert [each["step"].tolist() for each in kept] == [0.0] * len(strands.pieces)
+    for number, parameter in enumerate(model.parameters()):
+        parts = [kept[places[number]]["sum"] for places in strands.numbers]
+        assert torch.cat(parts).tolist() == list(range(1, parameter.numel() + 1))
 
 
 class Odd(torch.optim.SGD):
