@@ -62,6 +62,7 @@ class Gang:
         rank: the rank of this process.
         size: the number of ranks.
         names: readable names of all ranks, for messages.
+        left_in_order: whether this rank has left, and the reason was neither an error nor a loss.
 
     Raises:
         ClusterError: if the ranks can't connect, or one of them has failed before (see `told_to_all`).
@@ -77,7 +78,7 @@ class Gang:
         self._news: list[Future[None]] = []  # futures of callers that wait for the next message
         self._left: set[int] = set()
         self._lost: Lost | None = None
-        self._closed = False
+        self._closed = self.left_in_order = False
         # At rank 0: ranks that have reported and have no verdict yet. At others: rank 0, while this rank waits for it.
         self._owed: set[int] = set()
         self._sending = threading.Lock()  # the listening thread sends, too: it tells others of a loss
@@ -260,6 +261,11 @@ class Gang:
             raise ClusterError("this rank has shut its optimizer down")
 
     @property
+    def has_finished(self) -> bool:
+        """Whether this rank has left in order, and collectives can still be made."""
+        return self.left_in_order and (self.size == 1 or dist.is_initialized())
+
+    @property
     def is_whole(self) -> bool:
         """Whether no rank is lost."""
         return self._lost is None
@@ -303,7 +309,7 @@ class Gang:
         with self._changed:
             if self._closed:
                 return
-            self._closed = True
+            self._closed, self.left_in_order = True, error is None and self._lost is None
             is_why = _is_own(error) and self._lost is None
             goodbye = Bye(f"{type(error).__name__}: {error}"[:4096] if is_why else "")
             self._changed.notify_all()

@@ -36,6 +36,7 @@ from typing import Annotated
 
 import msgspec
 
+from shoal.p2p.release import Release, how_to_match
 from shoal.swarm.protocol.rates import Rates
 from shoal.swarm.protocol.statements import UNSIGNED, Seal, name_of_statement
 from shoal.swarm.protocol.tip import Amount, Ballot, Digest, Tip, Weight
@@ -77,14 +78,21 @@ StepOptions = Annotated[bytes, msgspec.Meta(max_length=MAX_OPTIONS_BYTES)]  # b"
 
 
 class Terms(msgspec.Struct, array_like=True, frozen=True):
-    """What must be equal in a run: options by name, and the hash of the layout that rounds average."""
+    """What must be equal in a run: options by name, and the hash of the layout that rounds average.
+
+    The releases of Shoal may differ. If the option `protocol` differs, they say which release to install.
+    """
 
     options: Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=MAX_OPTIONS)]
     schema: Digest
+    release: Release = ""
 
     def difference(self, theirs: Terms) -> str | None:
         """How other terms differ from these, in words for the peer that has these; None if they are equal. If the
         layouts differ, the peers ask each other which tensor it is (`Describe`)."""
+        mine, other = self.options.get("protocol", "nothing"), theirs.options.get("protocol", "nothing")
+        if mine != other:  # other options may differ for the same reason
+            return f"protocol is {mine} here, and {other} there; {how_to_match(theirs.release)}"
         for name in sorted({*self.options, *theirs.options}):
             mine, other = self.options.get(name, "nothing"), theirs.options.get(name, "nothing")
             if mine != other:
