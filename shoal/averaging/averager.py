@@ -294,7 +294,7 @@ class DecentralizedAverager:
         self._swarm = swarm
 
     def _directory(self, run_id: str) -> Directory:
-        """Where the members of the run of that name are listed."""
+        """The directory that lists the members of the run of that name."""
         return DHTDirectory(self.dht.dht_node, run_id)
 
     def _make_vector(self, layout: Layout, infos: Infos | None, error_feedback: float | None) -> Vector:

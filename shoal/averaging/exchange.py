@@ -361,7 +361,7 @@ class Vector:
 
     @cached_property
     def inputs(self) -> FlatBuffer:
-        """What this peer contributes."""
+        """The inputs of this peer."""
         return FlatBuffer(self.layout, pinned=self._pinned)
 
     @cached_property

@@ -126,7 +126,7 @@ class Coordinator:
     have: dict[bytes, msg.Have] = field(default_factory=dict, init=False)
     disputed: dict[bytes, bytes] = field(default_factory=dict, init=False)  # digests of DONE, when they differed
     settled: bytes = b""  # the digest of the result, once every member has every chunk in some version
-    deadline: float = math.inf  # of the phase
+    deadline: float = math.inf  # when the phase ends if nothing happens before
     called_at: float = math.inf  # when the members were called
     wait_until: dict[bytes, float] = field(default_factory=dict, init=False)  # until when each joined member will wait
     took_over: bool = False

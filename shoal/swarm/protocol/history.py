@@ -34,7 +34,7 @@ class History:
 
     def __init__(self) -> None:
         self._shares: deque[dict[bytes, float]] = deque(maxlen=COMMITS)
-        self._times: deque[float] = deque(maxlen=COMMITS + 1)  # of the commits
+        self._times: deque[float] = deque(maxlen=COMMITS + 1)  # when each of the last rounds was committed
         self.brought: Mapping[bytes, float] = {}
         self.unreliable: dict[bytes, None] = {}
         self.absent: dict[bytes, int] = {}

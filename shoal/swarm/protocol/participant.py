@@ -129,7 +129,7 @@ class Participant:
         self.rates = Rates()
         self._early = EarlyChunks()
         self._last: BytesExchange | None = None  # the exchange of the last commit, for members that missed it
-        self._witnesses = Witnesses(self.me)  # of the round that this peer is in
+        self._witnesses = Witnesses(self.me)  # the witnesses of the round that this peer is in
         self.left = self.over = b""
         self.unable: dict[bytes, None] = {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-MAX_PEERS = 1024  # that are remembered
+MAX_PEERS = 1024  # peers that are remembered
 
 
 class Sparing:
