@@ -1,4 +1,4 @@
-"""How rank 0 of a cluster has all of its ranks do the same, each with its share of the state."""
+"""How rank 0 of a cluster makes all ranks do the same, each with its share of the state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Crew:
             self._owed += 1
 
     def tell_quietly(self, what: str, *given: Any) -> None:
-        """As `tell`, of what has no answer: it goes with the next message, and what goes wrong ends the next call."""
+        """As `tell`, without an answer. It is sent with the next message, and an error in it ends the next call."""
         if self._leads and self._gang.size > 1:
             self._gang.say(Do(what, msgspec.msgpack.encode(given), is_quiet=True), at_once=False)
 
@@ -55,7 +55,11 @@ class Crew:
         return answers
 
     def has_answered(self, over: Future[None]) -> bool:
-        """Wait until all have answered, at most until `over` is done; whether they have. Raises ClusterError."""
+        """Wait until all ranks have answered, at most until `over` is done. Returns whether they have.
+
+        Raises:
+            ClusterError: if a rank is lost.
+        """
         return self._gang.wait_for_answers(self._owed, over)
 
     def interrupted(self) -> Future[None]:

@@ -1,4 +1,4 @@
-"""The optimizer of a rank of a cluster that is not rank 0: it does what rank 0 says, with its share of the state."""
+"""The optimizer at every rank of a cluster but rank 0. It does what rank 0 says, with its own share of the state."""
 
 from __future__ import annotations
 
@@ -34,17 +34,22 @@ AT_RANK_0 = ("tip", "tracker", "local_progress", "on_event", "dht", "outer_optim
 
 
 class Follower(torch.optim.Optimizer):
-    """What `shoal.Optimizer` is at the other ranks of a `Cluster`. Every call is made by all ranks at once, and what
-    rank 0 raises is raised here as a `ClusterError`.
+    """What `shoal.Optimizer` makes at every rank of a `Cluster` but rank 0. All ranks make each call at once. An error
+    of rank 0 is raised here as a `ClusterError`.
 
     Args:
-        cluster: its ranks.
-        given: the other arguments of `shoal.Optimizer`. Where rank 0 speaks for all, those that are of the run count
-            there only.
+        cluster: the ranks of the cluster.
+        given: the other arguments of `shoal.Optimizer`. With `strands=1`, the arguments that concern the run count only
+            at rank 0.
 
     Attributes:
-        batch_size_per_step: as given; may be set before a step.
-        local_epoch: how many epochs the model's parameters have behind them.
+        batch_size_per_step: as given; you may set it before a step.
+        local_epoch: the number of epochs that the model's parameters have behind them.
+
+    Raises:
+        ClusterError: if a rank is lost, or if another rank has raised an error.
+        ValueError: if an argument makes no sense, alone or together with another.
+        TypeError: if `dht` is missing where ranks carry strands.
     """
 
     def __init__(self, cluster: Cluster, given: Mapping[str, Any]) -> None:
@@ -116,7 +121,7 @@ class Follower(torch.optim.Optimizer):
         return groups, made.optimizer.defaults
 
     def _call(self, report: Report, collect: Callable[[], object] = lambda: None) -> bool:
-        """Make a call with all ranks; `collect` are its collectives before rank 0 acts."""
+        """Make a call with all ranks. `collect` makes the collectives that precede what rank 0 does."""
         if not self._trainer.acquire(blocking=False):
             raise RuntimeError(f"{report.call}() while another thread is in this optimizer: one thread trains")
         try:
@@ -138,7 +143,7 @@ class Follower(torch.optim.Optimizer):
             if verdict.changed:
                 with self._gang.collectives():
                     self._whole.spread(self._extras)
-        except KeyboardInterrupt:  # what it would hear next is of this call
+        except KeyboardInterrupt:  # the next call would hear messages of this one
             self._gang.leave()
             raise
         finally:
@@ -162,11 +167,11 @@ class Follower(torch.optim.Optimizer):
         batch_size: int | None = None,
         grad_scaler: object = None,
     ) -> Tensor | None:
-        """See `shoal.Optimizer.step`; `batch_size` is of this rank.
+        """See `shoal.Optimizer.step`. `batch_size` is the number of samples of this rank.
 
         Raises:
-            ClusterError: if a rank is lost, or another has raised an error.
-            ValueError: for arguments that make no sense; the other ranks hear of it.
+            ClusterError: if a rank is lost, or if another rank has raised an error.
+            ValueError: for arguments that make no sense. The other ranks hear of it.
         """
         try:
             batch_size = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
@@ -194,7 +199,7 @@ class Follower(torch.optim.Optimizer):
         return self._call(Report("load_state_from_peers"))
 
     def load_kept_state(self, path: str | os.PathLike[str]) -> None:
-        """See `shoal.Optimizer.load_kept_state`: the file is read at rank 0."""
+        """See `shoal.Optimizer.load_kept_state`. Only rank 0 reads the file."""
         self._call(Report("load_kept_state"))
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,20 +234,24 @@ class Follower(torch.optim.Optimizer):
         return StrandState(give, take)
 
     def report(self, *, loss: float | Tensor) -> None:
-        """Nothing: rank 0 tells those who watch the run."""
+        """Do nothing: only rank 0 reports losses."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ValueError: all peers must have the same parameters from the beginning."""
+        """Not possible: all peers must have the same parameters from the beginning.
+
+        Raises:
+            ValueError: always.
+        """
         if self._ready:
             raise ValueError("the parameters of a run are fixed: give all groups when making the optimizer")
         super().add_param_group(param_group)
 
     def is_synchronized_with_peers(self) -> bool:
-        """Whether this rank is in the cluster: rank 0 knows more."""
+        """Whether this rank is in the cluster. Only rank 0 knows about the other peers."""
         return self.is_alive()
 
     def is_alive(self) -> bool:
-        """Whether all ranks of the cluster are there, and none has shut its optimizer down here."""
+        """Whether no rank of the cluster is lost, and no rank has shut its optimizer down."""
         try:
             self._gang.check()
         except ClusterError:
@@ -250,8 +259,8 @@ class Follower(torch.optim.Optimizer):
         return True
 
     def finish(self) -> None:
-        """Leave at the end of training, with the parameters of the last step. Rank 0 stays for the peers that are
-        behind."""
+        """Leave the run at the end of training, with the parameters of the last step. Rank 0 stays for the peers that
+        are behind."""
         try:
             if self.is_alive():
                 self._call(Report("finish"))
@@ -259,7 +268,7 @@ class Follower(torch.optim.Optimizer):
             self.shutdown()
 
     def shutdown(self) -> None:
-        """Leave the cluster now; the parameters stay usable. Calling it again does nothing."""
+        """Leave the cluster now. The parameters stay usable. A second call does nothing."""
         self._gang.leave()
         if self._share is not None:
             self._share.stop()
