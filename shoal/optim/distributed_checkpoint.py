@@ -345,8 +345,8 @@ def _of_first_step(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, 
         made.step()
     except Exception as error:
         raise ValueError(
-            f"the optimizer has made no step, and it can't be seen what it will keep, since no other {kind.__name__} "
-            f"can be made ({error}): make a step before, or save and load state_dict()"
+            f"the optimizer has made no step, so it is not known which tensors it keeps, and no other {kind.__name__} "
+            f"can be made to find out ({error}): make a step before, or save and load state_dict()"
         ) from error
     return {parameter: made.state.get(each, {}) for parameter, each in zip(own, copies, strict=True)}
 
@@ -368,7 +368,7 @@ def common_in(state: Mapping[str, Any], strands: int) -> Common:
     """
     key = _key_of_common(strands)
     if key not in state:
-        raise ValueError(f"the state is not {key}: all that load a checkpoint have as many strands as who saved it")
+        raise ValueError(f"the state is not {key}: load a checkpoint with as many strands as it was saved with")
     try:
         return _decode(state[key])
     except (msgspec.MsgspecError, TypeError) as error:

@@ -141,7 +141,7 @@ class GradientAverager(DecentralizedAverager):
             raise ValueError(f"batch_size={batch_size!r}: give the number of samples behind the gradients, at least 1")
         self._check_held()
         if self._used_in_step and self.warn:
-            log.warning("accumulated gradients were averaged and not reset: these are added to them")
+            log.warning("accumulated gradients were averaged and not reset: new gradients are added to them")
             self._used_in_step = False
         self._accumulator.add(batch_size)
 
@@ -235,7 +235,7 @@ class GradientAverager(DecentralizedAverager):
         if control is None:
             control = self.schedule_step(timeout=timeout, **kwargs)
         elif kwargs:
-            raise ValueError(f"{', '.join(kwargs)}: the control was made without; give that to schedule_step")
+            raise ValueError(f"{', '.join(kwargs)}: the control was made without that; give it to schedule_step")
         if control.triggered:
             raise ValueError("this control was used, or its step is over: schedule another")
         if self._unused_result and self.warn:

@@ -228,8 +228,8 @@ class Run:
         behind = self._wait(self.swarm.wait_for_those_behind(idle, longest, served_at or by_donor))
         if behind:
             log.warning(
-                "left the run while others are behind its last epoch, and did not come within %g s: %s. They end it "
-                "with a state of their own; give a longer averaging_timeout than their longest step",
+                "left the run although others are behind its last epoch and did not catch up within %g s: %s. They end "
+                "it with a state of their own; give a longer averaging_timeout than their longest step takes",
                 idle, ", ".join(str(member.peer) for member in behind),
             )  # fmt: skip
 

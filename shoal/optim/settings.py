@@ -307,7 +307,7 @@ def check_cluster(cluster: Any, settings: Settings, optimizer: AnyOptimizer, par
     if unused := [name for name in WITHOUT_CLUSTER if getattr(settings, name)]:
         raise ValueError(f"cluster=… does not go together with {unused[0]}=True: leave one out")
     if params is None or isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError("cluster=… needs params=, and optimizer= as a function, which ranks call with what they step")
+        raise ValueError("cluster=… needs params=, and a function as optimizer=, which each rank calls")
     unused = [name for name in WITHOUT_STRANDS if getattr(settings, name)]
     if settings.outer is not None and settings.outer.is_in_background:
         unused.append("DiLoCo(overlap=…)")  # rank 0 leads one call at a time, and no other in the background
@@ -331,8 +331,8 @@ def _averager_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     if unknown := sorted(set(given) - set(AVERAGER_OPTIONS) - set(WITHOUT_USE)):
         raise ValueError(
-            f"averager_opts has {', '.join(map(repr, unknown))}, which is no option of an Optimizer's averaging; those "
-            f"are {', '.join((*AVERAGER_OPTIONS, *WITHOUT_USE))}; an argument of the optimizer itself is given there"
+            f"averager_opts has {', '.join(map(repr, unknown))}, and there is no such option; there are "
+            f"{', '.join((*AVERAGER_OPTIONS, *WITHOUT_USE))}; give arguments of the optimizer to the optimizer itself"
         )
     used = {name: value for name, value in given.items() if name in AVERAGER_OPTIONS and value is not None}
     return {name: AVERAGER_OPTIONS[name].check(f"averager_opts[{name!r}]", value) for name, value in used.items()}

@@ -264,7 +264,7 @@ class StrandReplica(Replica):
             if not failed:
                 of_first = {each.name: getattr(first, each.name) for each in fields(Downloaded)}
                 return DownloadedStrands(**of_first, strands=self._downloaded)
-        raise DownloadFailed(f"the strands of one state could not be had: {failed}")
+        raise DownloadFailed(f"could not download all strands of one state: {failed}")
 
     def download_here(
         self,

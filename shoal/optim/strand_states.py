@@ -200,7 +200,7 @@ class StrandStates:
         found = [said for said in self._dht.submit(ask_all()).result() if said is not None]
         if not found:
             reasons = "; ".join(f"{donor!r}: {reason}" for donor, reason in failed.items())
-            raise DownloadFailed(f"nobody says who carries the strands. {reasons or 'There was nobody to ask'}")
+            raise DownloadFailed(f"no peer says who carries its strands. {reasons or 'There was nobody to ask'}")
         return found
 
     def begin(

@@ -209,7 +209,7 @@ class Vitals:
         """Log an unexpected error, which is a bug of Shoal: the first one as a warning, later ones at DEBUG."""
         level = logging.DEBUG if self._warned else logging.WARNING
         self._warned = True
-        log.log(level, "what this peer says of itself may be missing where it is watched: %r", error, exc_info=error)
+        log.log(level, "this peer's health record may be missing or incomplete: %r", error, exc_info=error)
 
     async def _keep_publishing(self, board: HealthBoard) -> None:
         """Publish a record every PERIOD_SECONDS, and earlier when a member is lost."""
