@@ -588,7 +588,8 @@ class Optimizer(torch.optim.Optimizer):
         for a step in the background and applies it, so that the dict belongs to the model's parameters. The dict has no
         gradients of an epoch that has not ended.
 
-        In a cluster, rank 0 returns the state. If ranks carry strands, all of them make this call at once.
+        In a cluster, rank 0 returns the state. If ranks carry strands, or in a mode in which rounds or steps run in the
+        background, all ranks make this call at once.
 
         In the modes without delays, a run of several peers continues from these dicts bit for bit, if each peer keeps
         its identity (`DHT(identity_path=…)`): gradients are summed in the order of the peers' keys. With other
