@@ -158,8 +158,15 @@ class PerformanceEMA:
 
     @contextlib.contextmanager
     def update_threadsafe(self, task_size: float) -> Iterator[None]:
-        """Count `task_size` samples that are processed within this context. Several threads may do so at once: an
-        interval begins where the last one ended, so two threads at work count as twice the speed."""
+        """Count samples that are processed within this context. Several threads may do so at once: an interval begins
+        where the last one ended, so two threads at work count as twice the speed.
+
+        Args:
+            task_size: the number of samples, over 0.
+
+        Raises:
+            ValueError: if there are no samples.
+        """
         started = time.monotonic()
         yield
         with self._lock:
