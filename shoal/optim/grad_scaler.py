@@ -29,7 +29,8 @@ class GradScaler(OpenGradScaler):
     float16.
 
     Args:
-        args, kwargs: the arguments of `torch.amp.GradScaler`.
+        args: the arguments of `torch.amp.GradScaler`.
+        kwargs: the keyword arguments of `torch.amp.GradScaler`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -55,7 +56,8 @@ class GradScaler(OpenGradScaler):
 
         Args:
             optimizer: the optimizer to step.
-            args, kwargs: the arguments of its `step`.
+            args: the arguments of its `step`.
+            kwargs: the keyword arguments of its `step`.
 
         Returns:
             What `optimizer.step` returns; None if it was not called.

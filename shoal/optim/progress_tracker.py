@@ -67,8 +67,9 @@ class ProgressTracker(RunProgress):
         performance_ema_alpha: the weight of the newest measurement in the moving average of samples per second, over 0
             and at most 1.
         status_loglevel: the level of the log lines with the progress.
-        metadata_expiration, private_key, daemon: options of hivemind, accepted without effect. A peer counts while it
-            is connected, the DHT's identity signs records, and the tracker starts no thread or process.
+        metadata_expiration: an option of hivemind, accepted without effect. A peer counts while it is connected.
+        private_key: an option of hivemind, accepted without effect. The DHT's identity signs records.
+        daemon: an option of hivemind, accepted without effect. The tracker starts no thread or process.
         start: connect now. If False, call `start` later.
         membership: this peer's membership in a closed run (`prefix="name@key"`), see `shoal.Optimizer`. A membership
             that allows only watching is enough for a tracker in client mode that never reports.
