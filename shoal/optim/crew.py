@@ -12,13 +12,14 @@ from shoal.cluster.messages import Do
 
 
 class Crew:
-    """The other ranks, as rank 0 sees them in a call of all. At those ranks themselves there is nobody to tell.
+    """Tells the other ranks what to do, in a call of all ranks. Only rank 0 tells; at other ranks `tell` does nothing.
 
-    Each thing that is told is answered once, in order. Answers may be heard later, so nobody waits for those that have
-    nothing to say. Once rank 0 has finished, it tells nobody: the others do of their own accord what all do.
+    The others answer each message of `tell` once, in order. Rank 0 may `hear` the answers later, so it need not wait
+    for answers without content. After rank 0 has finished, it tells nothing. Then all ranks make the same calls, and
+    each does its part by itself.
 
     Args:
-        gang: the ties to them.
+        gang: the connections to the other ranks.
     """
 
     def __init__(self, gang: Gang) -> None:
@@ -30,7 +31,11 @@ class Crew:
         return self._gang.has_finished
 
     def tell(self, what: str, *given: Any) -> None:
-        """Have the others do that, too. Raises ClusterError."""
+        """Tell the others to do `what`, with the arguments `given`.
+
+        Raises:
+            ClusterError: if a rank is lost.
+        """
         if self._leads and self._gang.size > 1 and not self.has_finished:
             self._gang.say(Do(what, msgspec.msgpack.encode(given)))
             self._owed += 1
@@ -41,10 +46,10 @@ class Crew:
             self._gang.say(Do(what, msgspec.msgpack.encode(given), is_quiet=True), at_once=False)
 
     def hear(self) -> list[Any]:
-        """The answers of the others to what they were told last, in their order; none at other ranks.
+        """Wait for all answers. Returns those to the last message, in the order of the ranks; none at other ranks.
 
         Raises:
-            ClusterError: if a rank is lost, or has raised an error in anything that it was told.
+            ClusterError: if a rank is lost, or if it has raised an error while it did what it was told.
         """
         answers: list[Any] = []
         failed = ""
@@ -54,7 +59,7 @@ class Crew:
             for rank, one in enumerate(done, 1):
                 failed = failed or (one.error and f"{self._gang.names[rank]} has raised {one.error}")
             answers = [None if one.error else msgspec.msgpack.decode(one.answer) for one in done]
-        self._gang.check()  # who has heard of a loss may have answered with nothing
+        self._gang.check()  # a rank that has heard of a lost one may have sent an empty answer
         if failed:
             raise ClusterError(failed)
         return answers
@@ -68,5 +73,5 @@ class Crew:
         return self._gang.wait_for_answers(self._owed, over)
 
     def interrupted(self) -> Future[None]:
-        """At another rank: a future that is done when rank 0 says something new, or a rank is lost."""
+        """At another rank: a future that is done when rank 0 sends a new message, or when a rank is lost."""
         return self._gang.news()

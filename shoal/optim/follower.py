@@ -72,13 +72,13 @@ class Follower(torch.optim.Optimizer):
         self._trainer = threading.Lock()
         self._gang = Gang(cluster.group)
         self._share: Share | None = None
-        self._failed = ""  # what has gone wrong since the last report
+        self._failed = ""  # the first error since the last report
         try:
             self._whole = whole = parameters_of(cluster, given["params"])
             self._groups, defaults = self._make(settings, given)
             super().__init__([dict(group) for group in self._groups()], defaults)
             if isinstance(whole, Strands):
-                self.param_groups = self._groups()  # what is written there reaches what this rank steps
+                self.param_groups = self._groups()  # what users write there changes the options of this rank's step
             else:
                 for group in self.param_groups:
                     group["params"] = [whole.of[id(each)] for each in group["params"]]
@@ -92,8 +92,11 @@ class Follower(torch.optim.Optimizer):
             raise
 
     def _make(self, settings: Settings, given: Mapping[str, Any]) -> tuple[Callable[[], Any], dict[str, Any]]:
-        """Make what this rank steps. Returns what gives the parameter groups of its optimizer as users see them, and
-        its defaults."""
+        """Make this rank's optimizer and its share of the state.
+
+        Returns:
+            A function that returns the parameter groups that users see, and the defaults of the optimizer.
+        """
         whole, optimizer, dht = self._whole, given["optimizer"], given["dht"]
         if not isinstance(whole, Strands):
             shown = make_trained(optimizer, whole.params, None, on_host=False, in_cluster=True).optimizer
@@ -204,8 +207,8 @@ class Follower(torch.optim.Optimizer):
         self._call(Report("load_kept_state"))
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch alone: rank 0 has the state of the whole cluster, and saves it for all. Where ranks carry strands,
-        or steps are delayed, all ranks call it at once."""
+        """A dict with only the epoch: rank 0 has the state of the whole cluster, and saves it for all. If ranks carry
+        strands, or in a mode in which rounds or steps run in the background, all ranks make this call at once."""
         if self._share is not None and self._gang.has_finished:
             self._share.do("state dict", ())
         elif self._share is not None or (self._in_background and not self._gang.left_in_order):
@@ -213,7 +216,8 @@ class Follower(torch.optim.Optimizer):
         return {"state": {"local_epoch": self.local_epoch}, "param_groups": []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Rank 0 loads it, and sends the parameters. Once all have left, its epoch is used here."""
+        """See `shoal.Optimizer.load_state_dict`. Rank 0 loads the state and sends the parameters. With `strands=1`,
+        after all ranks have left the cluster, this rank takes the epoch from its own `state_dict`."""
         if self._share is None and self._gang.left_in_order:
             self.local_epoch = state_dict["state"].get("local_epoch", self.local_epoch)
         elif self._share is not None and self._gang.has_finished:
@@ -224,7 +228,7 @@ class Follower(torch.optim.Optimizer):
         self._show_groups()
 
     def _show_groups(self) -> None:
-        """Another state was loaded, and torch has made new groups for it."""
+        """Show users the new parameter groups, which torch makes when another state is loaded."""
         if self._share is not None:
             self.param_groups = self._groups()
 

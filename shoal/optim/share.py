@@ -70,11 +70,11 @@ class Share:
 
     @property
     def epoch(self) -> int:
-        """Of the state."""
+        """The epoch of the state."""
         return self._replica.tip.epoch
 
     def do(self, what: str, given: Sequence[Any]) -> Any:
-        """Do what rank 0 has told; raises what that raises."""
+        """Do what rank 0 has told this rank to do, with the arguments `given`. Errors pass through."""
         return self._known[what](*given)
 
     def _average(self, timeout: float) -> bytes:

@@ -347,7 +347,12 @@ class StrandReplica(Replica):
         self.load_state_here(given, {**ours, "epoch": state_dict["state"].get("local_epoch")})
 
     def load_state_here(self, given: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
-        """This rank's part in `load_state_dict`; rank 0 has what is loaded."""
+        """This rank's part of `load_state_dict`. Only rank 0 has the state that is loaded.
+
+        Args:
+            given: the optimizer's state dict; None at other ranks.
+            ours: the rest of the dict and the epoch; None at other ranks.
+        """
         tensors = ours if ours is not None and "drift" in ours else None
         plain = {name: value for name, value in (ours or {}).items() if name not in ("outer", "drift")}
         plain = shared_by_all(self.strands.group, plain | {"has drift": tensors is not None})
