@@ -29,7 +29,9 @@ class KeptRecords:
         self._validator, self._clock = validator, clock
 
     def is_valid(self, record: DHTRecord) -> bool:
-        """Whether this node may keep `record`, show it to the user and pass it on. Kept records are not checked again."""
+        """Whether this node may keep `record`, show it to the user and pass it on. Kept records are not checked
+        again.
+        """
         if self.holds(record):
             return True
         now = self._clock()

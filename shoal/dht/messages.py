@@ -72,7 +72,9 @@ class Store(msgspec.Struct, array_like=True, frozen=True, tag=4):
 
 
 class Stored(msgspec.Struct, array_like=True, frozen=True, tag=5):
-    """For each record of a `Store`, whether the node keeps it now. It keeps none that is invalid, expired or outdated."""
+    """For each record of a `Store`, whether the node keeps it now. It keeps none that is invalid, expired or
+    outdated.
+    """
 
     kept: Annotated[list[bool], msgspec.Meta(max_length=MAX_RECORDS_PER_STORE)]
 

@@ -44,7 +44,9 @@ class Contact:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Contacts, and the replacements that wait for their places. In both, the peer not heard from for longest is first."""
+    """Contacts, and the replacements that wait for their places. In both, the peer not heard from for longest is
+    first.
+    """
 
     contacts: dict[PeerID, Contact] = field(default_factory=dict)
     replacements: dict[PeerID, Contact] = field(default_factory=dict)
@@ -150,7 +152,9 @@ class RoutingTable:
         ]
 
     def refresh_targets(self, now: float, rng: random.Random) -> list[int]:
-        """A random id out of each bucket that was not heard from for long. A search for that id finds the nodes there."""
+        """A random id out of each bucket that was not heard from for long. A search for that id finds the nodes
+        there.
+        """
         targets = []
         for index, bucket in enumerate(self._buckets[:-1]):
             if all(now - contact.heard_at > STALE_AFTER for contact in bucket.contacts.values()):

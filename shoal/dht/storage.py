@@ -93,7 +93,9 @@ class LocalStorage:
         return self._kept(key_id(record.key), record.subkey) == record
 
     def store(self, record: DHTRecord, now: float) -> bool:
-        """Keep `record`, unless a newer one is kept. Returns whether `record` is kept, which it may have been before."""
+        """Keep `record`, unless a newer one is kept. Returns whether `record` is kept, which it may have been
+        before.
+        """
         self.remove_expired(now)
         if record.expiration_time <= now:
             return False
