@@ -15,8 +15,12 @@ from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, S
 class Adadelta(FunctionalOptimizer):
     """Adadelta (Zeiler 2012, arXiv 1212.5701), with the options, defaults and numbers of `torch.optim.Adadelta`.
 
+    Args:
+        lr, rho, eps, weight_decay, foreach, capturable, maximize: as in `torch.optim.Adadelta`.
+        differentiable: must be False.
+
     Raises:
-        ValueError: for an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     element_wise: ClassVar[bool] = True

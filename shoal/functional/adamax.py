@@ -15,8 +15,12 @@ from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, S
 class Adamax(FunctionalOptimizer):
     """Adamax (Kingma and Ba 2015, arXiv 1412.6980), with the options, defaults and numbers of `torch.optim.Adamax`.
 
+    Args:
+        lr, betas, eps, weight_decay, foreach, maximize, capturable: as in `torch.optim.Adamax`.
+        differentiable: must be False.
+
     Raises:
-        ValueError: for an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     element_wise: ClassVar[bool] = True

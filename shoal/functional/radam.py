@@ -15,8 +15,12 @@ from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, S
 class RAdam(FunctionalOptimizer):
     """RAdam (Liu et al. 2019, arXiv 1908.03265), with the options, defaults and numbers of `torch.optim.RAdam`.
 
+    Args:
+        lr, betas, eps, weight_decay, decoupled_weight_decay, foreach, maximize, capturable: as in `torch.optim.RAdam`.
+        differentiable: must be False.
+
     Raises:
-        ValueError: for an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     element_wise: ClassVar[bool] = True
