@@ -78,7 +78,8 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
     Raises:
         TypeError: if ``params`` is no iterable of tensors or of groups, if ``optimizer_class`` is or derives from
             LBFGS, or if it is a functional optimizer.
-        ValueError: if ``params`` is empty, if a parameter is not strided or not dense, if arguments do not fit
+        ValueError: if ``params`` is empty, if a parameter is sparse, does not fill its memory (without
+            ``parameters_as_bucket_view``) or shares memory with another one (with it), if arguments do not fit
             together, or if there is no process group or this process is not in it.
     """
 
@@ -182,7 +183,7 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
             param_group: a dictionary with ``params`` and the options that differ from the defaults, as in torch.optim.
 
         Raises:
-            ValueError: if a parameter is not strided or not dense, or is in another group already.
+            ValueError: if a parameter is unfit, as for the constructor, or is in another group already.
             RuntimeError: if a rank was lost. The message names it.
         """
         super().add_param_group(param_group)
