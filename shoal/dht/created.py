@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class CreatedNode(DHTNode, Asker):
-    """A `DHTNode` that `create` makes, with a transport of its own.
+    """One node of the DHT with a transport of its own. Make it by `create`; `DHTNode` documents the rest.
 
     Attributes:
         is_client: whether nobody can dial this node: it was made a client, or the other nodes found that they can't

@@ -263,7 +263,7 @@ class DHT:
     ) -> None:
         self.shutdown()
 
-    # -- who it is
+    # -- identity and addresses
 
     @property
     def reactor(self) -> Reactor:
@@ -412,6 +412,12 @@ class DHT:
     def add_validators(self, record_validators: Iterable[RecordValidator]) -> None:
         """Check records by these rules too, from now on. Records that this peer keeps and that a rule refuses are
         dropped.
+
+        Args:
+            record_validators: the further rules.
+
+        Raises:
+            RuntimeError: if this DHT was not started, or was shut down.
         """
         dht_node, validators = self.dht_node, list(record_validators)
         self._result(self.submit(_call(lambda: dht_node.add_validators(validators))))

@@ -110,7 +110,7 @@ class Protocol:
         if not self.client_mode:
             self.node.stop_serving(SERVICE)
 
-    # -- who this node is
+    # -- this node's addresses
 
     def visible_addresses(self, latest: bool = False) -> list[Multiaddr]:
         """The addresses at which others can reach this node. `latest` looks at the machine's interfaces again."""

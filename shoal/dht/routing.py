@@ -16,7 +16,7 @@ from shoal.dht.records import ID_BITS, node_id
 from shoal.p2p.identity import PeerID
 
 CHECK_AFTER = 60.0  # seconds; a peer heard from since then is not asked whether it lives, when its bucket is full
-STALE_AFTER = 900.0  # seconds; a peer, or a bucket, not heard from for so long is asked
+STALE_AFTER = 900.0  # seconds; a peer, or a bucket, is asked when it was not heard from for this long
 RETRY_AFTER = 15.0  # seconds after which a failed peer is tried again; doubles with each failure
 FORGET_AFTER_FAILURES = 6
 

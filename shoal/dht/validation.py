@@ -212,7 +212,7 @@ def _is_dictionary(expected: Any) -> bool:
 
 
 class BytesWithPublicKey(bytes):
-    """A type for schemas: a subkey (bytes or str) that names an owner, as `SignatureValidator.owner_marker` does."""
+    """A type for schemas: a subkey (bytes or str) that names an owner (`SignatureValidator.owner_marker`)."""
 
 
 def _custom(expected: type, value: object) -> object:

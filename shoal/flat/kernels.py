@@ -12,7 +12,8 @@ from shoal.flat.flat_parameter import FlatParameter, Presence
 
 
 def pick_kernels(optimizer: Optimizer) -> None:
-    """Selects torch's fused kernel for the next step, wherever torch has one and the user has chosen no kernel.
+    """Selects torch's fused kernel for the next step of ``optimizer``, wherever torch has one and the user has chosen
+    no kernel.
 
     On flat memory it is the fastest: one pass that keeps nothing. Call this before every step, when the gradients are
     there.

@@ -74,11 +74,11 @@ def own_storage(part: Tensor) -> Tensor:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite. Takes any shape (also without elements), any real or complex dtype, and
-    any device.
+    """Whether no element of ``tensor`` is NaN or infinite. It may have any shape (also without elements), any real or
+    complex dtype, and any device.
 
-    It computes the smallest and the largest element, in one pass that keeps nothing; both are NaN if any element is.
-    This takes 0.5 ms for 25 MB. `isfinite().all()` makes three temporary copies and takes 20 to 50 ms.
+    The function computes the smallest and the largest element, in one pass that keeps nothing; both are NaN if any
+    element is. This takes 0.5 ms for 25 MB. `isfinite().all()` makes three temporary copies and takes 20 to 50 ms.
     """
     if not tensor.numel():
         return True

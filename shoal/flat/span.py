@@ -40,9 +40,8 @@ class Span:
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def split(self, n_elements: int) -> list[Span]:
-        """Cuts the span into consecutive spans of ``n_elements`` each, the last one possibly shorter.
-
-        An empty span gives an empty list.
+        """Cuts the span into consecutive spans of ``n_elements`` each. The last one may be shorter. An empty span gives
+        an empty list.
 
         Raises:
             ValueError: if ``n_elements`` is below 1.

@@ -47,6 +47,9 @@ class BoundOptimizer(ABC):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state, and those options that the dictionary names. A parameter without an entry starts afresh.
 
+        Args:
+            state_dict: in the form that the class describes.
+
         Raises:
             ValueError: if names or shapes do not fit. Nothing has been changed then.
         """

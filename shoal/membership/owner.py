@@ -36,6 +36,9 @@ class OwnerKey:
     def save(self, path: Path) -> None:
         """Write the secret key to a new file that only its owner can read.
 
+        Args:
+            path: the file to create.
+
         Raises:
             FileExistsError: if the file exists: a key is never overwritten.
         """
@@ -46,6 +49,10 @@ class OwnerKey:
     @classmethod
     def load(cls, path: Path, run: ClosedRun) -> OwnerKey:
         """Read the key of the owner of `run` from a file.
+
+        Args:
+            path: the file that `save` has written.
+            run: the closed run.
 
         Raises:
             ValueError: if it is not that owner's key.

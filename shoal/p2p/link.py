@@ -47,7 +47,7 @@ class Stage(Enum):
     CONNECTING = auto()  # this side has dialled; TCP has not connected yet
     SECURING = auto()  # TCP has connected; the TLS handshake is under way
     GREETING = auto()  # the handshake is complete; only control messages of the two transports pass
-    OPEN = auto()  # both sides have proven who they are; messages pass
+    OPEN = auto()  # both sides have proven their identity; messages pass
     FINISHING = auto()  # `finish` was called; queued bytes are sent, incoming ones are dropped
     ENDED = auto()  # `end` was called, or the connection was lost
 

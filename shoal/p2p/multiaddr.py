@@ -75,7 +75,7 @@ class Multiaddr:
         return Multiaddr(self._text(port, self.relay, self.peer_id))
 
     def by_relay(self, peer_id: PeerID | None) -> Multiaddr:
-        """The address of that peer through the relay that listens here.
+        """The address of the peer `peer_id` through the relay that listens here.
 
         Raises:
             ValueError: if this address has no peer id, or leads through a relay itself.

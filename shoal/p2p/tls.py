@@ -14,7 +14,7 @@ from cryptography.x509.oid import NameOID
 
 from shoal.p2p.identity import Identity, PeerID
 
-# The dates of the certificate have no meaning here: it is made anew at every start.
+# The dates of the certificate have no meaning here: a new one is made at every start.
 _BEGINNING, _END = datetime(2020, 1, 1), datetime(2120, 1, 1)
 
 

@@ -22,7 +22,8 @@ WAITING: Final = 256  # circuits that wait for an end
 WAITING_PER_NETWORK: Final = 64  # network of the asking peer
 WAITING_PER_PEER: Final = 16
 TOKEN_SECONDS: Final = 10.0  # for which a circuit waits for its ends
-IDLE_SECONDS: Final = 60.0  # after so long without a byte, a circuit is ended for a new one, if there is no other room
+# a circuit that was idle for this long is ended to make room for a new one, if there is no other room
+IDLE_SECONDS: Final = 60.0
 
 Connection = TypeVar("Connection")
 Joined = TypeVar("Joined", bound=Hashable)

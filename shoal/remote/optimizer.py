@@ -154,7 +154,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: gradients belong to their context, which drops them when it ends."""
+        """Does nothing: gradients belong to their context, which drops them when it ends. `set_to_none` is ignored."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all workers as one torch.optim state dict, with parameters numbered in the order in which they

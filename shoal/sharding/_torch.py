@@ -34,16 +34,16 @@ store_of = _get_process_group_store
 """The store of a process group."""
 
 join_config_of: Callable[[Joinable], JoinConfig] = attrgetter("_join_config")
-"""What `Join` told a joinable."""
+"""The settings that `Join` gave to a joinable."""
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""How often a tensor was written to."""
+"""How many times a tensor was written to."""
 
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-"""Called within a backward pass: has a function called when the whole pass is done."""
+"""To be called within a backward pass: registers a function to call when the whole pass is done."""
 
 make_wrapper = torch.Tensor._make_wrapper_subclass
-"""Makes a tensor of a subclass that has a shape, and no memory of its own."""
+"""Makes a tensor of a subclass that has a shape, but no memory of its own."""
 
 
 def set_join_config(joinable: Joinable, config: JoinConfig) -> None:

@@ -25,19 +25,19 @@ from shoal.sharding.failures import RankLost
 from shoal.sharding.partition import PARCEL_BYTES, Parcel
 
 Finish = Callable[[], None]
-"""Waits for the end of what was started."""
+"""Waits until an operation that was started is done."""
 
 Works = list[tuple[int | None, dist.Work]]
-"""What is under way, and with which rank (None: with all)."""
+"""The operations under way, each with the other rank (None for all ranks)."""
 
 WINDOW: Final = 4
-"""Parcels under way at a time: it bounds the memory of receive buffers."""
+"""The number of parcels under way at a time. It bounds the memory of receive buffers."""
 
 # Tags distinguish the messages that two threads of a rank may send at the same time.
 GRADIENTS, PARAMETERS, STATES, OVERLAP = 0x5A0, 0x5A1, 0x5A2, 0x5B0
 
 _threads: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""How many of each process group have sent gradients from a thread of their own."""
+"""For each process group, the number of objects that send gradients from a thread of their own."""
 
 
 def run_in_window(starts: Iterable[Callable[[], Finish]]) -> None:

@@ -17,7 +17,7 @@ from typing import Final
 from shoal.flat import Span
 
 ALIGNMENT: Final = 64
-"""Bytes. A parameter is cut only at multiples of it: a cache line, and the widest vector registers."""
+"""Bytes. A parameter is cut only at multiples of this, the size of a cache line and of the widest vector registers."""
 
 BUCKET_BYTES: Final = 25 * 2**20
 """A bucket is full when the next parameter would exceed this; a larger parameter is a bucket of its own."""
@@ -26,7 +26,9 @@ PARCEL_BYTES: Final = 2**22
 """The largest message."""
 
 DIRECT_BYTES: Final = 2**17
-"""From this size on a slice is a message of its own, straight from and into its memory; smaller ones are packed."""
+"""Bytes. From this size on a slice is a message of its own, sent from and received into its memory. Smaller slices are
+packed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Slice:
 
 
 Share = tuple[Slice, ...]
-"""What one rank owns of a bucket, in the bucket's order."""
+"""The slices of a bucket that one rank owns, in the bucket's order."""
 
 
 @dataclass(frozen=True, slots=True)

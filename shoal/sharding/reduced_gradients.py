@@ -43,7 +43,7 @@ class ReducedGradients(GradientSource):
     def __init__(self, step: ShardedStep, buffers: ModuleBuffers) -> None:
         self._step = step
         self._buffers = buffers
-        # For joined ranks an iteration begins with the first bucket, and not with the step.
+        # For joined ranks an iteration begins with the first bucket, not with the step.
         self.reduction = Reduction(step.parameters, step.communication, step.notify_join)
 
     @torch.no_grad()
