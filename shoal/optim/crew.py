@@ -15,7 +15,7 @@ class Crew:
     """The other ranks, as rank 0 sees them in a call of all. At those ranks themselves there is nobody to tell.
 
     Each thing that is told is answered once, in order. Answers may be heard later, so nobody waits for those that have
-    nothing to say.
+    nothing to say. Once rank 0 has finished, it tells nobody: the others do of their own accord what all do.
 
     Args:
         gang: the ties to them.
@@ -24,9 +24,14 @@ class Crew:
     def __init__(self, gang: Gang) -> None:
         self._gang, self._leads, self._owed = gang, gang.rank == 0, 0
 
+    @property
+    def has_finished(self) -> bool:
+        """Whether this rank has left the cluster in order."""
+        return self._gang.has_finished
+
     def tell(self, what: str, *given: Any) -> None:
         """Have the others do that, too. Raises ClusterError."""
-        if self._leads and self._gang.size > 1:
+        if self._leads and self._gang.size > 1 and not self.has_finished:
             self._gang.say(Do(what, msgspec.msgpack.encode(given)))
             self._owed += 1
 

@@ -70,10 +70,10 @@ class Follower(torch.optim.Optimizer):
         self._failed = ""  # what has gone wrong since the last report
         try:
             self._whole = whole = parameters_of(cluster, given["params"])
-            groups, defaults = self._make(settings, given)
-            super().__init__([dict(group) for group in groups], defaults)
+            self._groups, defaults = self._make(settings, given)
+            super().__init__([dict(group) for group in self._groups()], defaults)
             if isinstance(whole, Strands):
-                self.param_groups = groups  # what is written there reaches what this rank steps
+                self.param_groups = self._groups()  # what is written there reaches what this rank steps
             else:
                 for group in self.param_groups:
                     group["params"] = [whole.of[id(each)] for each in group["params"]]
@@ -86,16 +86,16 @@ class Follower(torch.optim.Optimizer):
             self.shutdown()
             raise
 
-    def _make(self, settings: Settings, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Make what this rank steps. Returns the parameter groups and defaults of its optimizer, as users see them."""
+    def _make(self, settings: Settings, given: Mapping[str, Any]) -> tuple[Callable[[], Any], dict[str, Any]]:
+        """Make what this rank steps. Returns what gives the parameter groups of its optimizer as users see them, and
+        its defaults."""
         whole, optimizer, dht = self._whole, given["optimizer"], given["dht"]
         if not isinstance(whole, Strands):
             shown = make_trained(optimizer, whole.params, None, on_host=False, in_cluster=True).optimizer
             wraps(self, shown)
-            return shown.param_groups, shown.defaults
+            return lambda: shown.param_groups, shown.defaults
         if settings.outer is None:
             made = stepped = make_trained(optimizer, whole.params, given["scheduler"], on_host=False, in_cluster=True)
-            groups: Any = groups_of_model(made.optimizer, whole)
         else:
             made, anchor, outer = make_outer(
                 settings.outer,
@@ -106,14 +106,15 @@ class Follower(torch.optim.Optimizer):
                 in_cluster=True,
                 pieces=whole.groups,
             )
-            stepped, groups = Stepped(outer, None, anchor), made.optimizer.param_groups
-        wraps(self, made.optimizer)
+            stepped = Stepped(outer, None, anchor)
+        inner, has_pieces = made.optimizer, settings.outer is None
+        wraps(self, inner)
         crew = Crew(self._gang)
         replica = StrandReplica(stepped, self._extras, settings, whole, crew, dht)
         self._share = share = Share(crew, replica, strands_of(settings, replica, made, dht))
         self._gang.when_lost(share.stop)
         replica.give()
-        return groups, made.optimizer.defaults
+        return lambda: groups_of_model(inner, whole) if has_pieces else inner.param_groups, inner.defaults
 
     def _call(self, report: Report, collect: Callable[[], object] = lambda: None) -> bool:
         """Make a call with all ranks; `collect` are its collectives before rank 0 acts."""
@@ -200,13 +201,27 @@ class Follower(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The epoch alone: rank 0 has the state of the whole cluster, and saves it for all. Where ranks carry strands,
         or steps are delayed, all ranks call it at once."""
-        if self._in_background or self._share is not None:
+        if self._share is not None and self._gang.has_finished:
+            self._share.do("state dict", ())
+        elif self._share is not None or (self._in_background and not self._gang.left_in_order):
             self._call(Report("state_dict"))
         return {"state": {"local_epoch": self.local_epoch}, "param_groups": []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing of the dict is used here: rank 0 loads it, and sends the parameters."""
-        self._call(Report("load_state_dict"), self._whole.gather_parameters)
+        """Rank 0 loads it, and sends the parameters. Once all have left, its epoch is used here."""
+        if self._share is None and self._gang.left_in_order:
+            self.local_epoch = state_dict["state"].get("local_epoch", self.local_epoch)
+        elif self._share is not None and self._gang.has_finished:
+            self._share.do("load state dict", ())
+            self.local_epoch = self._share.epoch
+        else:
+            self._call(Report("load_state_dict"), self._whole.gather_parameters)
+        self._show_groups()
+
+    def _show_groups(self) -> None:
+        """Another state was loaded, and torch has made new groups for it."""
+        if self._share is not None:
+            self.param_groups = self._groups()
 
     def strand_state(self) -> StrandState:
         """See `shoal.Optimizer.strand_state`."""
@@ -225,6 +240,7 @@ class Follower(torch.optim.Optimizer):
                 self._call(Report("strand_state().load_state_dict"))
             finally:
                 checkpoint.own = {}
+            self._show_groups()
 
         return StrandState(give, take)
 

@@ -67,6 +67,11 @@ class Share:
                 "apply": lambda used: gradients.apply(used=used),
             }
 
+    @property
+    def epoch(self) -> int:
+        """Of the state."""
+        return self._replica.tip.epoch
+
     def do(self, what: str, given: Sequence[Any]) -> Any:
         """Do what rank 0 has told; raises what that raises."""
         return self._known[what](*given)

@@ -348,7 +348,7 @@ class StrandReplica(Replica):
             if plain["epoch"] is not None:
                 self.take_names(plain["epoch"], plain)
         self.strands.is_ahead = True
-        if not self.strands.rank:
+        if not (self.strands.rank or self.crew.has_finished):
             self.state_digest = self.digest()
 
     def _load_drift(
