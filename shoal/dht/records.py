@@ -141,7 +141,7 @@ def encode_value(value: DHTValue) -> bytes:
     if len(encoded) > MAX_VALUE_BYTES:
         raise ValueError(
             f"the DHT keeps values of at most {MAX_VALUE_BYTES} bytes, and this one takes {len(encoded)}: "
-            "store where it can be had from instead, or split it over subkeys"
+            "store the address of a copy instead, or split the value over subkeys"
         )
     return encoded
 

@@ -385,7 +385,7 @@ class SocketTransport(Transport, LinkEvents):
         return sum(link.moved() + (0 if link.lane is None else link.lane.moved) for link in links)
 
     def delivered(self, peer: PeerID) -> tuple[int, float]:
-        """Only for lanes: small messages tell nothing about the path."""
+        """Counts only what passes over lanes: small messages tell nothing about the path."""
         link = self._peers.get(peer)
         return (0, 0.0) if link is None or link.lane is None else link.lane.delivered
 
@@ -571,7 +571,7 @@ class SocketTransport(Transport, LinkEvents):
     def _hold(self, link: Link, peer: PeerID) -> None:
         """There is another link of that peer: ask over it whether it is alive."""
         if peer in self._rivals:
-            return self._reject(link, "another process says to be that peer, too: try again")
+            return self._reject(link, "another process claims to be that peer, too: try again")
         timer = asyncio.get_running_loop().call_later(ALIVE_TIMEOUT, self._lose, peer, "it was started anew")
         self._rivals[peer] = _Rival(link, timer)
         self._peers[peer].say(Taken(link.instance))
@@ -594,7 +594,7 @@ class SocketTransport(Transport, LinkEvents):
             return
         rival.timer.cancel()
         if peer in self._peers:
-            self._reject(rival.link, "another process says to be that peer, too: try again")
+            self._reject(rival.link, "another process claims to be that peer, too: try again")
         else:
             self._welcome(rival.link, peer)
 

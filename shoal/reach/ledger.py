@@ -100,8 +100,8 @@ class Ledger(Generic[Connection, Joined]):
         if full or len(waiting) + len(self._joined) >= CIRCUITS:
             idle = self._idle((j for j, ends in self._joined.items() if all(peer in ends for peer in full)), now)
             if idle is None:
-                whose = f"of one of the two, {CIRCUITS_PER_PEER}" if full else f"of all, {CIRCUITS}"
-                raise Refused(f"there are as many circuits {whose}, as there may be")
+                whose = f"{CIRCUITS_PER_PEER} circuits of one peer" if full else f"{CIRCUITS} circuits of all peers"
+                raise Refused(f"the limit of {whose} is reached")
         self._waiting[token] = Waiting(asker, to, network)
         self._count(asker, to, 1)
         return idle

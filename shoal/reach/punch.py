@@ -183,7 +183,7 @@ class Punch:
         known = {address.peer_id: address for address in (*relay, *self._observers()) if address.relay is None}
         observers = list(known.values())[:MAX_ASKED]
         if not observers:
-            raise PeerUnreachable("nobody is there who could say from where this peer comes")
+            raise PeerUnreachable("no host is known that could report this peer's outside address")
         try:
             [ip, *_] = await self._transport.resolve(observers[0])
         except OSError as error:
@@ -202,7 +202,7 @@ class Punch:
                         found.append(seen)
                         seconds = loop.time() - started
             if not found:
-                raise PeerUnreachable("nobody says from where this peer comes")
+                raise PeerUnreachable("no host has reported this peer's outside address")
             if len({(seen.host, seen.port) for seen in found}) > 1:
                 raise Refused("the router gives each destination another port")
         except BaseException:  # cancelled, too: the port is free again

@@ -92,7 +92,7 @@ class Relay:
     def _came(self, connection: socket.socket, token: bytes) -> None:
         circuit = self._ledger.arrive(token, connection)
         if circuit is None:
-            log.info("the end of a circuit came with a token that is not good (any more)")
+            log.info("a connection came with an unknown or expired token of a circuit")
             connection.close()
         elif circuit.first is not None:
             self._timers.pop(token).cancel()

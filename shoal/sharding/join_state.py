@@ -42,8 +42,8 @@ def hand_over(
         other = first_of(numbers.numel() != int(size), group, device)
         if other is not None:
             raise ValueError(
-                f"the state of {type(each).__name__} has not as many numbers on rank {other} as on rank {leader}: "
-                "Join can set what a scheduler counts, not what it collects"
+                f"the state of {type(each).__name__} holds more or fewer numbers on rank {other} than on rank "
+                f"{leader}: Join can set a scheduler's counts, but not lists that grow"
             )
         dist.broadcast(numbers, group=group, group_src=leader)
         if not was_last:
