@@ -75,8 +75,10 @@ class RoleAdaptiveCompression(AdaptiveCompression):
     """A compression for each role.
 
     Args:
-        activation, parameter, gradient, optimizer: the compression of tensors of that role; None (the default) to use
-            `default`.
+        activation: the compression of activations; None (the default) to use `default`.
+        parameter: the compression of parameters; None (the default) to use `default`.
+        gradient: the compression of gradients; None (the default) to use `default`.
+        optimizer: the compression of the optimizer's statistics; None (the default) to use `default`.
         default: the compression of all other tensors. Default: `NoCompression()`.
 
     Raises:

@@ -91,7 +91,8 @@ class PartsAndResults(Compression):
     be an option of an adaptive compression.
 
     Args:
-        for_parts, for_results: the compressions.
+        for_parts: the compression of parts, which members send to the reducer of a chunk.
+        for_results: the compression of results, the averages that the reducer sends back.
 
     Raises:
         ValueError: if one of them is no compression, or is a `PartsAndResults` itself.

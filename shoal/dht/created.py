@@ -91,7 +91,8 @@ class CreatedNode(DHTNode, Asker):
                 on, and dials them again later.
             port_mapping: ask the router, by NAT-PMP or UPnP, to forward a port to this node. The node announces the
                 mapped address once others have reached it there.
-            upload_limit, download_limit: bytes per second that this node sends and receives at most; None for no limit.
+            upload_limit: bytes per second that this node sends at most; None for no limit.
+            download_limit: bytes per second that this node receives at most; None for no limit.
             relay: connect other peers, as a relay, to peers that nobody can dial.
             relay_bandwidth: bytes per second that pass through this relay at most; None for no limit.
             **options: further arguments of `DHTNode`.

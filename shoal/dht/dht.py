@@ -71,8 +71,9 @@ class DHT:
         port_mapping: ask the home router, by NAT-PMP or UPnP, to forward a port to this peer for as long as the peer
             lives. Needs the extra `shoal[nat]`. The peer announces the mapped address once another peer has reached it
             there.
-        upload_limit, download_limit: bytes per second that this peer sends and receives at most, for a home line that
-            others share; None for no limit.
+        upload_limit: bytes per second that this peer sends at most, for a home line that others share; None for no
+            limit.
+        download_limit: bytes per second that this peer receives at most; None for no limit.
         relay: connect other peers, as a relay, to peers that nobody can dial, as `shoal node --relay` does. For a
             machine that others reach and that has bandwidth to spare.
         relay_bandwidth: bytes per second that this peer passes on as a relay at most; None for no limit.

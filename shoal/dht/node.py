@@ -236,7 +236,10 @@ class DHTNode:
         """Keep `value` under `key`, or under a subkey of it, until `expiration_time`.
 
         Args:
-            key, value, expiration_time, subkey: as in `DHT.store`.
+            key: as in `DHT.store`.
+            value: as in `DHT.store`.
+            expiration_time: as in `DHT.store`.
+            subkey: as in `DHT.store`.
 
         Returns:
             Whether any node keeps the value. False if no node could be reached, if the DHT has a value that expires
@@ -262,7 +265,8 @@ class DHTNode:
         """Same as `store`, for many values at once.
 
         Args:
-            keys, values: as many of one as of the other.
+            keys: the key of each value.
+            values: the values.
             expiration_time: one time for all values, or one for each.
             subkeys: a subkey or None for each value; None if no value has one.
 

@@ -15,9 +15,8 @@ from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, S
 class Adadelta(FunctionalOptimizer):
     """Adadelta (Zeiler 2012, arXiv 1212.5701), with the options, defaults and numbers of `torch.optim.Adadelta`.
 
-    Args:
-        lr, rho, eps, weight_decay, foreach, capturable, maximize: as in `torch.optim.Adadelta`.
-        differentiable: must be False.
+    The options are those of `torch.optim.Adadelta`: lr, rho, eps, weight_decay, foreach, capturable, maximize.
+    `differentiable` must be False.
 
     Raises:
         ValueError: if an option is out of its range.

@@ -16,10 +16,8 @@ from shoal.functional.base import NUMBER, FunctionalOptimizer, State, StateEntry
 class Adagrad(FunctionalOptimizer):
     """Adagrad (Duchi, Hazan and Singer 2011), with the options, defaults and numbers of `torch.optim.Adagrad`.
 
-    Args:
-        lr, lr_decay, weight_decay, initial_accumulator_value, eps, foreach, maximize, fused: as in
-            `torch.optim.Adagrad`.
-        differentiable: must be False.
+    The options are those of `torch.optim.Adagrad`: lr, lr_decay, weight_decay, initial_accumulator_value, eps,
+    foreach, maximize, fused. `differentiable` must be False.
 
     Raises:
         ValueError: if an option is out of its range.

@@ -17,10 +17,8 @@ from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, S
 class Adam(FunctionalOptimizer):
     """Adam (Kingma and Ba 2015, arXiv 1412.6980), with the options, defaults and numbers of `torch.optim.Adam`.
 
-    Args:
-        lr, betas, eps, weight_decay, amsgrad, foreach, maximize, capturable, fused, decoupled_weight_decay: as in
-            `torch.optim.Adam`.
-        differentiable: must be False.
+    The options are those of `torch.optim.Adam`: lr, betas, eps, weight_decay, amsgrad, foreach, maximize,
+    capturable, fused, decoupled_weight_decay. `differentiable` must be False.
 
     Raises:
         ValueError: if an option is out of its range, or options contradict each other.
@@ -104,9 +102,8 @@ class AdamW(Adam):
 
     It has the options, defaults and numbers of `torch.optim.AdamW`.
 
-    Args:
-        lr, betas, eps, weight_decay, amsgrad, foreach, maximize, capturable, fused: as in `torch.optim.AdamW`.
-        differentiable: must be False.
+    The options are those of `torch.optim.AdamW`: lr, betas, eps, weight_decay, amsgrad, foreach, maximize,
+    capturable, fused. `differentiable` must be False.
 
     Raises:
         ValueError: if an option is out of its range, or options contradict each other.

@@ -15,9 +15,8 @@ from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, S
 class Adamax(FunctionalOptimizer):
     """Adamax (Kingma and Ba 2015, arXiv 1412.6980), with the options, defaults and numbers of `torch.optim.Adamax`.
 
-    Args:
-        lr, betas, eps, weight_decay, foreach, maximize, capturable: as in `torch.optim.Adamax`.
-        differentiable: must be False.
+    The options are those of `torch.optim.Adamax`: lr, betas, eps, weight_decay, foreach, maximize, capturable.
+    `differentiable` must be False.
 
     Raises:
         ValueError: if an option is out of its range.

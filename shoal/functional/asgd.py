@@ -17,9 +17,8 @@ class ASGD(FunctionalOptimizer):
 
     The averaged parameters are in the state, under the name ``ax``.
 
-    Args:
-        lr, lambd, alpha, t0, weight_decay, foreach, maximize, capturable: as in `torch.optim.ASGD`.
-        differentiable: must be False.
+    The options are those of `torch.optim.ASGD`: lr, lambd, alpha, t0, weight_decay, foreach, maximize, capturable.
+    `differentiable` must be False.
 
     Raises:
         ValueError: if an option is out of its range.

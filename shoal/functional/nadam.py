@@ -15,10 +15,8 @@ from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, S
 class NAdam(FunctionalOptimizer):
     """NAdam (Dozat 2016), with the options, defaults and numbers of `torch.optim.NAdam`.
 
-    Args:
-        lr, betas, eps, weight_decay, momentum_decay, decoupled_weight_decay, foreach, maximize, capturable: as in
-            `torch.optim.NAdam`.
-        differentiable: must be False.
+    The options are those of `torch.optim.NAdam`: lr, betas, eps, weight_decay, momentum_decay,
+    decoupled_weight_decay, foreach, maximize, capturable. `differentiable` must be False.
 
     Raises:
         ValueError: if an option is out of its range.

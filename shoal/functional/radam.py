@@ -15,9 +15,8 @@ from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, S
 class RAdam(FunctionalOptimizer):
     """RAdam (Liu et al. 2019, arXiv 1908.03265), with the options, defaults and numbers of `torch.optim.RAdam`.
 
-    Args:
-        lr, betas, eps, weight_decay, decoupled_weight_decay, foreach, maximize, capturable: as in `torch.optim.RAdam`.
-        differentiable: must be False.
+    The options are those of `torch.optim.RAdam`: lr, betas, eps, weight_decay, decoupled_weight_decay, foreach,
+    maximize, capturable. `differentiable` must be False.
 
     Raises:
         ValueError: if an option is out of its range.

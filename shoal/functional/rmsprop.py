@@ -17,9 +17,8 @@ class RMSprop(FunctionalOptimizer):
 
     The centered variant is that of Graves (2013, arXiv 1308.0850).
 
-    Args:
-        lr, alpha, eps, weight_decay, momentum, centered, capturable, foreach, maximize: as in `torch.optim.RMSprop`.
-        differentiable: must be False.
+    The options are those of `torch.optim.RMSprop`: lr, alpha, eps, weight_decay, momentum, centered, capturable,
+    foreach, maximize. `differentiable` must be False.
 
     Raises:
         ValueError: if an option is out of its range.

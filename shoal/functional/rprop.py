@@ -17,9 +17,8 @@ class Rprop(FunctionalOptimizer):
 
     The learning rate is the initial step size. As in torch, changing it later has no effect.
 
-    Args:
-        lr, etas, step_sizes, capturable, foreach, maximize: as in `torch.optim.Rprop`.
-        differentiable: must be False.
+    The options are those of `torch.optim.Rprop`: lr, etas, step_sizes, capturable, foreach, maximize.
+    `differentiable` must be False.
 
     Raises:
         ValueError: if an option is out of its range.

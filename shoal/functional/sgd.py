@@ -23,9 +23,8 @@ class SGD(FunctionalOptimizer):
     gives the same result, unless dampening reduces the first gradient. So with dampening the state has one more name,
     ``step``: the number of steps that the tensor has made.
 
-    Args:
-        lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused: as in `torch.optim.SGD`.
-        differentiable: must be False.
+    The options are those of `torch.optim.SGD`: lr, momentum, dampening, weight_decay, nesterov, maximize, foreach,
+    fused. `differentiable` must be False.
 
     Raises:
         ValueError: if an option is out of its range, or options contradict each other.

@@ -20,7 +20,8 @@ class BoundTorch(BoundOptimizer):
             ``state_dict()`` and ``load_state_dict()``.
         params: the tensors to update in place.
         group: the options of the parameter group that differ from the arguments.
-        args, kwargs: the arguments of the class after the parameters.
+        args: the positional arguments of the class after the parameters.
+        kwargs: the same, by name.
     """
 
     def __init__(

@@ -46,7 +46,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             it and shoal.
         params_rref: RRefs to tensors on any workers, this one included. Or parameter groups: dictionaries with
             ``params``, which are RRefs, and the options that differ.
-        args, kwargs: the arguments of the class after the parameters.
+        *args: the arguments of the class after the parameters.
+        **kwargs: the same, by name.
 
     Attributes:
         param_groups: as in torch.optim, with RRefs in place of parameters. Every step uses the options that are here

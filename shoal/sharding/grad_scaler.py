@@ -17,8 +17,7 @@ class GradScaler(_torch.GradScaler):
     `unscale_`, `step` and `update` equally often: each call sends one message, and all ranks get the same result. An
     infinity on one rank skips the step on all ranks. With other optimizers it does what torch's scaler does.
 
-    Args:
-        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as ``torch.amp.GradScaler``.
+    The arguments are those of ``torch.amp.GradScaler``.
 
     Raises:
         ValueError: by `unscale_` and `step`, if a parameter of a ``reduce_scatter`` optimizer is float16.
