@@ -57,7 +57,9 @@ class GradientAverager(DecentralizedAverager):
         kwargs: the other arguments of `DecentralizedAverager`.
 
     Attributes:
-        parameters, reuse_grad_buffers, warn: as given.
+        parameters: as given, as a tuple.
+        reuse_grad_buffers: as given.
+        warn: as given.
 
     Raises:
         ValueError: if `averaged_grads` do not fit the parameters, if `accumulate_grads_on` is given with

@@ -185,7 +185,12 @@ class Optimizer(torch.optim.Optimizer):
             any free port, see the attribute `metrics_port`. None serves none.
 
     Attributes:
-        dht, run_id, target_batch_size, use_local_updates, reuse_grad_buffers, auxiliary: as given.
+        dht: as given.
+        run_id: as given.
+        target_batch_size: as given.
+        use_local_updates: as given.
+        reuse_grad_buffers: as given.
+        auxiliary: as given.
         client_mode: as given; never None.
         batch_size_per_step: as given; you may set it before a step.
         on_event: None, or a function that this optimizer calls with each `EpochReport`, `DownloadReport`, `ForkReport`

@@ -94,7 +94,8 @@ class PerformanceEMA:
         paused: begin with a paused clock, see `pause`.
 
     Attributes:
-        alpha, eps: as given.
+        alpha: as given.
+        eps: as given.
         paused: whether the clock is paused.
         ema_seconds_per_sample: the average before the correction.
         num_updates: the number of intervals in the average.
@@ -204,7 +205,9 @@ class Refresh:
     `max_refresh_period`.
 
     Attributes:
-        min_refresh_period, max_refresh_period, default_refresh_period: times in seconds, over 0 and at most a day.
+        min_refresh_period: the shortest wait in seconds, over 0 and at most a day.
+        max_refresh_period: the longest wait in seconds, over 0 and at most a day.
+        default_refresh_period: the wait in seconds while this peer knows of no peers, over 0 and at most a day.
         expected_drift_peers: how many peers may come in an epoch, as a number.
         expected_drift_rate: the same as a fraction of the present peers. The larger of the two counts.
         status_loglevel: the level of the log lines with the progress.
@@ -289,7 +292,8 @@ class RunProgress:
     Attributes:
         target_batch_size: as given.
         performance_ema: measures this peer's samples per second, a `PerformanceEMA`.
-        steps_made, samples_made: the numbers of this peer's steps and samples since the start.
+        steps_made: the number of this peer's steps since the start.
+        samples_made: the number of this peer's samples since the start.
     """
 
     def __init__(

@@ -75,7 +75,9 @@ class ProgressTracker(RunProgress):
             that allows only watching is enough for a tracker in client mode that never reports.
 
     Attributes:
-        dht, prefix, client_mode: as given; `client_mode` is never None.
+        dht: as given.
+        prefix: as given.
+        client_mode: as given; never None.
 
     Raises:
         ValueError: if an argument makes no sense.

@@ -17,7 +17,8 @@ class EpochReport:
         round_seconds: the time in seconds from this peer's JOIN to the commit.
         matchmaking_seconds: the part of this time until the round began.
         allreduce_seconds: the rest of this time.
-        bytes_sent, bytes_received: the bytes of payload that this peer sent and received in the round.
+        bytes_sent: the bytes of payload that this peer sent in the round.
+        bytes_received: the bytes of payload that this peer received in the round.
         waiting_seconds: the time in seconds that this peer waited in the epoch, before its round, for samples of other
             peers.
         step_seconds: the time in seconds of the optimizer's step.
@@ -83,7 +84,8 @@ class ForkReport:
         tip: the name of this peer's state, before it left it; `shoal keys pin` takes it.
         samples: the number of samples behind this state.
         members: the peer ids, as text, of the known peers that made this state, this peer included.
-        other_tip, other_samples: the same of the other state.
+        other_tip: the name of the other state.
+        other_samples: the number of samples behind the other state.
         other_members: the peer ids, as text, of known peers that hold the other state.
         reason: why this side is kept.
         kept: where the state is that this peer has left, in words: in a file, in memory, or lost. "" if it stays.

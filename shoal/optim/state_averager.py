@@ -72,7 +72,9 @@ class TrainingStateAverager(DecentralizedAverager):
 
     Attributes:
         local_epoch: this peer's epoch; you may set it.
-        optimizer, scheduler, extra_tensors: the objects that are stepped or averaged.
+        optimizer: the optimizer that is stepped.
+        scheduler: the scheduler that follows `local_epoch`, or None.
+        extra_tensors: as given, as a list.
         main_parameters: the model's parameters.
         opt_keys_for_averaging: `average_opt_statistics`, as a tuple.
         lock_optimizer: the lock that is held while the optimizer's tensors change. Hold it to read or change them.
