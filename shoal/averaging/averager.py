@@ -118,8 +118,8 @@ class DecentralizedAverager:
             `Role.NODE`.
         shutdown_timeout: how long `shutdown` waits for the averager to stop, in seconds; 5 by default.
         membership: for a closed run (`prefix="name@key"`): the line that `shoal keys admit` has printed, or the path of
-            a file with that line, or a function that returns the line or the path. The source is read again before the
-            membership expires.
+            a file with that line, or a function that returns the line or the path. A file or a function is read again
+            before the membership expires.
         declare_state_period: has no effect. (hivemind lists donors in the DHT periodically; here a peer asks every
             member of the run.)
         daemon: has no effect. (There is no process that could be a daemon.)
