@@ -121,8 +121,9 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/mypy $(TYPED)
 	$(VENV)/bin/lint-imports
 
-# Not with -q: mkdocs then does not count warnings as errors.
+# Makes the page of all messages from the tables of the guides first. Not with -q: mkdocs then does not count warnings as errors.
 docs: $(VENV)/.installed-docs
+	$(VENV)/bin/python docs/tools/troubleshooting.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
 
 bench: $(VENV)/.installed $(BENCH_VENV)/.installed

@@ -110,8 +110,9 @@ class DecentralizedAverager:
         shutdown_timeout: seconds that `shutdown` waits for the round that is under way to end.
         membership: of a closed run (`prefix="name@key"`): the line that `shoal keys admit` has printed, or a file with
             it, or a function that returns one of both, which is asked again before the membership expires.
-        declare_state_period, daemon: accepted, and without effect. (hivemind lists donors in the DHT periodically; here
-            every member of the run is asked. There is no process that could be a daemon.)
+        declare_state_period: accepted, and without effect: every member of the run is asked for its state. (hivemind
+            lists donors in the DHT periodically.)
+        daemon: accepted, and without effect: there is no process.
 
     Attributes:
         mode: the `Role` of this peer in a round.

@@ -69,7 +69,10 @@ class RoleAdaptiveCompression(AdaptiveCompression):
     """A compression for each role.
 
     Args:
-        activation, parameter, gradient, optimizer: for tensors of that role; `default` where it is None.
+        activation: for activations; None: as `default`.
+        parameter: for parameters; None: as `default`.
+        gradient: for gradients; None: as `default`.
+        optimizer: for the optimizer's statistics; None: as `default`.
         default: for all others.
     """
 

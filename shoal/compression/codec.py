@@ -79,7 +79,8 @@ class PartsAndResults(Compression):
     an option of an adaptive compression itself.
 
     Args:
-        for_parts, for_results: the compressions.
+        for_parts: of what members send to a reducer.
+        for_results: of the averages that come back.
     """
 
     name: ClassVar[str] = "parts_and_results"

@@ -87,7 +87,8 @@ class CreatedNode(DHTNode, Asker):
             ensure_bootstrap_success: if False, a node whom no initial peer answers goes on, and dials them again.
             port_mapping: ask the router to send a port to this node, by NAT-PMP or UPnP; the address is announced when
                 others have reached the node there.
-            upload_limit, download_limit: bytes per second that this node sends and receives at most; None for no limit.
+            upload_limit: bytes per second that this node sends at most; None for no limit.
+            download_limit: bytes per second that this node receives at most; None for no limit.
             relay: lead others to peers that nobody can dial.
             relay_bandwidth: bytes per second that pass through this relay at most; None for no limit.
             **options: see `DHTNode`.

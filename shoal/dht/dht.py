@@ -68,8 +68,8 @@ class DHT:
         await_ready: with `start`, wait until it has joined.
         port_mapping: ask the router at home to send a port to this peer, by NAT-PMP or UPnP (that needs the extra
             `shoal[nat]`), for as long as the peer lives; others are told when one has reached it there.
-        upload_limit, download_limit: bytes per second that this peer sends and receives at most, for who shares a home
-            line; None for no limit.
+        upload_limit: bytes per second that this peer sends at most, on a line that others use too; None for no limit.
+        download_limit: bytes per second that it receives at most; None for no limit.
         relay: lead other peers to those that nobody can dial, as `shoal node --relay` does: for a machine that others
             reach, with bandwidth to spare.
         relay_bandwidth: bytes per second that this peer passes on as a relay at most; None for no limit.

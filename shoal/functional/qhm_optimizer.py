@@ -21,7 +21,13 @@ class QHM(Optimizer):
 
     Args:
         params: parameters or parameter groups, as for every torch optimizer.
-        lr, momentum, nu, weight_decay, weight_decay_type, foreach, maximize: see `shoal.functional.QHM`.
+        lr: see `shoal.functional.QHM`.
+        momentum: see `shoal.functional.QHM`.
+        nu: see `shoal.functional.QHM`.
+        weight_decay: see `shoal.functional.QHM`.
+        weight_decay_type: see `shoal.functional.QHM`.
+        foreach: see `shoal.functional.QHM`.
+        maximize: see `shoal.functional.QHM`.
 
     Raises:
         ValueError: for an option out of its range, when the optimizer or the group is made, or at the next step.

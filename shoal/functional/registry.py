@@ -62,7 +62,8 @@ def bind(optimizer: type, params: Sequence[Tensor], *args: Any, **kwargs: Any) -
     Args:
         optimizer: the functional class, of either form.
         params: the tensors to update in place.
-        args, kwargs: the options, as the class takes them after the parameters.
+        *args: the options, as the class takes them after the parameters.
+        **kwargs: the same, by name.
 
     Raises:
         TypeError: for a class of neither form, and for options that it does not take.

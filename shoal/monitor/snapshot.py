@@ -65,7 +65,8 @@ class Phases(msgspec.Struct, frozen=True):
 
 
 class PeerView(msgspec.Struct, frozen=True):
-    """One peer, as it is shown. Sizes are in bytes and bytes per second, times in seconds.
+    """One peer, as it is shown. Sizes are in bytes and bytes per second, times in seconds. The fields that are not
+    listed here are those of its record.
 
     Attributes:
         name: the last characters of its id.
@@ -77,8 +78,6 @@ class PeerView(msgspec.Struct, frozen=True):
             "" if it is not known.
         share: of the samples that all make in a second.
         up, down: since its record before the last.
-
-        The rest are of its record.
     """
 
     name: str

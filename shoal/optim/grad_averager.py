@@ -43,7 +43,8 @@ class GradientAverager(DecentralizedAverager):
 
     Args:
         parameters: of the model. A parameter without a gradient counts as one with zeros.
-        dht, prefix: see `DecentralizedAverager`.
+        dht: see `DecentralizedAverager`.
+        prefix: see `DecentralizedAverager`.
         reuse_grad_buffers: accumulate in `.grad` itself, which saves memory. The user must not clear it (`zero_grad`)
             or change it. Gradients of batches of different sizes then count alike.
         accumulate_grads_on: the device of the accumulated gradients; by default that of each parameter.

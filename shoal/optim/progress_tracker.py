@@ -53,14 +53,17 @@ class ProgressTracker(RunProgress):
         prefix: names the group; up to 90 characters.
         target_batch_size: samples of all peers per epoch; the same for all.
         client_mode: whether this peer can't be dialled; None: as the DHT.
-        min_refresh_period, max_refresh_period, default_refresh_period: seconds, see `Refresh`: how often this peer
-            asks for the progress of others while it reports nothing. Answers to reports contain it anyway, and all
-            peers hear of the end of an epoch at once.
-        expected_drift_peers, expected_drift_rate: see `Refresh`.
+        min_refresh_period: the least seconds between two questions. While this peer reports nothing, it asks for the
+            progress of others. Answers to reports contain it anyway, and all peers hear of the end of an epoch at once.
+        max_refresh_period: the most seconds between two questions.
+        default_refresh_period: the seconds between two questions while nothing is known to plan by.
+        expected_drift_peers: how many peers may come in an epoch; with more, this peer asks sooner.
+        expected_drift_rate: the same, as a share of the peers that are there.
         performance_ema_alpha: weight of the newest measurement in the moving average of samples per second.
         status_loglevel: the level of the log lines with the progress.
-        metadata_expiration, private_key, daemon: hivemind's; accepted, and without effect: a peer counts while it is
-            connected, the DHT's identity signs, and no thread or process is started.
+        metadata_expiration: hivemind's; accepted, and without effect: a peer counts while it is connected.
+        private_key: hivemind's; accepted, and without effect: the DHT's identity signs.
+        daemon: hivemind's; accepted, and without effect: no thread or process is started.
         start: connect now; otherwise `start` does.
         membership: of a closed run (`prefix="name@key"`), see `Optimizer`. To watch is enough for a tracker in client
             mode that never reports.

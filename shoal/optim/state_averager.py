@@ -49,7 +49,9 @@ class TrainingStateAverager(DecentralizedAverager):
 
     Args:
         dht: see `DecentralizedAverager`.
-        optimizer, params, scheduler: as for `shoal.Optimizer`; the scheduler follows `local_epoch`.
+        optimizer: as for `shoal.Optimizer`.
+        params: as for `shoal.Optimizer`.
+        scheduler: as for `shoal.Optimizer`; it follows `local_epoch`.
         initialize_optimizer: have the optimizer make its statistics now, by a step with gradients of zero, which leaves
             the parameters as they are; None: if it has none yet.
         offload_optimizer: make the optimizer over parameters of its own on the host; `step` sets the model's to them.

@@ -46,7 +46,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             it and shoal.
         params_rref: RRefs to tensors on any workers, this one included, or parameter groups: dicts of ``params``, which
             are RRefs, and the options that differ.
-        args, kwargs: what the class takes after the parameters.
+        *args: what the class takes after the parameters.
+        **kwargs: the same, by name.
 
     Attributes:
         param_groups: as in torch.optim, with RRefs in place of parameters. Every step is made with the options that are
