@@ -121,7 +121,7 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/mypy $(TYPED)
 	$(VENV)/bin/lint-imports
 
-# Makes the page of all messages from the tables of the guides first. Not with -q: mkdocs then does not count warnings as errors.
+# First the page of all messages, from the tables of the guides. Not with -q: mkdocs then takes warnings for no errors.
 docs: $(VENV)/.installed-docs
 	$(VENV)/bin/python docs/tools/troubleshooting.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
