@@ -107,6 +107,7 @@ soak: $(VENV)/.installed-dev
 		$(VENV)/bin/shoal demo && SHOAL_KILLS=20 $(PYTEST) $(SOAK_TESTS) $(PYTEST_ARGS) || exit 1; \
 	done
 	$(VENV)/bin/python -m tests.soak.transport --times $(CUTS)
+	SHOAL_SOAK=1 $(PYTEST) tests/soak/test_chaos.py -k promise
 	$(VENV)/bin/python -m tests.soak.chaos --minutes $(CHAOS_MINUTES) --seed $(CHAOS_SEED)
 
 ATTACK_SECONDS := 60

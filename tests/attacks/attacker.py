@@ -27,6 +27,7 @@ from shoal.p2p.node import Reply, Service
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Member, Role
+from shoal.swarm.swarm import Swarm
 from tests.attacks import forged
 from tests.attacks.attack import MemberAttack, StrangerAttack
 from tests.attacks.attacks import ATTACKS, POISONS
@@ -35,27 +36,39 @@ from tests.attacks.honest import RUN_ID, TARGET, make_model, make_optimizer
 log = logging.getLogger(__name__)
 
 
+def attacked(strands: int) -> str:
+    """The run that is attacked: that of the honest peers, or of the first of its strands."""
+    return RUN_ID if strands == 1 else f"{RUN_ID}/strand/0.{strands}"
+
+
 class Inside:
     """A member of the run, made by `shoal.Optimizer`, whose every message an attack may change.
 
     Args:
         dht: its place in the DHT.
-        trains: whether it brings samples; else it is an auxiliary peer.
+        trains: whether it brings samples; else it is an auxiliary peer, which a run with strands has not.
+        strands: of the run. Where it has several, the first strand's own run is attacked.
     """
 
-    target, run_id = float(TARGET), RUN_ID
+    target = float(TARGET)
     buffers: Sequence[Any]
+    _swarm: Swarm  # from `obey` on
 
-    def __init__(self, dht: shoal.DHT, trains: bool) -> None:
-        self.trains, self.scale, self._model = trains, 1.0, make_model()
-        self.optimizer = make_optimizer(dht, self._model, auxiliary=not trains)
-        self._swarm = self.optimizer._run.swarm
-        self.node, self._channel, self.rules = dht.node, self._swarm._channel, self._swarm.rules
-        self._say, self._ask = self._channel.notify, self._channel.ask
-        self.buffers, self.name = (), b""
+    def __init__(self, dht: shoal.DHT, trains: bool, strands: int) -> None:
+        self.trains, self.scale, self._model = trains or strands > 1, 1.0, make_model()
+        self.run_id, self._strands = attacked(strands), strands
+        self.optimizer = make_optimizer(dht, self._model, strands, auxiliary=not self.trains)
+        self.node, self.buffers, self.name = dht.node, (), b""
 
-    def obey(self, attack: MemberAttack) -> None:
+    async def obey(self, attack: MemberAttack) -> None:
         """From now on the attack decides; on the reactor."""
+        gradients: Any = self.optimizer._gradients
+        swarm = self.optimizer._run.swarm if self._strands == 1 else None
+        while swarm is None:  # it is in the run of a strand once it trains
+            await asyncio.sleep(0.02)
+            swarm = gradients.averagers[0]._swarm
+        self._swarm, self._channel, self.rules = swarm, swarm._channel, swarm.rules
+        self._say, self._ask = self._channel.notify, self._channel.ask
         self.scale = attack.scale
         forged.sign_with(self._swarm._signer)
 
@@ -146,13 +159,12 @@ class Outside:
     Args:
         dht: its place in the DHT, as a client.
         addresses: of the others.
+        strands: of the run. Where it has several, the first strand's own run is attacked.
     """
 
-    run_id = RUN_ID
-
-    def __init__(self, dht: shoal.DHT, addresses: Iterable[str]) -> None:
-        self.node = dht.node
-        self._service = Service(forged.SERVICE.format(run_id=RUN_ID), msg.Message)
+    def __init__(self, dht: shoal.DHT, addresses: Iterable[str], strands: int) -> None:
+        self.node, self.run_id = dht.node, attacked(strands)
+        self._service = Service(forged.SERVICE.format(run_id=self.run_id), msg.Message)
         self._where = {a.peer_id: a for a in map(Multiaddr, addresses) if a.peer_id is not None}
         self.peers = list(self._where)
         self._me = Member(self.node.peer_id.key, (), Role.CLIENT)
@@ -189,7 +201,7 @@ class Outside:
 
 
 async def attack_inside(inside: Inside, attack: MemberAttack) -> None:
-    inside.obey(attack)
+    await inside.obey(attack)
     tip, again = None, 0.0
     while True:
         if inside.tip != tip:
@@ -208,12 +220,12 @@ async def attack_outside(attack: StrangerAttack) -> None:
         await asyncio.sleep(max(0.01, until - time.monotonic()))
 
 
-def join(dht: shoal.DHT, trains: bool) -> Inside:
+def join(dht: shoal.DHT, trains: bool, strands: int) -> Inside:
     """Become a member; as long as the run refuses that, the attack comes to nothing."""
     refused = 0
     while True:
         try:
-            return Inside(dht, trains)
+            return Inside(dht, trains, strands)
         except shoal.AveragingError as error:
             log.warning("not in the run: %s", error)
             if not refused:
@@ -238,12 +250,12 @@ def main() -> None:
     dht = shoal.DHT(addresses, start=True, client_mode=not is_member, identity_path=options["identity"])
     attack: MemberAttack | StrangerAttack
     if issubclass(kind, MemberAttack):
-        inside = join(dht, kind.trains)
+        inside = join(dht, kind.trains, options["strands"])
         attack = kind(inside)
         threading.Thread(target=inside.train, daemon=True).start()
         future = dht.submit(attack_inside(inside, attack))
     else:
-        attack = kind(Outside(dht, addresses))
+        attack = kind(Outside(dht, addresses, options["strands"]))
         future = dht.submit(attack_outside(attack))
     say(addresses=[], peer=str(dht.peer_id))
     while not future.done():

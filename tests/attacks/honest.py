@@ -29,14 +29,16 @@ def make_model(seed: int = 0) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(16, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1))
 
 
-def make_optimizer(dht: shoal.DHT, model: torch.nn.Module, **differing: Any) -> shoal.Optimizer:
-    """As all peers of the run make it, honest or not."""
+def make_optimizer(dht: shoal.DHT, model: torch.nn.Module, strands: int = 1, **differing: Any) -> shoal.Optimizer:
+    """As all peers of the run make it, honest or not; with `strands`, each is a cluster of one rank."""
     arguments: dict[str, Any] = {
         "matchmaking_time": 3.0,
         "averaging_timeout": 30.0,
         "next_chunk_timeout": 5.0,
         "averager_opts": {"request_timeout": 5.0},
     }
+    if strands > 1:
+        arguments["cluster"] = shoal.Cluster(strands=strands)
     return shoal.Optimizer(
         dht=dht,
         run_id=RUN_ID,
@@ -53,15 +55,18 @@ class Honest:
     Args:
         initial_peers: of the DHT.
         batch, pause: each step has so many samples, and takes so many seconds at least.
+        strands: of the run.
         dht: more arguments of the DHT.
     """
 
-    def __init__(self, initial_peers: list[str], batch: int = 8, pause: float = 0.1, **dht: Any) -> None:
+    def __init__(
+        self, initial_peers: list[str], batch: int = 8, pause: float = 0.1, strands: int = 1, **dht: Any
+    ) -> None:
         self.batch, self.pause, self.stopped, self.loss = batch, pause, threading.Event(), 0.0
         self._lines = threading.Lock()
         self.dht = shoal.DHT(initial_peers, start=True, **dht)
         self.model = make_model()
-        self.optimizer = make_optimizer(self.dht, self.model)
+        self.optimizer = make_optimizer(self.dht, self.model, strands)
         self.optimizer.on_event = self.heard
 
     def say(self, **line: Any) -> None:
@@ -115,7 +120,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if descriptors := options.get("descriptors"):
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
-    run(Honest(options["initial_peers"]))
+    run(Honest(options["initial_peers"], strands=options["strands"]))
 
 
 def run(honest: Honest) -> None:

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -69,16 +70,17 @@ class Swarm:
     Args:
         folder: for their logs.
         descriptors: how many each may have; None for as many as this process.
+        strands: of their run.
     """
 
-    def __init__(self, folder: Path, descriptors: int | None = None) -> None:
-        self._folder, self._descriptors = folder, descriptors
+    def __init__(self, folder: Path, descriptors: int | None, strands: int) -> None:
+        self._folder, self._told = folder, {"descriptors": descriptors, "strands": strands}
         self.trainers: list[Trainer] = []
         self.addresses: list[str] = []
 
     def add(self) -> Trainer:
         log = str(self._folder / f"honest-{len(self.trainers)}.log")
-        options = {"initial_peers": self.addresses, "log": log, "descriptors": self._descriptors}
+        options = {"initial_peers": self.addresses, "log": log, **self._told}
         trainer = Trainer(PeerProcess("tests.attacks.honest", options))
         self.trainers.append(trainer)
         trainer.process.started()
@@ -124,11 +126,15 @@ class Attacker:
         attack: by its number.
         addresses: of those that it attacks.
         folder: for its log.
+        strands: of the run.
         identity: the file with its key, made if there is none; None for a key of its own.
     """
 
-    def __init__(self, attack: str, addresses: list[str], folder: Path, identity: Path | None = None) -> None:
+    def __init__(
+        self, attack: str, addresses: list[str], folder: Path, strands: int, identity: Path | None = None
+    ) -> None:
         options = {
+            "strands": strands,
             "attack": attack,
             "initial_peers": addresses,
             "log": str(folder / f"attacker-{attack}.log"),
@@ -238,10 +244,10 @@ def measure(trainers: list[Trainer], attack: str, times: tuple[float, float, flo
     )
 
 
-def run_one(attack: str, seconds: float, before: float, after: float, folder: Path) -> Seen:
+def run_one(attack: str, seconds: float, before: float, after: float, folder: Path, strands: int = 1) -> Seen:
     """One attack, with peers of its own."""
     folder.mkdir(parents=True, exist_ok=True)
-    swarm = Swarm(folder, IDLE_LIMIT if attack == "13" else None)
+    swarm = Swarm(folder, IDLE_LIMIT if attack == "13" else None, strands)
     attacker: Attacker | None = None
     try:
         for _ in range(PEERS):
@@ -251,7 +257,7 @@ def run_one(attack: str, seconds: float, before: float, after: float, folder: Pa
         start = time.time()
         swarm.wait(before)
         begin = time.time()
-        attacker = Attacker(attack, swarm.addresses, folder)
+        attacker = Attacker(attack, swarm.addresses, folder, strands)
         newcomer = None
         if attack in NEWCOMERS:
             swarm.wait(seconds / 3)
@@ -288,10 +294,10 @@ def swarm_add_late(swarm: Swarm) -> None:
         trainer.process.end()
 
 
-def run_all(names: list[str], seconds: float, before: float, after: float, folder: Path) -> Seen:
+def run_all(names: list[str], seconds: float, before: float, after: float, folder: Path, strands: int = 1) -> Seen:
     """All attacks in turn, by one identity, with the same peers."""
     folder.mkdir(parents=True, exist_ok=True)
-    swarm = Swarm(folder, IDLE_LIMIT)
+    swarm = Swarm(folder, IDLE_LIMIT, strands)
     attacker: Attacker | None = None
     gained: dict[str, float] = {}
     try:
@@ -304,7 +310,7 @@ def run_all(names: list[str], seconds: float, before: float, after: float, folde
         for number, name in enumerate(names):
             if all(trainer.ended for trainer in swarm.trainers):
                 break  # nobody is left to attack
-            attacker = Attacker(name, swarm.addresses, folder, folder / "identity")
+            attacker = Attacker(name, swarm.addresses, folder, strands, folder / "identity")
             swarm.wait(max(0.0, begin + (number + 1) * seconds / len(names) - time.time()))
             for key, value in attacker.end().items():
                 gained[key] = gained.get(key, 0) + value
@@ -331,6 +337,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of each attack; with --all, of all together")
     parser.add_argument("--before", type=float, default=15.0, help="seconds without an attack")
     parser.add_argument("--after", type=float, default=15.0, help="seconds after the attacker has gone")
+    parser.add_argument("--strands", type=int, default=1, help="of the run; with several, the run of one is attacked")
     parser.add_argument("--logs", type=Path, help="folder for the logs of all processes")
     parser.add_argument("--json", type=Path, help="file to which each result is added as a line")
     arguments = parser.parse_args()
@@ -338,9 +345,10 @@ def main() -> None:
     print(f"logs: {folder}", file=sys.stderr)
     print(HEAD, flush=True)
     names = list(ATTACKS)
-    spans = arguments.seconds, arguments.before, arguments.after
+    spans, strands = (arguments.seconds, arguments.before, arguments.after), arguments.strands
     for name in ["all"] if arguments.all else names if arguments.each else arguments.attack:
-        seen = run_all(names, *spans, folder / name) if name == "all" else run_one(name, *spans, folder / name)
+        run = partial(run_all, names) if name == "all" else partial(run_one, name)
+        seen = run(*spans, folder / name, strands)
         print(seen.row(), flush=True)
         if arguments.json is not None:
             with arguments.json.open("a") as file:

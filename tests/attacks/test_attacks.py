@@ -18,12 +18,20 @@ from tests.attacks.run import NEWCOMERS, PEERS, run_all, run_one
 pytestmark = [pytest.mark.alone, pytest.mark.long]
 
 DEADLINE = 18.0  # seconds; the longest that `honest` trains with is 15 (DECIDE), and then others take over
-TURN = 5.0  # seconds of each attack, of all in turn
+TURN = 4.0  # seconds of each attack, of all in turn
 SECONDS = 20.0  # so a run that stands for as long as the attacker is there is seen
 
 
 def test_all_attacks_in_turn_end_and_stop_nobody(tmp_path: Path) -> None:
     seen = run_all(list(ATTACKS), seconds=TURN * len(ATTACKS), before=3.0, after=10.0, folder=tmp_path)
+    assert seen.ended == []
+    assert seen.pause < DEADLINE
+    assert seen.equal
+
+
+def test_attacks_on_the_run_of_a_strand_stop_nobody(tmp_path: Path) -> None:
+    """Some that have most effect there: a later tip, a COMMIT of nothing, results that are kept back."""
+    seen = run_all(["1b", "4", "9b"], seconds=3 * TURN, before=2.0, after=6.0, folder=tmp_path, strands=2)
     assert seen.ended == []
     assert seen.pause < DEADLINE
     assert seen.equal

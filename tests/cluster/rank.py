@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
+from tests.cluster.killed import die, die_when_sending, die_when_stepping
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -126,6 +127,17 @@ def main() -> None:
     if kept is not None:
         optimizer.load_state_dict(kept["optimizer"])
     print(json.dumps({"made": True}), flush=True)
+    dies = told.get("dies") if told.get("dying") == rank else None
+    epochs = 0  # that this rank has made
+
+    def is_time() -> bool:
+        return epochs >= 3
+
+    match dies:
+        case "in a strand's round" | "in the run's round":
+            die_when_sending(dies == "in a strand's round", is_time)
+        case "stepping":
+            die_when_stepping(is_time)
     try:
         if "load_strands" in told:
             dcp.load(state_of(model, optimizer), checkpoint_id=told["load_strands"])
@@ -138,11 +150,15 @@ def main() -> None:
             nn.functional.mse_loss(module(inputs), outputs).backward()
             began = time.perf_counter()
             optimizer.step()
+            if dies == "accumulating" and is_time():
+                die()
             took = time.perf_counter() - began
             optimizer.zero_grad()
+            time.sleep(told.get("pause", 0.0))
             while told["waits"] and optimizer.local_epoch == epoch:
                 optimizer.step(batch_size=0)
                 time.sleep(told.get("pause", 0.0))
+            epochs += optimizer.local_epoch > epoch
             said = {"epoch": optimizer.local_epoch, "digest": digest_of(model), "step": took, "time": time.monotonic()}
             print(json.dumps(said), flush=True)
         if "save" in told:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.cluster.clusters import clusters
-from tests.cluster.test_clusters import check_alike, check_end, check_numbers
+from tests.cluster.clusters import Clusters, clusters
+from tests.cluster.test_clusters import check_alike, check_numbers
 
 pytestmark = pytest.mark.alone
 
@@ -22,17 +24,38 @@ def test_peers_of_one_two_and_four_ranks_train_one_model(tmp_path: Path) -> None
         check_numbers(made, "adamw", 7, 6)
 
 
-@pytest.mark.parametrize("lost", [0, 2])
-def test_a_killed_rank_ends_its_cluster_by_name_and_the_others_go_on(tmp_path: Path, lost: int) -> None:
-    with clusters(tmp_path, 6, optimizer="adamw", epochs=4000, waits=False, strands=4) as made:
+LONGEST_WAIT = 3.0  # seconds that a killed rank may cost the others
+
+
+def test_a_rank_that_is_killed_in_any_phase_ends_its_cluster_by_name_and_the_others_go_on(tmp_path: Path) -> None:
+    """One cluster after the other loses a rank; those that stay have one step of the optimizer for each epoch."""
+    phases = [("accumulating", 1), ("in a strand's round", 1), ("in the run's round", 0), ("stepping", 1)]
+    options: dict[str, Any] = {"optimizer": "adamw", "epochs": 4000, "waits": False, "pause": 0.1, "strands": 4}
+    with clusters(tmp_path, 5, **options) as made:
         made.add("ddp", 2, 0)
-        made.add("fsdp2", 4, 2)
-        made.wait(lambda: len(made.digests(1, 1)) > 3)
-        check_end(made, lost)
-        before = max(made.digests(0, 0))
-        made.wait(lambda: max(made.digests(0, 0)) > before + 3, 10.0)
-        mine, theirs = made.digests(0, 0), made.digests(1, 1)
-        assert all(mine[epoch] == digest for epoch, digest in theirs.items() if epoch in mine)
+        made.add("plain", 1, 2)
+        made.wait(lambda: len(made.digests(1, 0)) > 3)
+        for number, (phase, lost) in enumerate(phases, 2):
+            victims = made.add("fsdp2", 2, 3, dies=phase, dying=lost)
+            made.wait(lambda victims=victims: all(victim.poll() is not None for victim in victims))
+            assert victims[lost].wait(1.0) == -9, made.logs()
+            mate = 1 - lost
+            assert victims[mate].wait(1.0) not in (0, -9), made.logs()
+            assert f"rank {lost} (process {victims[lost].pid} on " in made.log(number, mate), made.logs()
+            assert len(made.digests(number, mate)) > 1, "it was killed before it had trained"
+            before = max(made.digests(0, 0))
+            made.wait(lambda before=before: max(made.digests(0, 0)) > before + 3, 10.0)
+        longest = max(longest_wait(made, 0), longest_wait(made, 1))
+        assert longest < LONGEST_WAIT, made.logs()
+        for number, rank in ((0, 1), (1, 0), *((victim, 0) for victim in range(2, 6))):
+            mine, theirs = made.digests(0, 0), made.digests(number, rank)
+            assert all(mine[epoch] == digest for epoch, digest in theirs.items() if epoch in mine)
+
+
+def longest_wait(made: Clusters, cluster: int) -> float:
+    """How many seconds passed at most between two epochs of that cluster."""
+    ended = {said["epoch"]: said["time"] for said in made.said(cluster, 0) if "epoch" in said}
+    return max(after - before for before, after in pairwise(ended.values()))
 
 
 def test_a_cluster_of_other_ranks_goes_on_with_the_state_of_the_others(tmp_path: Path) -> None:

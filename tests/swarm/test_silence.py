@@ -6,6 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+from shoal.swarm.protocol.doubts import COMPLAINT_SECONDS
 from shoal.swarm.protocol.silence import MOST_TIMES, Silence
 from tests.swarm.rounds import key
 from tests.swarm.test_participant import BEGIN
@@ -35,6 +36,20 @@ def late_after(sends: int, progresses: bool = False, until: int = 1000) -> int |
 
 def test_who_sends_nothing_is_late_after_its_time() -> None:
     assert late_after(sends=0) == 6
+
+
+def test_a_complaint_is_there_before_the_coordinator_gives_up_who_complains() -> None:
+    """Also where this peer's looks see both that something came, and that nothing has come since, as late as can be,
+    where each comes a quarter of a second late."""
+    silence, exchange, looks = (
+        Silence(5.0, 10.0),
+        exchange_that_lacks_parts_of(2),
+        (1.24 * n for n in range(99)),
+    )
+    silence.look(exchange, lambda key: 0, False, next(looks))
+    exchange.progressed += 1
+    complains = next(now for now in looks if silence.look(exchange, lambda key: 0, False, now))
+    assert 5.0 + 2.0 < complains < 5.0 + COMPLAINT_SECONDS, "the message takes a while, too"
 
 
 def test_who_sends_is_waited_for_longer_and_not_for_ever_if_nothing_whole_comes() -> None:

@@ -15,8 +15,10 @@ from shoal.swarm.protocol.rules import Rules
 
 log = logging.getLogger(__name__)
 
-COMPLAINT_SECONDS = 2.0  # from a time-out of a member until the coordinator knows
-DECIDE_SLACK_SECONDS = 2.5 * COMPLAINT_SECONDS  # and until all have seen what it has decided
+# From a time-out of a member until the coordinator knows. A member looks every second: it sees up to a second late that
+# something came, and up to a second late that nothing has come since. Then the complaint is sent.
+COMPLAINT_SECONDS = 3.0
+DECIDE_SLACK_SECONDS = COMPLAINT_SECONDS + 2.0  # and until all have seen what it has decided
 MOST_ENDED = 4  # rounds of one tip that a coordinator may end without a result
 
 

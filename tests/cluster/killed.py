@@ -1,0 +1,45 @@
+"""A rank that kills itself with SIGKILL in a phase of an epoch that a test names."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shoal.swarm.protocol.actions import Send
+from shoal.swarm.protocol.messages import Commit, Done, Part
+from shoal.swarm.swarm import Swarm
+
+
+def die() -> None:
+    time.sleep(0.02)  # what was sent before is on its way: the kernel has it
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_when_stepping(is_time: Callable[[], bool]) -> None:
+    """Arrange for this process to be killed when it is about to step torch's optimizer, once it `is_time`."""
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if type(optimizer) is torch.optim.AdamW and is_time():
+            die()
+
+    register_optimizer_step_pre_hook(hook)
+
+
+def die_when_sending(in_strand: bool, is_time: Callable[[], bool]) -> None:
+    """Arrange for this process to be killed, once it `is_time`: in a strand's round when it is about to send a part of
+    its gradients, or in the run's own round when it is about to say that it is done, or how the round has ended."""
+    kinds, perform = (Part,) if in_strand else (Done, Commit), Swarm._do
+
+    def counting(self: Swarm, action: Any) -> None:
+        is_of_strand = "/strand/" in self.peer.view.run_id
+        if is_of_strand == in_strand and isinstance(action, Send) and isinstance(action.message, kinds) and is_time():
+            die()
+        return perform(self, action)
+
+    Swarm._do = counting  # type: ignore[method-assign]
