@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import CancelledError
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,7 @@ from shoal.optim.progress import RunProgress
 from shoal.optim.reports import DownloadReport, EpochReport, Event, ForkReport
 from shoal.optim.run import Run
 from shoal.p2p.errors import P2PError
+from shoal.p2p.release import RELEASE
 from shoal.swarm.protocol.messages import Terms
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Vitals:
         self._counts_steps = counts_steps
         self._lock = threading.Lock()
         self._started, self._number = get_dht_time(), 0
-        self._release = printable(version("shoal"), MAX_TEXT)
+        self._release = printable(RELEASE, MAX_TEXT)
         self._device = printable(this_machine().partition(", ")[2], MAX_TEXT)
         self._terms = _hash_of(run.swarm.peer.terms)
         self._machine = b""

@@ -2,6 +2,9 @@
 
 The listener, which TLS has proven, challenges; the dialler says hello with a signature that holds for this link only;
 the listener keeps the link, or not.
+
+Later versions of the protocol may add fields at the end of a challenge and of a hello. They change none of those that
+are there. So every peer can read the version and the release of every other one, and say which to install.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Annotated
 import msgspec
 
 from shoal.p2p.identity import KEY_BYTES, SIGNATURE_BYTES, PeerID
+from shoal.p2p.release import RELEASE, Release, how_to_match
 
 MAGIC = "shoal"
 VERSION = 2
@@ -41,12 +45,14 @@ class Challenge(msgspec.Struct, tag=0, array_like=True, frozen=True):
         version: of the protocol.
         instance: random; tells a peer that was started anew from one that connects once more.
         nonce: random; what the dialler signs.
+        release: of Shoal.
     """
 
     magic: Magic
     version: Version
     instance: Instance
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+    release: Release = ""
 
 
 class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
@@ -57,6 +63,7 @@ class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
         peer: the key of its peer id.
         signature: made with that key, over `signed`.
         succeeds: whether this link is to take the place of the one that the two have.
+        release: of Shoal.
     """
 
     magic: Magic
@@ -65,6 +72,7 @@ class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
     peer: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     signature: Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
     succeeds: bool = False
+    release: Release = ""
 
 
 class Kept(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -154,9 +162,20 @@ def decode(payload: memoryview) -> Said:
         said: Said = _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not a greeting: {error}") from error
-    if isinstance(said, Challenge | Hello) and (said.magic, said.version) != (MAGIC, VERSION):
-        raise ValueError(f"it speaks {said.magic!r} version {said.version}, this peer {MAGIC!r} version {VERSION}")
+    if isinstance(said, Challenge | Hello):
+        if said.magic != MAGIC:
+            raise ValueError(f"it speaks {said.magic!r}, this peer {MAGIC!r}")
+        if said.version != VERSION:
+            raise ValueError(other_version(said.version, said.release))
     return said
+
+
+def other_version(version: int, release: Release = "") -> str:
+    """What is told of a peer that speaks that version of the protocol."""
+    theirs, mine = f"version {version} of Shoal's protocol", f"this peer version {VERSION}"
+    if release:
+        theirs, mine = f"{theirs} (Shoal {release})", f"{mine} (Shoal {RELEASE})"
+    return f"it speaks {theirs}, {mine}; {how_to_match(release)}"
 
 
 def refusal(reason: str) -> Refusal:

@@ -403,7 +403,7 @@ class Link:
             yield
         if self._received == len(data) and data.startswith(greeting.FIRST_VERSION):
             self._unsent += b"" if self.dialled else greeting.OUTDATED
-            raise ValueError(f"it speaks version 1 of Shoal's protocol, this peer version {greeting.VERSION}")
+            raise ValueError(greeting.other_version(1))
         return data
 
     def _drain(self) -> Wait[None]:

@@ -41,6 +41,7 @@ from shoal.p2p.link import Link, LinkEvents, Stage
 from shoal.p2p.listener import Admission, Listener, most_connections
 from shoal.p2p.multiaddr import FAMILIES, Multiaddr
 from shoal.p2p.race import first_to_succeed
+from shoal.p2p.release import RELEASE
 from shoal.p2p.route import Route, Router
 from shoal.p2p.transport import Buffer, Observation, Transport, check_size
 
@@ -430,7 +431,7 @@ class SocketTransport(Transport, LinkEvents):
         """TLS is there: who listens begins."""
         if not link.dialled:
             link.nonce = os.urandom(greeting.NONCE_BYTES)
-            link.say(Challenge(greeting.MAGIC, greeting.VERSION, self._instance, link.nonce))
+            link.say(Challenge(greeting.MAGIC, greeting.VERSION, self._instance, link.nonce, RELEASE))
         elif tls.peer_of(link.certificate) != link.peer:
             link.end("somebody answers there who cannot prove to be that peer", HandshakeFailed)
 
@@ -487,7 +488,7 @@ class SocketTransport(Transport, LinkEvents):
         link.said_hello = True
         signature = self.identity.sign(signed)
         me = self.peer_id.key
-        link.say(Hello(greeting.MAGIC, greeting.VERSION, self._instance, me, signature, link.succeeds))
+        link.say(Hello(greeting.MAGIC, greeting.VERSION, self._instance, me, signature, link.succeeds, RELEASE))
 
     def _on_hello(self, link: Link, hello: Hello) -> None:
         peer = PeerID(hello.peer)

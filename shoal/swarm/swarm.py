@@ -21,6 +21,7 @@ from shoal.p2p.errors import P2PError, Refused, Unavailable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Answer, Node, Service
+from shoal.p2p.release import RELEASE
 from shoal.swarm.channel import Channel
 from shoal.swarm.contacts import Contacts
 from shoal.swarm.directory import Directory
@@ -130,7 +131,8 @@ class Swarm:
         channel = self._channel = Channel(node, self.service, gate, has_pins=has_pins)
         view, silence = View(run_id, me, channel.is_connected), Silence(sender_timeout, reducer_timeout)
         self._signer = Signer(node.identity, run_id)
-        terms = replace_struct(terms, options={**terms.options, "protocol": msg.PROTOCOL})
+        options = {**terms.options, "protocol": msg.PROTOCOL}
+        terms = replace_struct(terms, options=options, release=RELEASE)
         self.peer = Peer(view, terms, rules, silence, self._signer, keeps_state=place.keeps_state)
         self.contacts = Contacts(channel, self.peer, directory, place.tensors, self._act)
         self._fetching = Fetching(channel, chunk_timeout, self._progressed)

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from shoal.cli.doctor.finding import Finding, Level
@@ -24,6 +23,7 @@ from shoal.p2p.greeting import VERSION
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Service
+from shoal.p2p.release import RELEASE
 from shoal.swarm.channel import Channel
 from shoal.swarm.directory import MAX_CLOCK_DIFFERENCE, RECORD_SECONDS, DHTDirectory
 from shoal.swarm.gate import REFUSAL
@@ -39,7 +39,7 @@ LONG_ENOUGH = 0.5  # seconds, of a measurement
 SLOW = 10e6  # bits per second
 OFFSETS = (0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 900, 3600)  # seconds by which clocks are told apart
 SHOWN_MEMBERS = 8
-RELEASE = re.compile(r"[0-9][0-9A-Za-z.+!]*")
+LIKE_A_RELEASE = re.compile(r"[0-9][0-9A-Za-z.+!]*")
 UNSET = ("", "None", "NoneType", "False", "none")  # values of options that are not shown
 
 
@@ -219,13 +219,13 @@ async def _look_at_run(dht: CreatedNode, asked: Asked) -> AsyncIterator[Finding]
 def _release(releases: Counter[str]) -> Finding:
     """Which releases of Shoal the members have, as they publish it, and how many have it. What is no release is shown,
     as far as there is room, and never a part of a command."""
-    mine, theirs = version("shoal"), [release for release, _ in releases.most_common()]
+    mine, theirs = RELEASE, [release for release, _ in releases.most_common()]
     shown = f"{', '.join(theirs[:SHOWN_MEMBERS])}{', …' * (len(theirs) > SHOWN_MEMBERS)}"
     found, facts = f"members have Shoal {shown}; here it is {mine}", {"members": theirs, "here": mine}
     if mine in theirs:
         return Finding("release", Level.WELL, found, "", facts)
-    wanted = next((release for release in theirs if RELEASE.fullmatch(release)), None)
-    advice = "ask who runs it which release of Shoal it needs" if wanted is None else f"pip install shoal=={wanted}"
+    wanted = next((release for release in theirs if LIKE_A_RELEASE.fullmatch(release)), None)
+    advice = "ask who runs it which release of Shoal it needs" if wanted is None else f"pip install 'shoal=={wanted}'"
     return Finding("release", Level.MIND, found, advice, facts)
 
 

@@ -34,6 +34,7 @@ from typing import Annotated
 
 import msgspec
 
+from shoal.p2p.release import Release, how_to_match
 from shoal.swarm.protocol.rates import Rates
 from shoal.swarm.protocol.statements import UNSIGNED, Seal, name_of_statement
 from shoal.swarm.protocol.tip import Amount, Ballot, Digest, Tip, Weight
@@ -75,14 +76,21 @@ StepOptions = Annotated[bytes, msgspec.Meta(max_length=MAX_OPTIONS_BYTES)]  # b"
 
 
 class Terms(msgspec.Struct, array_like=True, frozen=True):
-    """What must be equal in a run: options by name, and the hash of the layout of what is averaged."""
+    """What must be equal in a run: options by name, and the hash of the layout of what is averaged.
+
+    The release of Shoal may differ. It says what to install where the option `protocol` differs.
+    """
 
     options: Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=MAX_OPTIONS)]
     schema: Digest
+    release: Release = ""
 
     def difference(self, theirs: Terms) -> str | None:
         """What differs, in words for the peer that has these terms; None if nothing does. Which tensor it is, where the
         layout differs, the peers ask each other (`Describe`)."""
+        mine, other = self.options.get("protocol", "nothing"), theirs.options.get("protocol", "nothing")
+        if mine != other:  # which may be why other options differ as well
+            return f"protocol is {mine} here, and {other} there; {how_to_match(theirs.release)}"
         for name in sorted({*self.options, *theirs.options}):
             mine, other = self.options.get(name, "nothing"), theirs.options.get(name, "nothing")
             if mine != other:
