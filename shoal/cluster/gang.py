@@ -59,6 +59,7 @@ class Gang:
     Attributes:
         rank, size: of this process, and of the group.
         names: of all ranks, for people.
+        left_in_order: whether this rank has left, and neither an error nor a loss was why.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -71,7 +72,7 @@ class Gang:
         self._news: list[Future[None]] = []  # of those who wait for whatever comes next
         self._left: set[int] = set()
         self._lost: Lost | None = None
-        self._closed = False
+        self._closed = self.left_in_order = False
         self._owed: set[int] = set()  # at rank 0: who has reported, and has no verdict; else rank 0, if this one waits
         self._sending = threading.Lock()  # a loss is told from the thread that sees it
         self._on_lost: Callable[[], object] = lambda: None
@@ -249,6 +250,11 @@ class Gang:
             raise ClusterError("this rank has shut its optimizer down")
 
     @property
+    def has_finished(self) -> bool:
+        """Whether this rank has left in order, and collectives can still be made."""
+        return self.left_in_order and (self.size == 1 or dist.is_initialized())
+
+    @property
     def is_whole(self) -> bool:
         """Whether no rank is lost."""
         return self._lost is None
@@ -292,7 +298,7 @@ class Gang:
         with self._changed:
             if self._closed:
                 return
-            self._closed = True
+            self._closed, self.left_in_order = True, error is None and self._lost is None
             is_why = _is_own(error) and self._lost is None
             goodbye = Bye(f"{type(error).__name__}: {error}"[:4096] if is_why else "")
             self._changed.notify_all()

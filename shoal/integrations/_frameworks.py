@@ -7,7 +7,7 @@
 | ``Trainer._clip_grad_norm`` of Transformers | overridden: this peer's gradients are measured, not clipped | 5.3 | they are clipped, too, and a test fails |
 | ``Trainer._load_best_model`` of Transformers | overridden: the run is left before | 5.0 or before | the run is left after, and a test fails |
 | ``Trainer._load_optimizer_and_scheduler`` of Transformers | overridden: checkpoints without the run's state | 5.3 | those begin at epoch 0, or raise, and a test fails |
-| ``Trainer._save_optimizer_and_scheduler`` of Transformers | overridden: all ranks of a cluster give the state at once | 5.3 | with steps in the background, rank 0 waits for ever when it saves |
+| ``Trainer._save_optimizer_and_scheduler`` of Transformers | overridden: all ranks of a cluster give the state at once | 5.3 | with strands, or with steps in the background, rank 0 waits for ever when it saves |
 | ``Trainer._tr_loss`` of Transformers | the sum of losses that is logged | 5.3 | AttributeError at the end of the first epoch |
 | ``Trainer._accelerator_connector._parallel_devices`` and ``._num_nodes_flag`` of Lightning | how many devices were asked for | 2.4 or before | AttributeError when training begins |
 """  # noqa: E501  # a table has no other way to break its lines

@@ -46,12 +46,13 @@ def swarm(
     Args:
         accelerator: of the script.
         args: as for `prepare`: one optimizer, the data loader, and what else there is.
-        dht: this peer's place in the DHT, started. With `cluster`, only the main process needs one.
+        dht: this peer's place in the DHT, started. With `cluster`, each process has one; with `strands=1`, the main
+            process.
         run_id: names the run.
         target_batch_size: samples of all peers per epoch.
         max_grad_norm: the norm to which the average is clipped, that of `accelerator.clip_grad_norm_` in the script.
-        cluster: a function that makes a `shoal.Cluster`, or one: the processes of the Accelerator are one peer. With
-            one process it has no effect.
+        cluster: a function that makes a `shoal.Cluster`, or one: the processes of the Accelerator are one peer. A
+            process that is alone gives it, too, where other peers of the run have strands.
         options: arguments of `shoal.Optimizer`, and `on_event`, a function that is called with each event.
 
     Returns:

@@ -180,14 +180,15 @@ class SwarmStrategy(InSwarm, SingleDeviceStrategy):
     `gradient_clip_val` are those of the script.
 
     Args:
-        dht: this peer's place in the DHT, started. It stays when training ends. With `cluster`, only process 0 needs
-            one.
+        dht: this peer's place in the DHT, started. It stays when training ends. With `cluster`, each process has one;
+            with `strands=1`, process 0.
         run_id: names the run.
         target_batch_size: samples of all peers per epoch.
         device: on which this peer trains; the first GPU if there is one, by default. Not with `cluster`, where the
             Trainer chooses.
         cluster: a function that makes a `shoal.Cluster`, or one: the processes of the Trainer are one peer, with
-            DistributedDataParallel. Then this is a `ClusterStrategy`.
+            DistributedDataParallel. Then this is a `ClusterStrategy`. A process that is alone gives it, too, where
+            other peers of the run have strands.
         options: arguments of `shoal.Optimizer`, and `on_event`, a function that is called with each event.
 
     Raises:

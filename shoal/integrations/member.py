@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import shoal
+from shoal.integrations.pieces import Pieces
 from shoal.integrations.ranks import Ranks
 from shoal.integrations.terms import Terms, refuse_many
 
@@ -41,13 +42,23 @@ class Member:
         self.num_peers, self._speaks = 1, ranks.speaks
         self._losses: torch.Tensor | float = 0.0  # the sum of those since the last epoch
         self._batches = 0  # how many they are
-        self.optimizer = shoal.Optimizer(
-            dht=terms.dht,
-            run_id=terms.run_id,
-            target_batch_size=terms.target_batch_size,
-            **_as_given(optimizer, ranks),
+        run: dict[str, Any] = {
+            "dht": terms.dht,
+            "run_id": terms.run_id,
+            "target_batch_size": terms.target_batch_size,
             **options,
-        )
+        }
+        self._pieces: Pieces | None = None
+        if ranks.cluster is None:
+            self.optimizer = shoal.Optimizer(optimizer=optimizer, **run)
+        else:
+            self._pieces = pieces = Pieces(optimizer, ranks.cluster)
+            given: dict[str, Any] = {"optimizer": pieces.make, "params": pieces.params, "cluster": ranks.cluster}
+            try:
+                self.optimizer = shoal.Optimizer(**given, **run)
+            except BaseException:
+                pieces.give_back()
+                raise
         self.optimizer.on_event = self._heard
 
     def _heard(self, event: Any) -> None:
@@ -92,24 +103,11 @@ class Member:
         """Leave the run now; the parameters stay usable."""
         self.optimizer.shutdown()
 
-
-def _as_given(optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any]:
-    """The arguments of `shoal.Optimizer` for an optimizer that is made. In a cluster each rank makes it of the
-    parameters that it gets: with DistributedDataParallel, those are the ones that it has."""
-    if ranks.cluster is None:
-        return {"optimizer": optimizer}
-    groups = optimizer.param_groups
-
-    def make(params: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-        for mine, theirs in zip(groups, params, strict=True):
-            if any(one is not other for one, other in zip(mine["params"], theirs["params"], strict=True)):
-                raise ValueError(
-                    "the framework's optimizer has other parameters than the cluster steps, which are not whole in "
-                    "each rank: let the framework wrap the model in DistributedDataParallel, and give strands=1"
-                )
-        return optimizer
-
-    return {"optimizer": make, "params": groups, "cluster": ranks.cluster}
+    def give_back(self) -> None:
+        """Leave, and give the framework's optimizer back as it came: it is to join anew."""
+        self.leave()
+        if self._pieces is not None:
+            self._pieces.give_back()
 
 
 def own_scaler(scaler: torch.amp.GradScaler, device: str) -> shoal.GradScaler:

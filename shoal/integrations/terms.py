@@ -20,7 +20,7 @@ class Terms:
     """How a framework's optimizer joins a run.
 
     Attributes:
-        dht: this peer's place in the DHT, started; None in a process that is not the first of its peer.
+        dht: this peer's place in the DHT, started; None in a process of a cluster that needs none.
         run_id: names the run.
         target_batch_size: samples of all peers per epoch.
         options: further arguments of `shoal.Optimizer`, and `on_event`.

@@ -53,12 +53,12 @@ def swarm(
 
     Args:
         trainer: a `Trainer` or one of a subclass, as the script makes it.
-        dht: this peer's place in the DHT, started. It stays when training ends. With `cluster`, only process 0 needs
-            one.
+        dht: this peer's place in the DHT, started. It stays when training ends. With `cluster`, each process has one;
+            with `strands=1`, process 0.
         run_id: names the run.
         target_batch_size: samples of all peers per epoch.
-        cluster: a function that makes a `shoal.Cluster`, or one: the processes of the launcher are one peer. With one
-            process it has no effect.
+        cluster: a function that makes a `shoal.Cluster`, or one: the processes of the launcher are one peer. A process
+            that is alone gives it, too, where other peers of the run have strands.
         options: arguments of `shoal.Optimizer`, and `on_event`, a function that is called with each event.
 
     Returns:
@@ -116,7 +116,8 @@ class InSwarm(Trainer):
         """As the Trainer's; the peer leaves the run at the end, also by an error."""
         if self._has_trained and self.model_init is None and not resume_from_checkpoint:
             raise ValueError(trained_before("Trainer", self._terms.run_id, "train(resume_from_checkpoint=True)"))
-        self._leave()  # the script may have called `create_optimizer`
+        if self._member is not None:  # of a training before, or of a script that has called `create_optimizer`
+            self._member.give_back()
         self.optimizer, self.lr_scheduler = self._given
         try:
             output = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -151,8 +152,8 @@ class InSwarm(Trainer):
         return made
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """As the Trainer's, which asks the process that saves alone for the state: where a step is in the background,
-        all processes of a cluster give it at once."""
+        """As the Trainer's, which asks the process that saves alone for the state. All processes of a cluster give it
+        at once, where they carry strands, or where a step is in the background."""
         if self._member is not None and not self.args.should_save:
             self._member.optimizer.state_dict()
         super()._save_optimizer_and_scheduler(output_dir)

@@ -214,13 +214,23 @@ def unlike() -> Any:
 
 
 def late() -> Any:
-    """An optimizer that was shut down has its state still."""
+    """An optimizer that was shut down has its state still, and takes another one."""
     model = layers()
-    optimizer = made(model)
+    optimizer = made(model, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
     backward(model)
     optimizer.step()
     optimizer.shutdown()
-    return optimizer.state_dict()["state"]["local_epoch"] if RANK == 0 else optimizer.local_epoch
+    state = optimizer.state_dict()
+    epochs = [state["state"]["local_epoch"]]
+    kept = [each["momentum_buffer"] for number, each in state["state"].items() if number != "local_epoch"]
+    state["state"]["local_epoch"] = 5
+    for momentum in kept:
+        momentum += 1.0
+    optimizer.load_state_dict(state)
+    state = optimizer.state_dict()["state"]
+    epochs.append(state.pop("local_epoch"))
+    loaded = [each["momentum_buffer"].tolist() for each in state.values()]
+    return [epochs, len(kept), loaded == [momentum.tolist() for momentum in kept]]
 
 
 def ended() -> Any:

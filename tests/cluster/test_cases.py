@@ -113,8 +113,11 @@ def test_ranks_that_were_made_otherwise_than_rank_0_are_told_in_what(tmp_path: P
         assert alive
 
 
-def test_an_optimizer_that_was_shut_down_has_its_state(tmp_path: Path) -> None:
-    assert found_by("late", 2, tmp_path) == [1, 1]
+@of_both_kinds
+def test_an_optimizer_that_was_shut_down_has_its_state(tmp_path: Path, strands: int) -> None:
+    first, second = found_by("late", 2, tmp_path, strands)
+    assert first == [[1, 5], 6, True]
+    assert second == [[1, 5], 0, True]
 
 
 @of_both_kinds

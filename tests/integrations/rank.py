@@ -36,7 +36,8 @@ def main() -> None:
     logging.getLogger("shoal").addHandler(logging.StreamHandler())
     with (Path(options["folder"]) / f"said {rank}").open("w") as file:
         worker.TO_TEST = file
-        peer = Failing(options, has_dht=rank == 0)
+        has_strands = options.get("strands", 1) > 1
+        peer = Failing(options, has_dht=rank in options.get("with_dht", [0, 1] if has_strands else [0]))
         trained = getattr(worker, options["framework"])(peer)
         if peer.dht is not None:
             peer.dht.shutdown()

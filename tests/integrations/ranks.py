@@ -59,7 +59,8 @@ class Ranks:
         """What each rank has told."""
         found = []
         for rank in range(self.ranks):
-            lines = [json.loads(line) for line in (self.folder / f"said {rank}").read_text().splitlines()]
+            said = self.folder / f"said {rank}"
+            lines = [json.loads(line) for line in said.read_text().splitlines()] if said.exists() else []
             done: dict[str, Any] = next((line for line in lines if line["kind"] == "done"), {})
             found.append(Told([line for line in lines if line["kind"] != "done"], done))
         return found

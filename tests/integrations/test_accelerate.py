@@ -225,8 +225,9 @@ def test_a_schedule_of_a_metric_is_refused_before_the_run_is_joined(
     assert loop.accelerator.step_scheduler_with_optimizer
 
 
-def test_a_state_is_loaded_after_the_training(loop: Loop, tmp_path: Path) -> None:
-    loop.prepare()
+@pytest.mark.parametrize("cluster", [None, shoal.Cluster(strands=3)])
+def test_a_state_is_loaded_after_the_training(loop: Loop, tmp_path: Path, cluster: Any) -> None:
+    loop.prepare(cluster=cluster)
     loop.run(epochs=2)
     best, rate = loop.model.weight.detach().clone(), loop.schedule.get_last_lr()
     loop.accelerator.save_state(str(tmp_path))

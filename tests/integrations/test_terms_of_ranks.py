@@ -64,10 +64,11 @@ def test_what_is_no_cluster_of_all_processes_is_refused(dht: shoal.DHT, monkeypa
         join(dht=None)
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     with pytest.raises(
-        ValueError, match=r"asks for 2: give cluster=lambda: shoal\.Cluster\(strands=1\) to all processes of a launcher"
+        ValueError,
+        match=r"asks for 2: give cluster=lambda: shoal\.Cluster\(strands=8\) at all peers .*, and a shoal.DHT in every",
     ):
         join()
-    with pytest.raises(ValueError, match=r"cluster= made a int: give cluster=lambda: shoal\.Cluster\(strands=1\)"):
+    with pytest.raises(ValueError, match=r"cluster= made a int: give cluster=lambda: shoal\.Cluster\(strands=8\)"):
         join(cluster=lambda: 2)
     with pytest.raises(ValueError, match=r"has 1 of the 2 processes of `accelerate launch`"):
         join(cluster=lambda: shoal.Cluster(strands=1))
@@ -77,12 +78,21 @@ def test_a_cluster_has_all_processes_and_no_scaler() -> None:
     part = object.__new__(shoal.Cluster)
     part.rank, part.size, part.strands = 1, 2, 1
     assert not Ranks.of(part, 2, "a launcher").speaks
-    assert Ranks.of(part, 1, "a launcher").cluster is None
+    with pytest.raises(ValueError, match="has 2 of the 1 processes of a launcher"):
+        Ranks.of(part, 1, "a launcher")
     with pytest.raises(ValueError, match="has 2 of the 4 processes of a launcher, which reduces gradients over all"):
         Ranks.of(part, 4, "a launcher")
     refuse_scaler(torch.amp.GradScaler("cpu", enabled=False))
     with pytest.raises(ValueError, match="cluster= takes none yet: train in bf16"):
         refuse_scaler(torch.amp.GradScaler("cpu"))
+
+
+def test_one_process_carries_all_strands_if_there_are_some() -> None:
+    assert Ranks.of(None, 1, "a launcher").cluster is None
+    assert Ranks.of(lambda: shoal.Cluster(strands=1), 1, "a launcher").cluster is None
+    alone = Ranks.of(shoal.Cluster, 1, "a launcher")
+    assert alone.cluster is not None
+    assert (alone.cluster.strands, alone.size, alone.speaks) == (8, 1, True)
 
 
 def test_a_strategy_of_several_processes_is_one_of_lightnings_ddp(dht: shoal.DHT) -> None:

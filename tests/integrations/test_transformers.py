@@ -37,7 +37,7 @@ def make(dht: shoal.DHT, tmp_path: Path) -> Make:
     def made(data: Any = 50, target: int = 32, kind: type[Trainer] = Trainer, prepare: Any = None, **given: Any) -> Any:
         names = {"callbacks", "optimizers", "model_init", "eval_dataset"}
         own = {name: given.pop(name) for name in names & given.keys()}
-        names = {"use_local_updates", "reuse_grad_buffers", "dht"}
+        names = {"use_local_updates", "reuse_grad_buffers", "dht", "cluster"}
         run = {"dht": dht} | {name: given.pop(name) for name in names & given.keys()}
         settings = {
             "output_dir": str(tmp_path), "per_device_train_batch_size": 4, "max_steps": 5, "report_to": [],
@@ -54,6 +54,9 @@ def make(dht: shoal.DHT, tmp_path: Path) -> Make:
         return swarm(trainer, run_id=run_id, target_batch_size=target, on_event=trainer.events.append, **run)
 
     return made
+
+
+alone_or_with_strands = pytest.mark.parametrize("cluster", [None, lambda: shoal.Cluster(strands=3)])
 
 
 def samples(trainer: Any) -> list[float]:
@@ -206,15 +209,26 @@ def test_the_run_is_left_before_the_best_model_is_loaded(make: Make) -> None:
     assert not trainer.was_alive
 
 
-def test_an_optimizer_and_a_scheduler_of_the_user_are_kept(make: Make) -> None:
+@alone_or_with_strands
+def test_an_optimizer_and_a_scheduler_of_the_user_are_kept(make: Make, cluster: Any) -> None:
     model = language_model()
-    plain = torch.optim.SGD(model.parameters(), lr=0.5)
+    plain = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
     halving = torch.optim.lr_scheduler.ExponentialLR(plain, gamma=0.5)
-    trainer = make(optimizers=(plain, halving), prepare=lambda trainer: setattr(trainer, "model", model))
+    saved = {"save_strategy": "steps", "save_steps": 5}
+    trainer = make(
+        optimizers=(plain, halving), prepare=lambda made: setattr(made, "model", model), cluster=cluster, **saved
+    )
     trainer.model_wrapped = model
     trainer.train()
     assert trainer._member.optimizer.optimizer is plain
     assert plain.param_groups[0]["lr"] == 0.5**6
+    trainer.args.max_steps = 7
+    trained = model.lm_head.weight.detach().clone()
+    assert trainer.train(resume_from_checkpoint=True).global_step == 7
+    assert trainer._member.optimizer.optimizer is plain
+    assert plain.param_groups[0]["lr"] == 0.5**8
+    assert not torch.equal(model.lm_head.weight, trained)
+    assert torch.isfinite(model.lm_head.weight).all()
 
 
 def test_the_average_is_clipped_and_no_batch(make: Make) -> None:
@@ -288,15 +302,16 @@ def test_a_checkpoint_without_the_optimizer_goes_on_at_its_epoch(
     assert "has no optimizer (save_only_model=True): this peer goes on from its model at epoch 3" in told
 
 
+@alone_or_with_strands
 def test_a_checkpoint_from_outside_of_a_run_goes_on_as_its_state(
-    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, cluster: Any
 ) -> None:
     settings = {
         "output_dir": str(tmp_path), "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True,
         "disable_tqdm": True, "logging_steps": 1, "learning_rate": 0.01, **SAVED,
     }  # fmt: skip
     Trainer(language_model(), TrainingArguments(**settings), train_dataset=texts(50)).train()
-    trainer = make(**SAVED)
+    trainer = make(cluster=cluster, **SAVED)
     seen: list[Any] = []
 
     class Watch(TrainerCallback):

@@ -49,7 +49,7 @@ class Peer:
     def __init__(self, options: dict[str, Any], *, has_dht: bool = True) -> None:
         self.options = options
         self.digests: dict[int, str] = {}  # of the parameters with which each epoch began
-        self.moments: dict[int, str] = {}  # of the optimizer's state by then
+        self.moments: dict[int, list[str]] = {}  # of the optimizer's state by then, what this process steps of it
         self.seen: list[list[float]] = []  # the first samples, in their order
         self.warnings: list[str] = []
         self.rates: list[float] = []  # with which each epoch's step was made
@@ -75,8 +75,8 @@ class Peer:
     def run(self) -> dict[str, Any]:
         """How this peer joins the run."""
         run = {"dht": self.dht, "run_id": "test", "target_batch_size": self.options["target"], "on_event": self.heard}
-        if "ranks" in self.options:
-            run["cluster"] = lambda: shoal.Cluster(strands=1)
+        if "ranks" in self.options or "strands" in self.options:
+            run["cluster"] = lambda: shoal.Cluster(strands=self.options.get("strands", 1))
         return run | self.options.get("run", {})
 
     def note(self, model: nn.Module) -> None:
@@ -85,8 +85,9 @@ class Peer:
         if optimizer is None or (epoch := optimizer.local_epoch) in self.digests:
             return
         self.digests[epoch] = digest_of(model)
-        kept = [value for _, state in sorted_state(optimizer) for value in state.values() if torch.is_tensor(value)]
-        self.moments[epoch] = blake3(b"".join(bytes_of(value.contiguous()) for value in kept)).hexdigest()
+        steps = getattr(optimizer, "optimizer", None)  # which ranks other than 0 do not show
+        kept = [] if steps is None else [value for state in steps.state.values() for value in state.values()]
+        self.moments[epoch] = [blake3(bytes_of(value)).hexdigest() for value in kept if torch.is_tensor(value)]
 
     def noted(self) -> dict[str, Any]:
         """What is told at the end."""
@@ -113,12 +114,6 @@ class Peer:
     def part(self, data: Any) -> Any:
         first, last = self.options.get("samples", [0, len(data)])
         return data[first:last]
-
-
-def sorted_state(optimizer: Any) -> Any:
-    """The state of each parameter, in the order of the parameters."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [(p, optimizer.state[p]) for p in parameters if p in optimizer.state]
 
 
 def digest_of(model: nn.Module) -> str:
@@ -256,6 +251,7 @@ def lightning(peer: Peer) -> dict[str, Any]:
         callbacks=[saved, *([spoils()] if options.get("spoils") else [])],
     )
     trainer.fit(module, loader(peer), ckpt_path=options.get("resume"))
+    trainer.save_checkpoint(f"{options['folder']}/end.ckpt")
     peer.note(module)
     return {
         "steps": trainer.global_step,

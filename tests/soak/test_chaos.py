@@ -1,5 +1,5 @@
-"""Half a minute of the chaos: it passes, and it fails where a trainer breaks a promise. `make soak` runs the latter, and
-30 minutes of the former."""
+"""Half a minute of chaos passes, and fails where a trainer breaks a promise. `make soak` runs the second test, and half
+an hour of chaos."""
 
 from __future__ import annotations
 

@@ -13,8 +13,11 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
+import shoal
 from shoal.integrations.accelerate import swarm
 from shoal.integrations.lightning import SwarmStrategy
+from shoal.p2p.identity import Identity
+from tests.integrations.ranks import Ranks
 from tests.optim.models import make_model
 from tests.repository.error_tables import Scene, provokes, raised
 
@@ -75,6 +78,51 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 @provokes("a peer of a run is one process on one device, and … asks for N")
 def trains_on_two_devices(scene: Scene) -> str:
     return raised(lambda: fit(scene, Module(), devices=2))
+
+
+@provokes("cluster= made a …")
+def makes_no_cluster(scene: Scene) -> str:
+    return raised(lambda: join(scene, sgd(make_model()), cluster=lambda: 8))
+
+
+@provokes("… has N of the N processes of …")
+def makes_a_cluster_of_others(scene: Scene) -> str:
+    half = shoal.Cluster()
+    half.size = 2
+    return raised(lambda: join(scene, sgd(make_model()), cluster=half))
+
+
+@provokes("dht=None, and this process is in the run")
+def has_no_dht(scene: Scene) -> str:
+    run: dict[str, Any] = {"dht": None, "run_id": scene.run_id, "target_batch_size": 8}
+    return raised(lambda: swarm(Accelerator(cpu=True), sgd(make_model()), **run))
+
+
+def of_two_ranks(scene: Scene, **options: Any) -> str:
+    """What rank 1 has printed."""
+    with Ranks(scene.folder, 2, framework="accelerate", steps=1, strands=8, **options) as two:
+        assert 0 not in two.wait()
+        return two.log(1)
+
+
+@provokes("dht=None at rank N of …, where each rank is in the run with its own strands")
+def has_a_dht_at_rank_0_alone(scene: Scene) -> str:
+    return of_two_ranks(scene, with_dht=[0])
+
+
+@provokes("ranks N and N of this cluster have one identity")
+def shares_an_identity(scene: Scene) -> str:
+    identity = scene.folder / "identity"
+    Identity.from_file(identity)
+    return of_two_ranks(scene, identity=str(identity))
+
+
+@provokes("it is not known of … that it treats each element alike")
+def steps_in_its_own_way(scene: Scene) -> str:
+    class Odd(torch.optim.SGD):
+        pass
+
+    return raised(lambda: join(scene, Odd(make_model().parameters(), lr=0.1), cluster=shoal.Cluster))
 
 
 @provokes("a run has one optimizer, and the script gives N (…)")
